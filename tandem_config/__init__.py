@@ -1,0 +1,7 @@
+"""The configuration of a run: its schema and how a file becomes one. Imports pydantic and yaml only."""
+
+from tandem_config.loading import Draft, draft_config, dump_resolved, load_config
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.schema import RunConfig
+
+__all__ = ["ConfigErrors", "ConfigProblem", "Draft", "RunConfig", "draft_config", "dump_resolved", "load_config"]

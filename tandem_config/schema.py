@@ -1,0 +1,166 @@
+"""What a run is made of: one frozen model per section of the YAML file.
+
+Every field states its unit and the reason for its default. Pure data: this package imports pydantic and yaml only, so
+that the coordinator can read it without torch. `loading.py` turns a file and `--set` options into a `RunConfig`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and no key but the declared ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+        "default", description="Name of the run; its folder is <output_dir>/<name> and its Redis keys carry it."
+    )
+    output_dir: Path = Field(Path("runs"), description="Folder that holds the run's folder. Relative to the working directory.")
+    iterations: PositiveInt = Field(40, description="GRPO iterations (rollout steps) to run.")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the data order and of the trainer.")
+    checkpoint_every: PositiveInt = Field(
+        10, description="Iterations between checkpoints of the trainer; the last iteration is always saved."
+    )
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    evaluate_every: PositiveInt = Field(5, description="Iterations between held-out evaluations; first and last always.")
+    target_accuracy: Fraction | None = Field(
+        None, description="Stop early once held-out greedy accuracy is at least this; null: run all iterations."
+    )
+    startup_timeout_s: PositiveFloat = Field(
+        600.0, description="Seconds for all services to become ready; engines import for 20 s even when tiny."
+    )
+
+
+class ModelSection(Section):
+    """The policy's starting point."""
+
+    path: Path = Field(..., description="Hugging Face model folder: config.json, *.safetensors, tokenizer.json.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Parameter type in trainer and rollouts. float32 is exact and the default on CPU."
+    )
+    tokenizer_path: Path | None = Field(None, description="Folder with tokenizer.json; null: the model's.")
+
+
+class DataSection(Section):
+    """Prompts and answers."""
+
+    train: Path = Field(..., description="JSONL or Parquet file of training rows.")
+    heldout: Path | None = Field(None, description="JSONL or Parquet file for evaluation; null: no evaluation.")
+    prompt_key: str = Field("prompt", description="Column of the prompt (a string).")
+    answer_key: str = Field("answer", description="Column of the reference answer (a string).")
+    shuffle: bool = Field(True, description="New order in each epoch, from run.seed; false: the file's order.")
+    max_prompt_tokens: PositiveInt = Field(1024, description="Longest prompt, in tokens.")
+    overlong_prompts: Literal["error", "drop"] = Field(
+        "error", description="What to do with a longer prompt: stop before the start, or leave it out and count it."
+    )
+
+
+class RewardSection(Section):
+    """How completions are scored."""
+
+    kind: Literal["exact_match", "regex", "math_verify"] = Field("exact_match", description="Registered reward function.")
+    require_stop: bool = Field(True, description="exact_match: 0 for a completion that was cut off by the length limit.")
+    pattern: str | None = Field(
+        None, description="regex: pattern searched in the completion; with a group, group 1 must equal the answer."
+    )
+    weight: float = Field(1.0, description="Factor on the score.")
+
+
+class GrpoSection(Section):
+    """The algorithm; definitions and sources in docs/numerics.md."""
+
+    prompts_per_iteration: PositiveInt = Field(64, description="Prompts (groups) in an iteration.")
+    group_size: Annotated[int, Field(ge=2)] = Field(16, description="Completions per prompt; 1 would make every advantage 0.")
+    updates_per_iteration: PositiveInt = Field(4, description="Optimizer updates in an iteration, each on an equal share of the groups' samples.")
+    max_new_tokens: PositiveInt = Field(256, description="Longest completion, in tokens.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too.")
+    advantage_std: Literal["group", "batch", "none"] = Field("group", description="What centred rewards are divided by (unbiased std + 1e-6).")
+    zero_variance: Literal["keep", "drop"] = Field(
+        "keep", description="Groups whose rewards are all equal: train on them (zero advantage) or leave them out. Counted either way."
+    )
+    truncated: Literal["keep", "mask"] = Field("keep", description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.")
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Ratio clip: lower bound is 1 - clip_low.")
+    clip_high: PositiveFloat = Field(0.2, description="Ratio clip: upper bound is 1 + clip_high.")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="Bound c of the dual clip for negative advantages; null: off.")
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="How token losses become one number; denominators are global over an optimizer update."
+    )
+    entropy_coefficient: float = Field(0.0, description="Entropy bonus; entropy is always measured.")
+    old_logprobs: Literal["recompute", "rollout"] = Field(
+        "recompute", description="pi_old: recomputed by the trainer at the step's start, or taken from the engine (one forward less)."
+    )
+    tis_cap: PositiveFloat | None = Field(
+        None, description="Truncated importance sampling: weight min(pi_old / pi_roll, cap); null: off. Needs old_logprobs: recompute."
+    )
+    logprob_diff_limit: PositiveFloat = Field(
+        1e-4, description="Largest |log pi_trainer - log pi_engine| after a sync before a warning; 1e-4 suits float32, use 0.2 for bfloat16."
+    )
+
+
+class TrainerSection(Section):
+    """The Megatron trainer service."""
+
+    tensor_parallel: PositiveInt = Field(1, description="Ranks that share each layer.")
+    pipeline_parallel: PositiveInt = Field(1, description="Stages that share the layers.")
+    data_parallel: PositiveInt = Field(1, description="Copies of the model, each with its share of every batch.")
+    sequence_parallel: bool = Field(False, description="Split activations between layers over the tensor-parallel ranks.")
+    learning_rate: PositiveFloat = Field(1e-6, description="AdamW step size, constant.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW decoupled weight decay.")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW second-moment decay.")
+    adam_eps: PositiveFloat = Field(1e-8, description="AdamW denominator floor.")
+    clip_grad: PositiveFloat = Field(1.0, description="Largest global gradient norm.")
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        16384, description="Padded tokens that go through the model at once; bounds activation memory."
+    )
+    collective_timeout_s: PositiveFloat = Field(300.0, description="Seconds until a trainer collective gives up on a silent peer.")
+
+
+class RolloutSection(Section):
+    """The SGLang rollout services."""
+
+    replicas: PositiveInt = Field(1, description="Independent engines.")
+    tensor_parallel: PositiveInt = Field(1, description="Ranks that share one engine.")
+    max_total_tokens: PositiveInt = Field(65536, description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.")
+    context_length: PositiveInt | None = Field(None, description="Longest prompt + completion, in tokens; null: the model's.")
+    max_running_requests: PositiveInt = Field(1024, description="Completions that one engine decodes at once.")
+    max_groups_per_call: PositiveInt = Field(1024, description="Groups that one GenerateGroups call may ask for.")
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = Field(0.8, description="Share of GPU memory for weights and KV cache (GPUs only).")
+    generate_timeout_s: PositiveFloat = Field(1800.0, description="Seconds until a generate call is given up.")
+
+
+class SyncSection(Section):
+    """Weight sync."""
+
+    install: Literal["in_place", "staged"] = Field(
+        "in_place", description="in_place: no extra memory, generation pauses for the transfer; staged: one spare shard, pause is the flip only."
+    )
+    pause: Literal["drain", "keep_kv", "abort_requeue"] = Field("drain", description="What happens to running requests.")
+    bucket_mib: PositiveFloat = Field(32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once.")
+    formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
+    transfer_timeout_s: PositiveFloat = Field(60.0, description="Seconds for one transfer.")
+    lease_ttl_s: PositiveFloat = Field(15.0, description="Seconds without a heartbeat after which a rank loses its slot.")
+
+
+class RunConfig(Section):
+    """The whole configuration file."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection = Field(default_factory=RewardSection)
+    grpo: GrpoSection = Field(default_factory=GrpoSection)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    sync: SyncSection = Field(default_factory=SyncSection)

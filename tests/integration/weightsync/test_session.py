@@ -1,0 +1,151 @@
+"""Whole rounds over real Redis and gloo, with plain tensor stores in the place of the engines."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PhaseOrder
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.sync_fleet import GROUP, Fleet
+from tests.weight_stores import same, tiny_spec
+from weightsync.layout import Parallel
+from weightsync.rendezvous import Lease, Rendezvous
+
+pytestmark = pytest.mark.integration
+TWO_REPLICAS = {"rollout-0": Parallel(), "rollout-1": Parallel()}
+
+
+@pytest.fixture
+def fleet(redis_server: str) -> Iterator[Callable[..., Fleet]]:
+    made = []
+
+    def make(trainer: Parallel, replicas: dict[str, Parallel], **spec: object) -> Fleet:
+        made.append(Fleet(redis_server, tiny_spec(**spec), trainer, replicas))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("install", [pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED])
+@pytest.mark.parametrize(
+    ("trainer", "replicas"),
+    [
+        (Parallel(), {"rollout-0": Parallel()}),
+        (Parallel(tensor=2), TWO_REPLICAS),
+        (Parallel(tensor=2, pipeline=2), {"rollout-0": Parallel(tensor=2)}),
+        (Parallel(pipeline=2, data=2), {"rollout-0": Parallel(tensor=2), "rollout-1": Parallel()}),
+    ],
+)
+def test_every_rank_holds_its_exact_shard(
+    fleet: Callable[..., Fleet], install: int, trainer: Parallel, replicas: dict[str, Parallel]
+) -> None:
+    them = fleet(trainer, replicas)
+    reports = them.sync(them.round(1, install_mode=install))
+    for slot in (s for s in them.members if not s.startswith("trainer")):
+        assert same(them.stores[slot], them.expected(slot)) == []
+        assert reports[slot].bytes_received == reports[slot].shard_bytes  # redundancy 1.00
+        assert 0 < reports[slot].staging_bytes <= 3 * (4096 + 64)
+
+
+def test_the_trainer_sends_one_model_whatever_the_number_of_replicas(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {f"rollout-{i}": Parallel() for i in range(3)})
+    reports = them.sync(them.round(1))
+    sent = sum(reports[f"trainer/{rank}"].bytes_sent for rank in range(2))
+    assert sent == reports["rollout-0/0"].shard_bytes
+    assert reports["rollout-2/0"].bytes_sent == 0
+
+
+def test_the_communicator_is_kept_while_the_epoch_lasts(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), TWO_REPLICAS)
+    them.sync(them.round(1))
+    first = them.members["trainer/0"]._communicators._current
+    for tensor in them.full.values():
+        tensor.add_(1.0)
+    for tensor in them.stores["trainer/0"].values():
+        tensor.add_(1.0)
+    for tensor in them.stores["trainer/1"].values():
+        tensor.add_(1.0)
+    them.sync(them.round(2))
+    assert them.members["trainer/0"]._communicators._current is first
+    assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
+
+
+def test_a_repeated_phase_gets_the_same_answer(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    round_ = them.round(1)
+    reports = them.sync(round_)
+    assert them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_TRANSFER, round_) == reports["rollout-0/0"]
+    them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_COMMIT, round_)
+
+
+def test_a_changed_byte_is_caught_before_commit(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel()})
+    round_ = them.round(1)
+    them.run(pb.ROUND_PHASE_PREPARE, round_)
+    them.run(pb.ROUND_PHASE_TRANSFER, round_)
+    them.stores["rollout-0/0"]["model.layers.1.mlp.down_proj.weight"].view(torch.uint8)[3, 5] ^= 1
+    outcome = them.run(pb.ROUND_PHASE_VERIFY, round_)["rollout-0/0"]
+    assert isinstance(outcome, DigestMismatch)
+    assert "down_proj" in str(outcome)
+    with pytest.raises(PhaseOrder, match="transferred"):
+        them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_COMMIT, round_)
+
+
+def test_a_missing_rank_is_named_and_the_next_round_works(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), TWO_REPLICAS)
+    absent = them.members.pop("rollout-1/0")
+    round_ = them.round(1, formation_timeout_s=0.5)
+    outcome = them.run(pb.ROUND_PHASE_PREPARE, round_)
+    assert {type(result) for result in outcome.values()} == {DeadlineExceeded}
+    assert "rollout-1/0" in str(outcome["trainer/0"])
+    them.run(pb.ROUND_PHASE_ABORT, round_)
+    them.members["rollout-1/0"] = absent
+    them.sync(them.round(2))
+    assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
+
+
+def test_an_old_epoch_is_refused(fleet: Callable[..., Fleet], redis_server: str) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    round_ = them.round(1)
+    Rendezvous(redis_server, GROUP).join("rollout-9/0", "somebody", 10)
+    with pytest.raises(Aborted, match="epoch"):
+        them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_PREPARE, round_)
+
+
+def test_a_replaced_worker_is_fenced(redis_server: str) -> None:
+    rendezvous = Rendezvous(redis_server, GROUP)
+    lease = Lease(rendezvous, "rollout-0/0", ttl_s=0.3)
+    lease.start()
+    before = rendezvous.snapshot().epoch
+    rendezvous.join("rollout-0/0", "newcomer", 10)
+    assert rendezvous.snapshot().epoch == before + 1
+    deadline = rendezvous.wait_until(lambda _: lease.evicted, 5.0, lambda _: "the lease was not told of its eviction")
+    assert deadline.members == {"rollout-0/0": "newcomer"}
+    lease.close()
+    assert rendezvous.snapshot().members == {"rollout-0/0": "newcomer"}  # an evicted worker removes nobody
+
+
+def test_an_expired_lease_makes_a_new_epoch(redis_server: str) -> None:
+    rendezvous = Rendezvous(redis_server, GROUP)
+    rendezvous.join("rollout-0/0", "mortal", 0.05)
+    epoch = rendezvous.snapshot().epoch
+    gone = rendezvous.wait_until(lambda now: now.members == {}, 5.0, lambda now: f"still there: {now.members}")
+    assert gone.epoch == epoch + 1
+    assert rendezvous.heartbeat("rollout-0/0", "mortal", 1) == "unknown"
+
+
+def test_another_model_is_refused_by_name(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    store = them.stores["rollout-0/0"]
+    store["model.norm.weight"] = torch.zeros(17)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_PREPARE, them.round(1))
+
+
+def test_phases_out_of_order_are_refused(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    with pytest.raises(PhaseOrder, match="not prepared"):
+        them.members["trainer/0"].run_phase(pb.ROUND_PHASE_TRANSFER, them.round(1))

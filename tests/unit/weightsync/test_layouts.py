@@ -1,0 +1,109 @@
+"""Layouts against the facts that comparable systems got wrong."""
+
+import pytest
+import torch
+
+from servicekit.errors import ConfigError
+from tests.weight_stores import canonical_tensors, cut, tiny_spec
+from weightsync.hf_layout import hf_layout
+from weightsync.layout import Parallel
+from weightsync.megatron_layout import megatron_layout
+from weightsync.model_spec import ModelSpec
+from weightsync.sglang_layout import padded_vocabulary, sglang_layout
+
+QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
+
+
+def test_megatron_fuses_qkv_by_query_group() -> None:
+    spec = tiny_spec()
+    full = canonical_tensors(spec)
+    got = cut(megatron_layout(spec, Parallel(tensor=2)), 1, full)[QKV.format(0)]
+    q, k, v = (full[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
+    # Rank 1 of 2 has the second of two groups: q heads 2 and 3, k head 1, v head 1; head_dim 8.
+    assert torch.equal(got, torch.cat([q[16:32], k[8:16], v[8:16]]))
+
+
+def test_sglang_replicates_neighbouring_kv_heads() -> None:
+    spec = tiny_spec()
+    full = canonical_tensors(spec)
+    layout = sglang_layout(spec, Parallel(tensor=4))
+    k = full["model.layers.2.self_attn.k_proj.weight"]
+    for rank, head in enumerate([0, 0, 1, 1]):  # rank // sharers, not rank % heads
+        qkv = cut(layout, rank, full)["model.layers.2.self_attn.qkv_proj.weight"]
+        assert torch.equal(qkv[8:16], k[head * 8 : head * 8 + 8])
+
+
+def test_gate_and_up_are_cut_apart_on_each_side() -> None:
+    spec = tiny_spec()
+    full = canonical_tensors(spec)
+    got = cut(sglang_layout(spec, Parallel(tensor=2)), 1, full)["model.layers.3.mlp.gate_up_proj.weight"]
+    gate, up = (full[f"model.layers.3.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(got, torch.cat([gate[12:], up[12:]]))
+
+
+def test_pipeline_stages_number_their_layers_locally() -> None:
+    spec = tiny_spec()
+    full = canonical_tensors(spec)
+    stage_one = cut(megatron_layout(spec, Parallel(pipeline=2)), 1, full)
+    assert torch.equal(stage_one["decoder.layers.0.input_layernorm.weight"], full["model.layers.2.input_layernorm.weight"])
+    assert "embedding.word_embeddings.weight" not in stage_one
+
+
+def test_tied_output_layer_on_the_last_stage_is_an_alias_and_no_source() -> None:
+    spec = tiny_spec(tie_word_embeddings=True)
+    layout = megatron_layout(spec, Parallel(pipeline=2))
+    aliases = layout.shards[layout.shards["alias"]]
+    assert {layout.params[p] for p in aliases["param"]} == {"output_layer.weight"}
+    assert set(aliases["rank"]) == {1}
+    assert "lm_head.weight" not in layout.tensors
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "expected"), [(33, 1, 64), (64, 2, 64), (65, 2, 128), (32, 3, 192), (151936, 8, 151936)]
+)
+def test_sglang_pads_the_vocabulary(vocab: int, tp: int, expected: int) -> None:
+    assert padded_vocabulary(tiny_spec(vocab_size=vocab), tp) == expected
+
+
+def test_a_rank_with_padding_only_still_has_the_parameter() -> None:
+    layout = sglang_layout(tiny_spec(vocab_size=32), Parallel(tensor=2))  # 64 rows, rank 1 has none of the 32 true ones
+    assert layout.parameters_of(1)["model.embed_tokens.weight"] == (32, 16)
+    assert torch.equal(cut(layout, 1, canonical_tensors(tiny_spec(vocab_size=32)))["lm_head.weight"], torch.zeros(32, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "named"),
+    [
+        ({}, Parallel(tensor=3), "KV heads"),
+        ({"intermediate_size": 25}, Parallel(tensor=2), "FFN"),
+        ({}, Parallel(pipeline=3), "4 layers"),
+        ({}, Parallel(context=2), "must be 1"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(changes: dict[str, object], parallel: Parallel, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        megatron_layout(tiny_spec(**changes), parallel)
+
+
+def test_sglang_refuses_tp_that_kv_heads_do_not_divide() -> None:
+    spec = tiny_spec(num_attention_heads=12, num_key_value_heads=4, intermediate_size=24)
+    with pytest.raises(ConfigError, match="4 KV heads"):
+        sglang_layout(spec, Parallel(tensor=6))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "qwen3", "num_attention_heads": 4}, "hidden_size"),
+    ],
+)
+def test_unsupported_models_are_named(config: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelSpec.from_config(config)
+
+
+def test_qwen2_has_qkv_biases_and_no_qk_norm() -> None:
+    names = hf_layout(tiny_spec("qwen2")).tensors
+    assert "model.layers.0.self_attn.k_proj.bias" in names
+    assert "model.layers.0.self_attn.q_norm.weight" not in names

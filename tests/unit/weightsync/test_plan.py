@@ -1,0 +1,145 @@
+"""The planner: exactly once, nothing twice, the same everywhere; shown by moving tensors in memory."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servicekit.errors import ConfigError, Internal
+from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from weightsync.coverage import check_coverage, zero_padding
+from weightsync.hf_layout import hf_layout
+from weightsync.layout import Layout, Parallel
+from weightsync.megatron_layout import megatron_layout
+from weightsync.messages import cut_messages, route
+from weightsync.model_spec import ModelSpec
+from weightsync.plan import make_plan
+from weightsync.sglang_layout import sglang_layout
+from weightsync.transports.packing import Packer
+
+trainers = st.builds(
+    Parallel, tensor=st.sampled_from([1, 2]), pipeline=st.sampled_from([1, 2, 4]), data=st.sampled_from([1, 2, 3])
+)
+specs = st.builds(
+    lambda family, tied, vocab: tiny_spec(family, tie_word_embeddings=tied, vocab_size=vocab),
+    st.sampled_from(["qwen2", "qwen3"]),
+    st.booleans(),
+    st.integers(5, 130),
+)
+
+
+def move(source: Layout, target: Layout, full: dict[str, torch.Tensor], max_elements: int) -> list[dict[str, torch.Tensor]]:
+    """Carries a plan out in memory."""
+    senders = [Packer(source, cut(source, rank, full), "src") for rank in range(source.num_ranks)]
+    stores = [empty_like_rank(target, rank) for rank in range(target.num_ranks)]
+    for message in cut_messages(make_plan(source, target), max_elements):
+        payload = torch.empty(senders[message.src].payload_bytes(message), dtype=torch.uint8)
+        senders[message.src].pack(message, payload)
+        Packer(target, stores[message.dst], "dst").unpack(message, payload)
+    for rank, store in enumerate(stores):
+        zero_padding(target, rank, store)
+    return stores
+
+
+@given(spec=specs, trainer=trainers, tp=st.sampled_from([1, 2, 4]), max_elements=st.sampled_from([1, 7, 100, 10**9]))
+@settings(max_examples=40, deadline=None)
+def test_what_arrives_is_what_the_target_layout_says(spec: ModelSpec, trainer: Parallel, tp: int, max_elements: int) -> None:
+    full = canonical_tensors(spec)
+    source, target = megatron_layout(spec, trainer), sglang_layout(spec, Parallel(tensor=tp))
+    for rank, store in enumerate(move(source, target, full, max_elements)):
+        assert same(store, cut(target, rank, full)) == []
+
+
+@given(spec=specs, trainer=trainers)
+@settings(max_examples=20, deadline=None)
+def test_there_and_back_is_the_identity(spec: ModelSpec, trainer: Parallel) -> None:
+    full = canonical_tensors(spec)
+    layout = megatron_layout(spec, trainer)
+    shards = move(hf_layout(spec), layout, full, 50)
+    for rank, shard in enumerate(shards):
+        assert same(shard, cut(layout, rank, full)) == []
+    assert same(move(layout, hf_layout(spec), full, 50)[0], full) == []
+
+
+@given(spec=specs, trainer=trainers, tp=st.sampled_from([1, 2, 4]))
+@settings(max_examples=20, deadline=None)
+def test_nothing_is_moved_twice(spec: ModelSpec, trainer: Parallel, tp: int) -> None:
+    target = sglang_layout(spec, Parallel(tensor=tp))
+    plan = make_plan(megatron_layout(spec, trainer), target)
+    assert plan.redundancy() == 1.0
+    assert all(plan.elements_received(rank) == target.elements_of(rank) for rank in range(tp))
+
+
+def test_copies_of_the_source_share_the_load() -> None:
+    spec = tiny_spec(num_hidden_layers=8)
+    plan = make_plan(megatron_layout(spec, Parallel(data=4)), sglang_layout(spec, Parallel(tensor=1)))
+    sent = np.zeros(4)
+    np.add.at(sent, plan.ops["src"], plan.ops["rows"] * plan.ops["cols"])
+    assert sent.max() / sent.mean() <= 1.10
+
+
+def test_the_digest_depends_on_layouts_only_and_on_all_of_them() -> None:
+    spec = tiny_spec()
+
+    def digest(spec: ModelSpec, trainer: Parallel, tp: int) -> str:
+        return make_plan(megatron_layout(spec, trainer), sglang_layout(spec, Parallel(tensor=tp))).digest
+
+    base = digest(spec, Parallel(tensor=2), 2)
+    assert digest(spec, Parallel(tensor=2), 2) == base
+    others = [
+        digest(spec, Parallel(), 2),
+        digest(spec, Parallel(tensor=2), 1),
+        digest(tiny_spec(vocab_size=34), Parallel(tensor=2), 2),
+    ]
+    assert base not in others
+
+
+def test_models_that_differ_are_refused_by_name() -> None:
+    wide = tiny_spec(intermediate_size=32)
+    with pytest.raises(ConfigError, match=r"gate_proj.*24.*32"):
+        make_plan(megatron_layout(tiny_spec(), Parallel()), sglang_layout(wide, Parallel()))
+    tied = tiny_spec(tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        make_plan(megatron_layout(tied, Parallel()), sglang_layout(tiny_spec(), Parallel()))
+
+
+def test_a_source_that_lacks_a_slice_is_caught() -> None:
+    layout = megatron_layout(tiny_spec(), Parallel(tensor=2))
+    holes = dataclasses.replace(layout, shards=layout.shards[1:])
+    with pytest.raises(Internal, match="covers"):
+        make_plan(holes, sglang_layout(tiny_spec(), Parallel()))
+
+
+def test_messages_are_bounded_and_complete() -> None:
+    plan = make_plan(megatron_layout(tiny_spec(), Parallel(tensor=2)), sglang_layout(tiny_spec(), Parallel()))
+    messages = cut_messages(plan, 64)
+    assert max(message.elements for message in messages) <= 64
+    assert [message.sequence for message in messages] == list(range(len(messages)))
+    assert sum(message.elements for message in messages) == int((plan.ops["rows"] * plan.ops["cols"]).sum())
+
+
+def test_both_ends_of_every_hop_walk_the_same_order() -> None:
+    plan = make_plan(megatron_layout(tiny_spec(), Parallel(tensor=2)), sglang_layout(tiny_spec(), Parallel(tensor=2)))
+    messages = cut_messages(plan, 100)
+    firsts = [2, 4, 6]  # three replicas of two ranks behind two trainer ranks
+    orders = [[(hop.message.sequence, hop.hop) for hop in route(messages, 2, firsts, rank)] for rank in range(8)]
+    assert all(order == sorted(order) for order in orders)
+    sent = sum(hop.message.elements for hop in route(messages, 2, firsts, 0) + route(messages, 2, firsts, 1))
+    assert sent == sum(message.elements for message in messages)  # the trainer feeds one replica, not three
+
+
+
+
+def test_coverage_names_what_has_no_rule_and_what_has_no_parameter() -> None:
+    layout = sglang_layout(tiny_spec(), Parallel())
+    tensors = empty_like_rank(layout, 0)
+    check_coverage(layout, 0, tensors, "rollout-0/0")
+    moved = {("surprise.buffer" if name == "model.norm.weight" else name): t for name, t in tensors.items()}
+    with pytest.raises(ConfigError, match=r"surprise\.buffer.*model\.norm\.weight"):
+        check_coverage(layout, 0, moved, "rollout-0/0")
+    reshaped = {**tensors, "model.norm.weight": torch.zeros(17)}
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(17,\)"):
+        check_coverage(layout, 0, reshaped, "rollout-0/0")

@@ -1,0 +1,61 @@
+"""Plain tensor stores for tests of weight sync: random canonical tensors, and any rank's parameters cut from them."""
+
+import numpy as np
+import torch
+
+from weightsync.hf_layout import hf_layout
+from weightsync.layout import Layout
+from weightsync.model_spec import ModelSpec
+
+
+def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
+    """4 layers, GQA 4/2, head_dim != hidden / heads, a vocabulary that needs padding on both sides."""
+    config: dict[str, object] = {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 33,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return ModelSpec.from_config({**config, **changes})
+
+
+def canonical_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every canonical tensor, random float32."""
+    layout = hf_layout(spec)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in zip(layout.params, layout.param_shapes, strict=True)
+    }
+
+
+def cut(layout: Layout, rank: int, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One rank's parameters; padding is zero."""
+    tensors = {name: torch.zeros(shape) for name, shape in layout.parameters_of(rank).items()}
+    for shard in layout.shards[layout.shards["rank"] == rank]:
+        whole = _matrix(canonical[layout.tensors[shard["tensor"]]])
+        part = _matrix(tensors[layout.params[shard["param"]]])
+        rows, cols = int(shard["rows"]), int(shard["cols"])
+        row, col, param_row, param_col = (int(shard[name]) for name in ("row", "col", "param_row", "param_col"))
+        part[param_row : param_row + rows, param_col : param_col + cols] = whole[row : row + rows, col : col + cols]
+    return tensors
+
+
+def empty_like_rank(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """One rank's parameters, all NaN."""
+    return {name: torch.full(shape, float("nan")) for name, shape in layout.parameters_of(rank).items()}
+
+
+def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bitwise equal."""
+    return [name for name in expected if not np.array_equal(got[name].numpy(), expected[name].numpy())]
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor

@@ -1,0 +1,91 @@
+"""The communicator of the current epoch: built under a deadline, kept across rounds, dropped with its epoch."""
+
+import torch
+import torch.distributed as dist
+
+from servicekit.errors import Aborted
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.participants import Participants, trainer_slot
+from weightsync.rendezvous import Lease, Membership
+from weightsync.transports.communicator import Communicator, form, host_store, join_store
+
+log = get_logger(__name__)
+
+
+class CommunicatorCache:
+    """Holds at most one communicator: the old one is dropped before the next is built."""
+
+    def __init__(self, lease: Lease, host: str, device: torch.device) -> None:
+        self._lease = lease
+        self._host = host
+        self._device = device
+        self._key: tuple[int, tuple[str, ...]] | None = None
+        self._current: Communicator | None = None
+
+    def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
+        """The communicator of the round's epoch and participants.
+
+        Raises: Aborted: the epoch is over; DeadlineExceeded: a rank did not come, by name.
+        """
+        now = self._lease.rendezvous.snapshot()
+        self._check_epoch(now, round_)
+        key = (round_.epoch, participants.slots)
+        if self._current is not None and self._key == key:
+            return self._current
+        self.drop()
+        store = self._store(round_)
+        self._current = form(
+            store,
+            # The round's id, too: a second attempt in the same epoch must not meet leftovers of the first.
+            name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
+            rank=rank,
+            slots=participants.slots,
+            host=self._host,
+            device=self._device,
+            timeout_s=round_.formation_timeout_s,
+        )
+        self._key = key
+        log.info("communicator formed", slot=self._lease.slot, epoch=round_.epoch, ranks=len(participants.slots))
+        return self._current
+
+    def drop(self) -> None:
+        """Aborts and forgets the communicator."""
+        if self._current is not None:
+            self._current.abort()
+        self._current, self._key = None, None
+
+    def close(self) -> None:
+        """The same, at the end of the process."""
+        self.drop()
+
+    def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
+        if now.epoch != round_.epoch:
+            raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
+
+    def _store(self, round_: pb.Round) -> dist.Store:
+        """The epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
+        rendezvous = self._lease.rendezvous
+        if self._lease.slot == trainer_slot(0):
+            store = host_store(self._host, round_.formation_timeout_s)
+            endpoint = f"{self._host}:{store.port} {round_.round_id}"
+            rendezvous.bind_endpoint(self._lease.slot, self._lease.worker_id, round_.epoch, endpoint)
+            return store
+        bound = rendezvous.wait_until(
+            lambda now: _endpoint_of(now, round_) is not None or now.epoch != round_.epoch,
+            round_.formation_timeout_s,
+            lambda now: f"{self._lease.slot}: {trainer_slot(0)} has not bound a store for epoch {round_.epoch}",
+        )
+        self._check_epoch(bound, round_)
+        endpoint_now = _endpoint_of(bound, round_)
+        if endpoint_now is None:
+            raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} vanished")
+        return join_store(endpoint_now, round_.formation_timeout_s)
+
+
+def _endpoint_of(now: Membership, round_: pb.Round) -> str | None:
+    """host:port of the store that was bound for this very round; a store of an earlier attempt does not count."""
+    if now.endpoint is None:
+        return None
+    address, _, round_id = now.endpoint.partition(" ")
+    return address if round_id == round_.round_id else None

@@ -1,0 +1,175 @@
+"""A layout: which slices of which canonical tensors live where, as flat numpy columns.
+
+Every tensor is a matrix: rows are dim 0, columns dim 1; a vector has one column. A shard is a box of a canonical tensor
+and the equally large block of a rank's parameter that holds it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from servicekit.errors import ConfigError
+from tandem_api.weights.v1 import weights_pb2
+
+# row, col: the box's start in the canonical tensor; param_row, param_col: its start in the rank's parameter.
+# An alias holds a copy that is never a source (the output layer of a tied model on its last pipeline stage).
+SHARD_DTYPE = np.dtype(
+    [(name, np.int64) for name in ("rank", "tensor", "param", "row", "rows", "col", "cols", "param_row", "param_col")]
+    + [("alias", np.bool_)]
+)
+ShardArray = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Parallel sizes of one side; a size that does not apply is 1."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual_pipeline: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: experts and virtual stages share them."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @classmethod
+    def from_proto(cls, sizes: weights_pb2.ParallelSizes) -> "Parallel":
+        """Reads the wire form; an unset size (0) is 1."""
+        return cls(**{name: max(1, int(getattr(sizes, name))) for name in cls.__dataclass_fields__})
+
+    def to_proto(self) -> weights_pb2.ParallelSizes:
+        """The wire form."""
+        return weights_pb2.ParallelSizes(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All shards of one side.
+
+    tensors / tensor_shapes: canonical names and their [rows, cols]. params / param_shapes: parameter names and local
+    shapes (padding included; 1 or 2 dimensions), the same on every rank that has the parameter. rank_params: (rank,
+    param) pairs, a parameter that is all padding included.
+    """
+
+    num_ranks: int
+    tensors: tuple[str, ...]
+    tensor_shapes: npt.NDArray[np.int64]
+    params: tuple[str, ...]
+    param_shapes: tuple[tuple[int, ...], ...]
+    rank_params: npt.NDArray[np.int64]
+    shards: ShardArray
+
+    def parameters_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Local shape by parameter name of one rank."""
+        held = self.rank_params[self.rank_params[:, 0] == rank, 1]
+        return {self.params[p]: self.param_shapes[p] for p in held}
+
+    def elements_of(self, rank: int) -> int:
+        """Elements of canonical tensors (no padding) that one rank holds."""
+        mine = self.shards[self.shards["rank"] == rank]
+        return int((mine["rows"] * mine["cols"]).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of one part of a rule on one tensor-parallel rank."""
+
+    tp_rank: int
+    part: int
+    row: int
+    rows: int
+    col: int
+    cols: int
+    param_row: int
+    param_col: int = 0
+
+
+@dataclass
+class LayoutBuilder:
+    """Collects shards parameter by parameter; `build` turns them into columns."""
+
+    num_ranks: int
+    tensors: dict[str, int] = field(default_factory=dict)
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+    params: dict[str, int] = field(default_factory=dict)
+    param_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    _rank_params: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _shards: list[ShardArray] = field(default_factory=list)
+
+    def tensor(self, name: str, rows: int, cols: int) -> int:
+        """The id of a canonical tensor; a new name is added."""
+        if name not in self.tensors:
+            self.tensors[name] = len(self.tensors)
+            self.shapes.append((rows, cols))
+        return self.tensors[name]
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> int:
+        """The id of a parameter name; its shape must be the same on all its ranks."""
+        if name not in self.params:
+            self.params[name] = len(self.params)
+            self.param_shapes.append(shape)
+        elif self.param_shapes[self.params[name]] != shape:
+            raise ConfigError(f"parameter {name} has two shapes: {self.param_shapes[self.params[name]]} and {shape}")
+        return self.params[name]
+
+    def place(
+        self,
+        *,
+        param: int,
+        tensor_ids: list[int],
+        pieces: Iterable[Piece],
+        ranks_by_tp: npt.NDArray[np.int64],
+        alias: bool = False,
+    ) -> None:
+        """Puts a parameter on ranks.
+
+        Args:
+            tensor_ids: canonical tensor of each part.
+            pieces: boxes by tensor-parallel rank.
+            ranks_by_tp: [TP, copies] global ranks of each tensor-parallel rank.
+        """
+        flat = ranks_by_tp.reshape(-1)
+        self._rank_params.append(np.stack([flat, np.full_like(flat, param)], axis=1))
+        for piece in pieces:
+            if piece.rows <= 0 or piece.cols <= 0:
+                continue
+            ranks = ranks_by_tp[piece.tp_rank]
+            block = np.zeros(len(ranks), dtype=SHARD_DTYPE)
+            block["rank"] = ranks
+            block["tensor"] = tensor_ids[piece.part]
+            block["param"] = param
+            block["alias"] = alias
+            for name in ("row", "rows", "col", "cols", "param_row", "param_col"):
+                block[name] = getattr(piece, name)
+            self._shards.append(block)
+
+    def build(self) -> Layout:
+        """The finished layout."""
+        return Layout(
+            num_ranks=self.num_ranks,
+            tensors=tuple(self.tensors),
+            tensor_shapes=np.array(self.shapes, dtype=np.int64).reshape(-1, 2),
+            params=tuple(self.params),
+            param_shapes=tuple(self.param_shapes),
+            rank_params=np.concatenate(self._rank_params),
+            shards=np.concatenate(self._shards),
+        )
+
+
+def local_shape(rows: int, cols: int, *, vector: bool) -> tuple[int, ...]:
+    """The shape that an engine gives a parameter: vectors have one dimension."""
+    return (rows,) if vector else (rows, cols)
+
+
+def exact_share(total: int, ranks: int, what: str) -> int:
+    """total / ranks. Raises: ConfigError: it does not divide."""
+    if total % ranks != 0:
+        raise ConfigError(f"{what} = {total} does not divide by tensor parallel size {ranks}")
+    return total // ranks

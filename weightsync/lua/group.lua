@@ -1,0 +1,64 @@
+-- The state machine of a weight group. KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms),
+-- state (hash: epoch, endpoint_epoch, endpoint). ARGV[1] names the operation. Redis TIME is the only clock; every
+-- change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
+local members, leases, state = KEYS[1], KEYS[2], KEYS[3]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function new_epoch()
+  return redis.call('HINCRBY', state, 'epoch', 1)
+end
+
+local function epoch()
+  return tonumber(redis.call('HGET', state, 'epoch') or '0')
+end
+
+local function remove(slot)
+  redis.call('HDEL', members, slot)
+  redis.call('ZREM', leases, slot)
+end
+
+local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+for _, slot in ipairs(expired) do remove(slot) end
+if #expired > 0 then new_epoch() end
+
+local operation, slot, worker = ARGV[1], ARGV[2], ARGV[3]
+local holder = slot and redis.call('HGET', members, slot)
+
+if operation == 'join' then
+  -- A new incarnation takes the slot over at once: waiting for the old lease would cost its whole TTL.
+  if holder ~= worker then
+    redis.call('HSET', members, slot, worker)
+    new_epoch()
+  end
+  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
+  return {'ok', epoch()}
+end
+
+if operation == 'heartbeat' then
+  if not holder then return {'unknown', epoch()} end
+  if holder ~= worker then return {'evicted', epoch()} end
+  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
+  return {'ok', epoch()}
+end
+
+if operation == 'leave' then
+  if holder ~= worker then return {'evicted', epoch()} end
+  remove(slot)
+  return {'ok', new_epoch()}
+end
+
+if operation == 'bind' then
+  -- ARGV[4] is the epoch that the endpoint was made for, ARGV[5] its address.
+  if holder ~= worker then return {'evicted', epoch()} end
+  if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
+  redis.call('HSET', state, 'endpoint_epoch', ARGV[4], 'endpoint', ARGV[5])
+  return {'ok', epoch()}
+end
+
+if operation == 'snapshot' then
+  local endpoint = redis.call('HMGET', state, 'endpoint_epoch', 'endpoint')
+  return {'ok', epoch(), endpoint[1] or '', endpoint[2] or '', redis.call('HGETALL', members)}
+end
+
+return redis.error_reply('unknown operation ' .. tostring(operation))

@@ -1,0 +1,107 @@
+"""A plan cut into messages: bounded, sequenced, and passed on along the chain of replicas.
+
+Every process walks its messages in the order of (sequence, hop). The order is total, so the oldest unfinished message
+always has both its ends ready and no set of processes can wait for each other in a circle.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan import OpArray, TransferPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Ops from one trainer rank to one rollout rank whose elements travel as one buffer.
+
+    src is a rank of the source layout, dst of the target layout. sequence numbers the messages of a plan from 0.
+    """
+
+    sequence: int
+    src: int
+    dst: int
+    ops: OpArray
+    elements: int
+
+
+def cut_messages(plan: TransferPlan, max_elements: int) -> list[Message]:
+    """Cuts a plan into messages of at most max_elements (at least one row each), round-robin over the pairs of ranks."""
+    ops = plan.ops
+    pairs = ops["dst"] * plan.source.num_ranks + ops["src"]
+    bounds = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if len(ops) > 0 else np.array([], int)
+    keyed = [
+        (index, pair, chunk)
+        for pair in np.split(ops, bounds[1:])
+        for index, chunk in enumerate(_chunks(pair, max_elements))
+    ]
+    keyed.sort(key=lambda item: (item[0], int(item[1]["dst"][0]), int(item[1]["src"][0])))
+    return [
+        Message(
+            sequence=sequence,
+            src=int(chunk["src"][0]),
+            dst=int(chunk["dst"][0]),
+            ops=chunk,
+            elements=int((chunk["rows"] * chunk["cols"]).sum()),
+        )
+        for sequence, (_, _, chunk) in enumerate(keyed)
+    ]
+
+
+def _chunks(ops: OpArray, max_elements: int) -> Iterator[OpArray]:
+    """Splits ops that are too large by rows, then fills chunks in order."""
+    pieces = np.concatenate([_split_rows(op, max_elements) for op in ops]) if len(ops) > 0 else ops
+    sizes = pieces["rows"] * pieces["cols"]
+    start, filled = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and filled + size > max_elements:
+            yield pieces[start:i]
+            start, filled = i, 0
+        filled += int(size)
+    if start < len(pieces):
+        yield pieces[start:]
+
+
+def _split_rows(op: np.void, max_elements: int) -> OpArray:
+    rows_each = max(1, max_elements // int(op["cols"]))
+    count = -(-int(op["rows"]) // rows_each)
+    pieces = np.repeat(np.asarray(op).reshape(1), count)
+    offsets = np.arange(count, dtype=np.int64) * rows_each
+    pieces["src_row"] += offsets
+    pieces["dst_row"] += offsets
+    pieces["rows"] = np.minimum(rows_each, op["rows"] - offsets)
+    return pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One message on one link: hop 0 is trainer -> first replica, hop h is replica h - 1 -> replica h.
+
+    sender and receiver are ranks of the communicator.
+    """
+
+    message: Message
+    hop: int
+    sender: int
+    receiver: int
+
+
+def route(
+    messages: Sequence[Message], trainer_ranks: int, first_rank_by_replica: Sequence[int], rank: int
+) -> list[Hop]:
+    """The hops in which communicator rank `rank` takes part, in the order in which it must walk them.
+
+    Args:
+        trainer_ranks: the trainer's ranks come first in the communicator.
+        first_rank_by_replica: communicator rank of TP rank 0 of each replica of this layout, in chain order.
+    """
+    hops = []
+    for message in messages:
+        sender = message.src
+        for hop, first in enumerate(first_rank_by_replica):
+            receiver = first + message.dst
+            if rank in (sender, receiver):
+                hops.append(Hop(message=message, hop=hop, sender=sender, receiver=receiver))
+            sender = receiver
+    return hops

@@ -1,0 +1,160 @@
+"""Who is in a weight group: slots, leases and epochs in Redis, changed by one Lua script."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import redis
+
+from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
+from servicekit.logs import get_logger
+from servicekit.redis_client import connect
+
+POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A group at one moment. endpoint: "host:port" of the epoch's TCP store, None until it is bound."""
+
+    epoch: int
+    members: dict[str, str]
+    endpoint: str | None
+
+
+class Evicted(Aborted):
+    """This worker's slot was taken by another incarnation; it must not act in the group any more."""
+
+    reason = "EVICTED"
+
+
+class Rendezvous:
+    """A view of a group, and its operations. Thread-safe (redis-py connections are pooled)."""
+
+    def __init__(self, redis_url: str, group: str) -> None:
+        self.group = group
+        self._redis = connect(redis_url)
+        source = resources.files("weightsync").joinpath("lua/group.lua").read_text(encoding="utf-8")
+        self._script = self._redis.register_script(source)
+        # One hash tag: all keys of a group live in one Redis Cluster slot.
+        self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state")]
+
+    def _call(self, *args: str | int) -> list[Any]:
+        reply = self._script(keys=self._keys, args=list(args))
+        return [item.decode() if isinstance(item, bytes) else item for item in reply]
+
+    def join(self, slot: str, worker_id: str, ttl_s: float) -> int:
+        """Takes a slot (from an older incarnation too). Returns: the epoch."""
+        return int(self._call("join", slot, worker_id, int(ttl_s * 1000))[1])
+
+    def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
+        """Renews the lease. Returns: "ok", "unknown" (the lease ran out) or "evicted" (another worker has the slot)."""
+        return str(self._call("heartbeat", slot, worker_id, int(ttl_s * 1000))[0])
+
+    def leave(self, slot: str, worker_id: str) -> None:
+        """Gives the slot up; does nothing if another worker has it."""
+        self._call("leave", slot, worker_id)
+
+    def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
+        """Publishes the TCP store of an epoch. Raises: Evicted; Aborted: the epoch is over."""
+        status, now = self._call("bind", slot, worker_id, epoch, endpoint)[:2]
+        if status == "evicted":
+            raise Evicted(f"{slot}: worker {worker_id} no longer holds this slot of {self.group}")
+        if status == "stale":
+            raise Aborted(f"{slot}: epoch {epoch} of {self.group} is over, it is {now}")
+
+    def snapshot(self) -> Membership:
+        """The group now; expired leases are swept first."""
+        _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
+        words = [item.decode() if isinstance(item, bytes) else str(item) for item in flat]
+        bound = endpoint_epoch != "" and int(endpoint_epoch) == int(epoch)
+        return Membership(
+            epoch=int(epoch),
+            members=dict(zip(words[::2], words[1::2], strict=True)),
+            endpoint=str(endpoint) if bound else None,
+        )
+
+    def wait_for(self, slots: Iterable[str], timeout_s: float) -> Membership:
+        """Waits until all slots are taken. Raises: DeadlineExceeded, naming the missing slots."""
+        wanted = set(slots)
+        return self.wait_until(
+            lambda now: wanted <= set(now.members),
+            timeout_s,
+            lambda now: f"slots missing from {self.group}: {', '.join(sorted(wanted - set(now.members)))}",
+        )
+
+    def wait_until(
+        self,
+        condition: Callable[[Membership], bool],
+        timeout_s: float,
+        complaint: Callable[[Membership], str],
+    ) -> Membership:
+        """Polls until the condition holds. Raises: DeadlineExceeded with the complaint."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(now := self.snapshot()):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{complaint(now)} (waited {timeout_s:g} s)")
+            threading.Event().wait(POLL_S)
+        return now
+
+
+class Lease:
+    """Holds a slot: a thread renews the lease, takes an expired one again, and notices an eviction."""
+
+    def __init__(self, rendezvous: Rendezvous, slot: str, ttl_s: float) -> None:
+        self.rendezvous = rendezvous
+        self.slot = slot
+        self.worker_id = uuid.uuid4().hex
+        self.evicted = False
+        self._ttl_s = ttl_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lease-{slot}", daemon=True)
+
+    def start(self) -> None:
+        """Joins the group and keeps the lease alive."""
+        epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s)
+        log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises: Evicted: another incarnation has the slot."""
+        if self.evicted:
+            raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
+
+    def close(self) -> None:
+        """Stops renewing and leaves the group."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+        try:
+            self.rendezvous.leave(self.slot, self.worker_id)
+        except redis.RedisError as error:
+            log.warning("could not leave weight group", slot=self.slot, error=str(error))
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._ttl_s / 3):
+            try:
+                self._beat()
+            except redis.RedisError as error:
+                log.warning("heartbeat failed", slot=self.slot, error=str(error))
+            if self.evicted:
+                log.error("evicted from weight group", slot=self.slot)
+                return
+
+    def _beat(self) -> None:
+        status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
+        if status == "unknown":
+            # The lease ran out (a long stop, or a Redis that lost its data): come back under a new epoch.
+            epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s)
+            log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
+        self.evicted = status == "evicted"
+
+
+def missing_peer(slot: str, phase: str, cause: Exception) -> PeerLost:
+    """The error for a peer that went away in the middle of a phase."""
+    return PeerLost(f"{slot}: a peer was lost during {phase}: {cause}")
