@@ -1,4 +1,4 @@
-"""The coverage gate: the layout against the engine's own list of parameters. Bytes never asked for are never checked."""
+"""The coverage gate: the layout against the engine's own parameters. Bytes never asked for are never checked."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,8 @@ def check_coverage(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor
     unused = sorted(set(expected) - set(tensors))
     if uncovered or unused:
         raise ConfigError(
-            f"{slot}: the mapping rules do not fit this engine: no rule for {uncovered[:5]}, no parameter for {unused[:5]}"
+            f"{slot}: the mapping rules do not fit this engine: "
+            f"no rule for {uncovered[:5]}, no parameter for {unused[:5]}"
         )
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) > 1:

@@ -27,7 +27,7 @@ class Message:
 
 
 def cut_messages(plan: TransferPlan, max_elements: int) -> list[Message]:
-    """Cuts a plan into messages of at most max_elements (at least one row each), round-robin over the pairs of ranks."""
+    """Cuts a plan into messages of at most max_elements (at least one row each), round-robin over rank pairs."""
     ops = plan.ops
     pairs = ops["dst"] * plan.source.num_ranks + ops["src"]
     bounds = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if len(ops) > 0 else np.array([], int)

@@ -43,7 +43,7 @@ def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int]
 
 
 def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> tuple[tuple[int, int], list[Piece]]:
-    """Blocks of rows of a padded vocabulary; padding has no canonical rows, so the last pieces may be short or empty."""
+    """Blocks of rows of a padded vocabulary; padding is not canonical, so the last pieces may be short or empty."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(padded_rows, tp, "padded vocabulary size")
     pieces = [

@@ -156,7 +156,8 @@ def _check_exactly_once(ops: OpArray, wanted: ShardArray, target: Layout) -> Non
     if len(wrong) > 0:
         rank, param = divmod(int(wrong[0]), width)
         raise Internal(
-            f"plan covers {int(got[wrong[0]])} of {int(need[wrong[0]])} elements of {target.params[param]} on rank {rank}"
+            f"plan covers {int(got[wrong[0]])} of {int(need[wrong[0]])} elements "
+            f"of {target.params[param]} on rank {rank}"
         )
 
 

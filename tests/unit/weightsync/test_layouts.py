@@ -45,7 +45,8 @@ def test_pipeline_stages_number_their_layers_locally() -> None:
     spec = tiny_spec()
     full = canonical_tensors(spec)
     stage_one = cut(megatron_layout(spec, Parallel(pipeline=2)), 1, full)
-    assert torch.equal(stage_one["decoder.layers.0.input_layernorm.weight"], full["model.layers.2.input_layernorm.weight"])
+    norm = "input_layernorm.weight"
+    assert torch.equal(stage_one[f"decoder.layers.0.{norm}"], full[f"model.layers.2.{norm}"])
     assert "embedding.word_embeddings.weight" not in stage_one
 
 
@@ -66,9 +67,10 @@ def test_sglang_pads_the_vocabulary(vocab: int, tp: int, expected: int) -> None:
 
 
 def test_a_rank_with_padding_only_still_has_the_parameter() -> None:
-    layout = sglang_layout(tiny_spec(vocab_size=32), Parallel(tensor=2))  # 64 rows, rank 1 has none of the 32 true ones
+    spec = tiny_spec(vocab_size=32)
+    layout = sglang_layout(spec, Parallel(tensor=2))  # 64 rows, rank 1 has none of the 32 true ones
     assert layout.parameters_of(1)["model.embed_tokens.weight"] == (32, 16)
-    assert torch.equal(cut(layout, 1, canonical_tensors(tiny_spec(vocab_size=32)))["lm_head.weight"], torch.zeros(32, 16))
+    assert torch.equal(cut(layout, 1, canonical_tensors(spec))["lm_head.weight"], torch.zeros(32, 16))
 
 
 @pytest.mark.parametrize(

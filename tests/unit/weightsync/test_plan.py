@@ -31,7 +31,9 @@ specs = st.builds(
 )
 
 
-def move(source: Layout, target: Layout, full: dict[str, torch.Tensor], max_elements: int) -> list[dict[str, torch.Tensor]]:
+def move(
+    source: Layout, target: Layout, full: dict[str, torch.Tensor], max_elements: int
+) -> list[dict[str, torch.Tensor]]:
     """Carries a plan out in memory."""
     senders = [Packer(source, cut(source, rank, full), "src") for rank in range(source.num_ranks)]
     stores = [empty_like_rank(target, rank) for rank in range(target.num_ranks)]
@@ -46,7 +48,9 @@ def move(source: Layout, target: Layout, full: dict[str, torch.Tensor], max_elem
 
 @given(spec=specs, trainer=trainers, tp=st.sampled_from([1, 2, 4]), max_elements=st.sampled_from([1, 7, 100, 10**9]))
 @settings(max_examples=40, deadline=None)
-def test_what_arrives_is_what_the_target_layout_says(spec: ModelSpec, trainer: Parallel, tp: int, max_elements: int) -> None:
+def test_what_arrives_is_what_the_target_layout_says(
+    spec: ModelSpec, trainer: Parallel, tp: int, max_elements: int
+) -> None:
     full = canonical_tensors(spec)
     source, target = megatron_layout(spec, trainer), sglang_layout(spec, Parallel(tensor=tp))
     for rank, store in enumerate(move(source, target, full, max_elements)):
@@ -129,8 +133,6 @@ def test_both_ends_of_every_hop_walk_the_same_order() -> None:
     assert all(order == sorted(order) for order in orders)
     sent = sum(hop.message.elements for hop in route(messages, 2, firsts, 0) + route(messages, 2, firsts, 1))
     assert sent == sum(message.elements for message in messages)  # the trainer feeds one replica, not three
-
-
 
 
 def test_coverage_names_what_has_no_rule_and_what_has_no_parameter() -> None:

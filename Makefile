@@ -1,0 +1,75 @@
+# Everything a user or developer of Tandem runs. `make` alone lists the targets.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PY := .venv/bin/python
+STAMP := .venv/tandem.stamp
+REPORTS := .cache/reports
+# One thread per process: the tests start several engines, and oversubscribed cores make all of them slower.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+SELECT := not slow
+
+# $(call pytest,NAME,ARGUMENTS): runs pytest, then says how many tests passed, failed and were skipped, whatever
+# pytest's exit status; that status (5, no tests, included) is kept.
+define pytest
+	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/$(1).xml
+	@status=0; $(PYTEST) --junit-xml=$(REPORTS)/$(1).xml $(2) || status=$$?; \
+		$(PY) -m tools.test_summary $(REPORTS)/$(1).xml || exit 1; exit $$status
+endef
+
+.PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
+.PHONY: format proto clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## create or update .venv from the pins (about 3 GB, two minutes; see requirements/README.md)
+
+$(STAMP): requirements/lock.txt requirements/torch.txt pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh
+	@touch $@
+
+demo: venv ## post-train the example model with GRPO on this machine and show it (minutes)
+	@.venv/bin/tandem demo
+
+test: check ## checks and all tests but the slow ones (at most 20 minutes on 2 cores)
+	$(call pytest,test,-m "$(SELECT)")
+
+test-all: SELECT := slow or not slow
+test-all: test ## checks and every test, slow ones too
+
+test-fast: venv ## unit and contract tests only (under a minute)
+	$(call pytest,test-fast,-m "not slow" tests/unit tests/contract)
+
+check: venv check-format check-lint check-types check-imports check-protos ## format, lint, types, import contracts, protos
+
+check-format: venv
+	@.venv/bin/ruff format --check --output-format concise .
+
+check-lint: venv
+	@.venv/bin/ruff check --quiet .
+
+check-types: venv
+	@$(PY) -m mypy
+
+check-imports: venv
+	@.venv/bin/lint-imports --no-logo
+
+check-protos: venv
+	@.venv/bin/buf lint
+	@$(PY) -m tools.proto check
+
+format: venv ## rewrite the code as ruff formats it and fix what it can
+	@.venv/bin/ruff check --fix-only --quiet .
+	@.venv/bin/ruff format --quiet .
+
+proto: venv ## generate tandem_api/ from protos/
+	@.venv/bin/buf lint
+	@$(PY) -m tools.proto write
+
+clean: ## remove caches and reports (.venv and runs/ stay)
+	@rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist ./*.egg-info
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,240 @@
+"""The error vocabulary: one class per way to fail, each with its gRPC status and a reason code.
+
+What the caller should do decides the status: repeat this call -> UNAVAILABLE; restart the transfer -> ABORTED; fix the
+state first -> FAILED_PRECONDITION; fix the request -> INVALID_ARGUMENT. The reason travels in the trailing metadata
+(`tandem-reason`), so that a client raises the class that the server raised.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import grpc
+
+REASON_KEY = "tandem-reason"
+# A status message travels percent-encoded in HTTP/2 trailers, of which peers accept 8 KiB by default; up to three
+# bytes per byte, and room for the rest of the trailers.
+MAX_MESSAGE_TEXT_BYTES = 2000
+
+
+class TandemError(Exception):
+    """An error that means something to the caller; `str(error)` is the message."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+
+class InvalidRequest(TandemError):
+    """The request can never succeed as it is."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_REQUEST"
+
+
+class ConfigError(TandemError):
+    """The configuration or the environment is wrong; nothing was started."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "CONFIG"
+
+
+class NotReady(TandemError):
+    """The service is not in a state to do this yet (no weights, still starting)."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NOT_READY"
+
+
+class StaleVersion(TandemError):
+    """An older policy version was asked for than the service has."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STALE_VERSION"
+
+
+class WrongVersion(TandemError):
+    """The request names another policy version than the current one."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WRONG_VERSION"
+
+
+class PhaseOrder(TandemError):
+    """A phase of a weight-sync round came out of order."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "PHASE_ORDER"
+
+
+class Poisoned(TandemError):
+    """Weights were partly written; only a full sync helps."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "POISONED"
+
+
+class AlreadyExists(TandemError):
+    """The name is held by somebody else."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+
+
+class TooLarge(TandemError):
+    """A message, a batch or a queue is over its limit."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TOO_LARGE"
+
+
+class Unavailable(TandemError):
+    """The peer cannot be reached right now; the same call may be repeated."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class Aborted(TandemError):
+    """The transaction was given up; start a new one."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ABORTED"
+
+
+class PeerLost(TandemError):
+    """A participant of a collective operation went away."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "PEER_LOST"
+
+
+class DigestMismatch(TandemError):
+    """Bytes that were installed are not the bytes that were sent."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "DIGEST_MISMATCH"
+
+
+class DeadlineExceeded(TandemError):
+    """A wait has used up its time; the message names what did not come."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class NotFinite(TandemError):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    reason = "NOT_FINITE"
+
+
+class PermissionDenied(TandemError):
+    """The operation is switched off here."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
+class Internal(TandemError):
+    """A bug of ours, or an error that we have no name for."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+
+ERRORS: tuple[type[TandemError], ...] = (
+    InvalidRequest,
+    ConfigError,
+    NotReady,
+    StaleVersion,
+    WrongVersion,
+    PhaseOrder,
+    Poisoned,
+    AlreadyExists,
+    TooLarge,
+    Unavailable,
+    Aborted,
+    PeerLost,
+    DigestMismatch,
+    DeadlineExceeded,
+    NotFinite,
+    PermissionDenied,
+    Internal,
+)
+_BY_REASON = {error.reason: error for error in ERRORS}
+# Statuses that arrive without our reason (raised by gRPC itself or by a proxy). First class of a status wins.
+_BY_CODE = {error.code: error for error in reversed(ERRORS)} | {grpc.StatusCode.CANCELLED: Aborted}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """What goes over the wire for an error."""
+
+    code: grpc.StatusCode
+    reason: str
+    message: str
+
+    @property
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((REASON_KEY, self.reason),)
+
+
+def to_status(error: BaseException) -> Status:
+    """Maps any exception to its status: the one place that decides.
+
+    An error of a call that the handler itself made passes through with its own status and reason.
+    """
+    if isinstance(error, grpc.RpcError):
+        error = from_rpc_error(error)
+    if isinstance(error, TandemError):
+        return Status(code=error.code, reason=error.reason, message=_cut(str(error)))
+    if isinstance(error, NotImplementedError):
+        return Status(code=grpc.StatusCode.UNIMPLEMENTED, reason="UNIMPLEMENTED", message=_cut(str(error)))
+    if isinstance(error, ValueError):
+        return Status(code=InvalidRequest.code, reason=InvalidRequest.reason, message=_cut(str(error)))
+    if isinstance(error, TimeoutError):
+        message = _cut(str(error)) or "a wait inside the service has used up its time"
+        return Status(code=DeadlineExceeded.code, reason=DeadlineExceeded.reason, message=message)
+    return Status(code=Internal.code, reason=Internal.reason, message=_cut(f"{type(error).__name__}: {error}"))
+
+
+def from_rpc_error(error: grpc.RpcError) -> TandemError:
+    """The error that the server raised, by its reason; by its status where there is no reason we know."""
+    call: Any = error  # gRPC's runtime errors are Calls as well; the base class declares nothing
+    code, details = call.code(), call.details() or ""
+    found = _BY_REASON.get(_reason(call.trailing_metadata()) or "")
+    if found is not None:
+        return found(details)
+    fallback = _BY_CODE.get(code)
+    if fallback is not None:
+        return fallback(details or code.name)
+    return Internal(f"{code.name}: {details}")
+
+
+@contextlib.contextmanager
+def rpc_errors(peer: str = "") -> Iterator[None]:
+    """Turns gRPC errors of the calls inside into TandemErrors; `peer` ("rollout-0") goes in front of the message."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        translated = from_rpc_error(error)
+        if not peer:
+            raise translated from error
+        raise type(translated)(f"{peer}: {translated}") from error
+
+
+def _reason(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    for key, value in metadata or ():
+        if key == REASON_KEY and isinstance(value, str):
+            return value
+    return None
+
+
+def _cut(message: str) -> str:
+    encoded = message.encode("utf-8", errors="replace")
+    if len(encoded) <= MAX_MESSAGE_TEXT_BYTES:
+        return message
+    kept = encoded[:MAX_MESSAGE_TEXT_BYTES].decode("utf-8", errors="ignore")
+    return f"{kept}... ({len(encoded) - MAX_MESSAGE_TEXT_BYTES} bytes more in the server's log)"

@@ -1,0 +1,36 @@
+"""Files that are either there completely or not at all."""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replaces `path`: a reader, also one after a power cut, sees the old or the new content. Its folder must exist."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json_atomic(path: Path, data: Any) -> None:
+    """Like write_bytes_atomic, of a JSON text. Raises: ValueError: NaN or infinity, which JSON does not have."""
+    text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
+    write_bytes_atomic(path, f"{text}\n".encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names that were just created, renamed or removed in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

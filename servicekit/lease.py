@@ -1,0 +1,62 @@
+"""Keeps something in Redis alive from a daemon thread."""
+
+import threading
+from collections.abc import Callable
+
+from servicekit.errors import TandemError, Unavailable
+from servicekit.logs import get_logger
+
+_log = get_logger(__name__)
+
+
+class Lease:
+    """Renews a lease every third of its time to live, so that two failed attempts do not lose it.
+
+        Redis answers         -> renewed; after an outage, re-announced
+        Redis does not answer -> logged once per outage, tried again
+        held by another       -> lost: logged, on_lost called, the thread ends
+
+    Args:
+        name: what is renewed, for logs.
+        ttl_s: time to live, seconds.
+        renew: writes the lease. Unavailable: tried again; another TandemError (AlreadyExists): the lease is lost.
+        on_lost: called once, from the thread, with a sentence.
+    """
+
+    def __init__(
+        self, name: str, ttl_s: float, renew: Callable[[], None], on_lost: Callable[[str], None] | None = None
+    ) -> None:
+        self._name = name
+        self._interval_s = ttl_s / 3
+        self._renew = renew
+        self._on_lost = on_lost
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lease-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns once no renewal is under way, so that nothing is written after a withdrawal."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        away = False
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._renew()
+            except Unavailable as error:
+                if not away:
+                    _log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
+                away = True
+            except TandemError as error:
+                _log.error("lease lost", lease=self._name, error=str(error))
+                if self._on_lost is not None:
+                    self._on_lost(str(error))
+                return
+            else:
+                if away:
+                    _log.info("lease renewed, Redis answers again", lease=self._name)
+                away = False

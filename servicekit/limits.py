@@ -1,0 +1,36 @@
+"""Sizes and times of the wire, for servers and channels alike: the only place that sets them."""
+
+# gRPC's default of 4 MiB is less than a micro-batch of long samples. What can exceed this is streamed.
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+_MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGE_OPTIONS,
+    # Service addresses are direct; an http_proxy in the environment would swallow them.
+    ("grpc.enable_http_proxy", 0),
+    # A peer that vanished without closing its socket is noticed after 30 + 10 s, also during a long call.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Go on pinging during an hour's train step that sends nothing; the default gives up after two pings.
+    ("grpc.http2.max_pings_without_data", 0),
+    # Services restart within seconds: the default back-off of up to 120 s would hide that they are back.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGE_OPTIONS,
+    # With SO_REUSEPORT a second server on the same port starts without an error and takes half of the calls.
+    ("grpc.so_reuseport", 0),
+    # Accept the channels' keepalive pings; the default of 300 s answers them with GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+# A deadline further away than this is none: "no deadline" reads as infinity or as a date far in the future.
+LONGEST_DEADLINE_S = 7 * 86_400.0

@@ -1,0 +1,227 @@
+"""Who serves where in a run: records in Redis that live as long as their owner renews them.
+
+    tandem:<run_id>:service:<role>:<name>   JSON of a ServiceRecord, with a time to live (the lease)
+    tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is dead
+    tandem:<run_id>:value:<key>             small values that processes of a run agree on
+
+Redis is the only clock: a record is alive as long as Redis has it. A live record belongs to its worker_id, and nobody
+else may replace or remove it.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+
+from servicekit import redis_client
+from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, Unavailable
+from servicekit.lease import Lease
+from servicekit.logs import get_logger
+from servicekit.redis_client import redis_errors
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+_FIRST_POLL_S = 0.02
+_LONGEST_POLL_S = 0.1
+
+_WITHDRAW = """
+local current = redis.call('GET', KEYS[1])
+if current and cjson.decode(current)['worker_id'] == ARGV[2] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[1])
+  return 1
+end
+return 0
+"""
+
+# Returns the record of the worker that holds the name, or nil when it is ours now.
+_CLAIM = """
+local current = redis.call('GET', KEYS[1])
+if current and cjson.decode(current)['worker_id'] ~= ARGV[2] then
+  return current
+end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[1])
+return nil
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceRecord:
+    """One running service.
+
+    role: "trainer", "rollout" or "coordinator"; name: unique within the role ("rollout-0"); address: gRPC
+    `host:port`; metrics_address: `host:port` of /metrics, "" for none; worker_id: unique per process start.
+    """
+
+    role: str
+    name: str
+    address: str
+    metrics_address: str = ""
+    worker_id: str
+
+
+Records = list[ServiceRecord]
+
+
+class Registry:
+    """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
+
+    Raises (constructor): ConfigError: Redis is unreachable or refuses us.
+    """
+
+    def __init__(self, redis_url: str, run_id: str) -> None:
+        self._redis: redis.Redis = redis_client.connect(redis_url)
+        self._prefix = f"tandem:{run_id}"
+        self._claim = self._redis.register_script(_CLAIM)
+        self._remove = self._redis.register_script(_WITHDRAW)
+        self._record: ServiceRecord | None = None
+        self._lease: Lease | None = None
+        self._closed = threading.Event()
+
+    def announce(self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None) -> None:
+        """Publishes our record and keeps it alive from a daemon thread until withdraw() or close().
+
+        Announcing again (a new address, say) replaces our own record.
+
+        Args:
+            ttl_s: seconds that the record outlives us; renewed every third of it.
+            on_lost: called once, from the thread, with a sentence, if another worker has taken the name while
+                Redis had lost our record.
+        Raises: AlreadyExists: a live record of another worker has this name; Unavailable: Redis does not answer.
+        """
+        if ttl_s <= 0:
+            raise ValueError(f"ttl_s must be positive, got {ttl_s}")
+        if self._record is not None and self._keys(self._record) != self._keys(record):
+            raise ValueError(f"this registry has announced {self._record.name!r} already; withdraw it first")
+        if self._lease is not None:
+            self._lease.stop()
+        self._put(record, ttl_s)
+        self._record = record
+        self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
+        self._lease.start()
+
+    def withdraw(self) -> None:
+        """Removes our own record, if there is one; a record of another worker stays."""
+        if self._lease is None or self._record is None:
+            return
+        self._lease.stop()
+        record, self._lease, self._record = self._record, None, None
+        with redis_errors():
+            self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
+
+    def close(self) -> None:
+        """Withdraws, ends waits in other threads with Aborted, and disconnects. Safe when Redis is away."""
+        self._closed.set()
+        try:
+            self.withdraw()
+        except Unavailable as error:
+            _log.warning("record not withdrawn, its lease will expire", error=str(error))
+        self._redis.close()
+
+    def list(self, role: str) -> Records:
+        """Live records of a role, by name."""
+        with redis_errors():
+            names: Any = self._redis.smembers(f"{self._prefix}:names:{role}")
+            if not names:
+                return []
+            texts: Any = self._redis.mget([self._service_key(role, name) for name in sorted(names)])
+        return [_parse(text) for text in texts if text is not None]
+
+    def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
+        """Waits until services are announced.
+
+        Args:
+            names: the names to wait for, or how many of the role.
+        Returns: their records in the order of `names`; for a number, all of the role by name.
+        Raises: DeadlineExceeded: naming those that are missing; Aborted: close() was called meanwhile.
+        """
+        if isinstance(names, str):
+            raise ValueError(f"names must be a list of names or a number, got the string {names!r}")
+
+        def look() -> Records | None:
+            found = {record.name: record for record in self.list(role)}
+            if isinstance(names, int):
+                return list(found.values()) if len(found) >= names else None
+            return [found[name] for name in names] if all(name in found for name in names) else None
+
+        def missing() -> str:
+            found = [record.name for record in self.list(role)]
+            there = f"there is {', '.join(found) or 'none'}"
+            if isinstance(names, int):
+                return f"{names - len(found)} of {names} {role} services; {there}"
+            return f"{role} {', '.join(name for name in names if name not in found)}; {there}"
+
+        return self._poll(look, missing, timeout_s)
+
+    def set_value(self, key: str, value: str, ttl_s: float | None = None) -> None:
+        """Publishes a small value of the run, for `ttl_s` seconds or for good; replaces an older one."""
+        with redis_errors():
+            self._redis.set(self._value_key(key), value, px=None if ttl_s is None else max(1, round(ttl_s * 1000)))
+
+    def get_value(self, key: str) -> str | None:
+        with redis_errors():
+            found: Any = self._redis.get(self._value_key(key))
+        return None if found is None else str(found)
+
+    def wait_value(self, key: str, timeout_s: float) -> str:
+        """Raises: DeadlineExceeded: nobody has set `key`; Aborted: close() was called meanwhile."""
+        return self._poll(lambda: self.get_value(key), lambda: f"value {key!r}", timeout_s)
+
+    def delete_value(self, key: str) -> None:
+        with redis_errors():
+            self._redis.delete(self._value_key(key))
+
+    def _poll(self, look: Callable[[], T | None], missing: Callable[[], str], timeout_s: float) -> T:
+        """Looks again and again, at growing intervals, until there is something."""
+        deadline_s = time.monotonic() + timeout_s
+        interval_s = _FIRST_POLL_S
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                found = look()
+                if found is not None:
+                    return found
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"waited {timeout_s:g} s for {missing()}")
+            except Unavailable as error:  # Redis may come back before the deadline
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"waited {timeout_s:g} s for Redis: {error}") from error
+            if self._closed.wait(min(interval_s, max(left_s, 0.0))):
+                raise Aborted("the registry was closed while waiting")
+            interval_s = min(interval_s * 1.5, _LONGEST_POLL_S)
+
+    def _put(self, record: ServiceRecord, ttl_s: float) -> None:
+        text = json.dumps(dataclasses.asdict(record))
+        arguments: tuple[str | int, ...] = (record.name, record.worker_id, text, max(1, round(ttl_s * 1000)))
+        with redis_errors():
+            held_by: Any = self._claim(keys=self._keys(record), args=arguments)
+        if held_by is not None:
+            other = _parse(held_by)
+            raise AlreadyExists(
+                f"{record.role} {record.name!r} is held by worker {other.worker_id!r} at {other.address}; "
+                "stop it, or wait until its lease has expired"
+            )
+
+    def _keys(self, record: ServiceRecord) -> tuple[str, str]:
+        return self._service_key(record.role, record.name), f"{self._prefix}:names:{record.role}"
+
+    def _service_key(self, role: str, name: str) -> str:
+        return f"{self._prefix}:service:{role}:{name}"
+
+    def _value_key(self, key: str) -> str:
+        return f"{self._prefix}:value:{key}"
+
+
+def _parse(text: str) -> ServiceRecord:
+    try:
+        return ServiceRecord(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"a service record in Redis is not ours to read ({error}): {text[:200]}; is the run id shared?"
+        ) from error

@@ -1,0 +1,19 @@
+"""Versions of the software that a process runs, without importing any of it."""
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+
+
+def software_versions(names: Iterable[str]) -> dict[str, str]:
+    """Installed version by name as given ("megatron_core" and "megatron-core" are the same package), and python's.
+
+    Packages that are not installed are left out: the coordinator has no torch.
+    """
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,75 @@
+"""The commands that the documents show, and which test or script runs each kind of them for real."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.house.repository import REPO, name_of
+
+BLOCK = re.compile(r"^```(console|bash|sh)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+
+# What a reader runs -> the file that runs it too, and a text in that file that shows it. A command that a document
+# gains must gain a line here, and the test that it names.
+RUN_BY = {
+    "make help": ("tests/house/test_make.py", 'make("help")'),
+    "make venv": ("Makefile", "check: venv"),
+    "make check": ("Makefile", "test: check"),
+    "make test": (".ci/run", "make test"),
+    "make test-fast": ("tests/house/test_make.py", '"test-fast"'),
+    "make test-all": ("tests/house/test_make.py", '"test-all"'),
+    "make demo": ("tests/house/test_make.py", '"demo"'),
+    "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
+    "tandem version": ("tests/house/test_command.py", 'tandem("version"'),
+    "tandem --help": ("tests/house/test_command.py", '"--help"'),
+    "python -m examples.arithmetic.make_model": ("tests/house/test_arithmetic_example.py", 'main(["data"'),
+}
+# Programs of the reader's system; what they do is not ours to test.
+FOREIGN = {"cd", "git", "apt-get", "curl", "less", "cat", "ls", "head", "tail", "export", "source"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of a document; `words` are split as a shell does, without leading assignments."""
+
+    document: Path
+    words: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """What RUN_BY lists: program and subcommand, or `python -m module`."""
+        program = Path(self.words[0]).name
+        if program.startswith("python") and self.words[1:2] == ("-m",):
+            return f"python -m {self.words[2]}"
+        return " ".join([program, *self.words[1:2]])
+
+    def __str__(self) -> str:
+        return f"{name_of(self.document)}: {shlex.join(self.words)}"
+
+
+def block_lines(language: str, text: str) -> list[str]:
+    """Returns the command lines of a block: those after `$ ` in a console block, all but comments in a script."""
+    lines = text.replace("\\\n", " ").splitlines()
+    if language == "console":
+        return [line[2:] for line in lines if line.startswith("$ ")]
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def commands_in(document: Path) -> list[Command]:
+    """Returns the commands of a Markdown file, `a && b` as two."""
+    found = []
+    for language, text in BLOCK.findall(document.read_text(encoding="utf-8")):
+        for line in block_lines(language, text):
+            for part in re.split(r"&&|;", line.partition(" #")[0]):
+                words = shlex.split(part)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words:
+                    found.append(Command(document=document, words=tuple(words)))
+    return found
+
+
+def documents() -> list[Path]:
+    """Returns the Markdown files whose commands are promises."""
+    named = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+    return [path for path in named if path.is_file()] + sorted((REPO / "examples").rglob("*.md"))

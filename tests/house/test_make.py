@@ -1,0 +1,55 @@
+"""`make` offers what the documents promise, and each target's recipe is one that make can run."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.house.repository import REPO
+
+PROMISED = ("help", "venv", "demo", "test", "test-fast", "test-all", "check", "format", "proto", "clean")
+MAKE_TIMEOUT_S = 60.0
+
+
+def make(*arguments: str) -> str:
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=MAKE_TIMEOUT_S).stdout
+
+
+def test_help_lists_every_target() -> None:
+    listed = re.findall(r"^  make (\S+)", make("help"), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(PROMISED)
+    assert make() == make("help")
+
+
+@pytest.mark.parametrize("target", PROMISED)
+def test_the_recipe_expands(target: str) -> None:
+    assert make("--dry-run", "--always-make", target)
+
+
+def test_test_runs_the_checks_first() -> None:
+    recipe = make("--dry-run", "--always-make", "test")
+    steps = [
+        "make_venv.sh",
+        "ruff format",
+        "ruff check",
+        "mypy",
+        "lint-imports",
+        "buf lint",
+        "tools.proto check",
+        "pytest",
+    ]
+    places = [recipe.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("target", "selection"),
+    [("test", '-m "not slow"'), ("test-all", '-m "slow or not slow"'), ("test-fast", '-m "not slow"')],
+)
+def test_each_target_selects_its_tests(target: str, selection: str) -> None:
+    assert selection in make("--dry-run", target)
+
+
+def test_ci_calls_make_test() -> None:
+    assert "\nmake test " in (REPO / ".ci" / "run").read_text(encoding="utf-8")

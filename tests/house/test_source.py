@@ -1,0 +1,110 @@
+"""Rules about our own source that no linter has: no fixed sleeps, no pickle, a first line that says what it is for."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.house.repository import PACKAGES, calls, name_of, parse, python_files
+
+# Files that may sleep, and why each can neither wait for an event nor run on without end. Tests are not looked at:
+# they may give another thread a moment before they see that nothing has happened.
+SLEEPERS = {
+    "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
+    "launcher/guard.py": "polls process ids that are not its children, so there is nothing to wait on; has a deadline",
+    "launcher/redis_server.py": "pings a server that says nothing when it is ready; has a deadline",
+}
+SLEEPS = {"time.sleep", "asyncio.sleep", "anyio.sleep"}
+
+PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+# torch.distributed's object collectives pickle what they send and unpickle what they receive.
+OBJECT_COLLECTIVES = {
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+def is_yield(call: ast.Call) -> bool:
+    """Says whether it is `sleep(0)`: that gives way to other tasks and waits for nothing."""
+    return len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
+
+
+def sleeps(path: Path) -> list[str]:
+    return [
+        f"{name_of(path)}:{call.lineno}: {name}"
+        for name, call in calls(parse(path))
+        if name in SLEEPS and not is_yield(call)
+    ]
+
+
+def pickled(tree: ast.Module) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules = [node.module]
+        found += [f"import {module}" for module in modules if module.split(".")[0] in PICKLERS]
+    for name, call in calls(tree):
+        options = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name.split(".")[-1] in OBJECT_COLLECTIVES:
+            found.append(name)
+        if name == "torch.load" and not is_true(options.get("weights_only")):
+            found.append("torch.load without weights_only=True")
+        if name == "numpy.load" and is_true(options.get("allow_pickle")):
+            found.append("numpy.load with allow_pickle=True")
+    return found
+
+
+def is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def test_nothing_sleeps_for_a_fixed_time() -> None:
+    own = python_files(*PACKAGES, "tools", "examples")
+    assert [line for path in own if name_of(path) not in SLEEPERS for line in sleeps(path)] == []
+
+
+def test_the_allow_list_is_true() -> None:
+    for name, reason in SLEEPERS.items():
+        path = next(path for path in python_files() if name_of(path) == name)
+        assert sleeps(path), f"{name} sleeps no more: remove it"
+        assert len(reason) > 20
+
+
+def test_nothing_is_pickled() -> None:
+    found = [f"{name_of(path)}: {what}" for path in python_files(*PACKAGES) for what in pickled(parse(path))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.load('x', weights_only=False)",
+        "import torch.distributed as dist\ndist.broadcast_object_list([])",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_pickling_is_recognised(source: str) -> None:
+    assert len(pickled(ast.parse(source))) == 1
+
+
+def test_reading_weights_only_is_not_pickling() -> None:
+    assert pickled(ast.parse("import torch\ntorch.load('x', weights_only=True)")) == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = []
+    for path in python_files(*PACKAGES, "tools", "examples"):
+        docstring = ast.get_docstring(parse(path)) or ""
+        if len(docstring.partition("\n")[0]) < 20:
+            silent.append(name_of(path))
+    assert silent == []

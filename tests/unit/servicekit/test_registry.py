@@ -1,0 +1,166 @@
+"""The registry against a real Redis: leases, fencing, waits, outages."""
+
+import threading
+from concurrent import futures
+
+import pytest
+
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
+from servicekit.redis_client import connect
+from servicekit.registry import Registry, ServiceRecord
+from tests.polling import throughout, until
+
+TTL_S = 0.3
+
+
+def record(name="rollout-0", worker_id="w1", role="rollout", address="127.0.0.1:1"):
+    return ServiceRecord(role=role, name=name, address=address, metrics_address="127.0.0.1:2", worker_id=worker_id)
+
+
+@pytest.fixture
+def open_registry():
+    """Registries that are closed after the test."""
+    opened = []
+
+    def open_one(url, run_id="run-1"):
+        opened.append(Registry(url, run_id))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.close()
+
+
+def lose(registry):
+    """The registry's process dies: no more heartbeats, no withdrawal."""
+    registry._lease.stop()
+
+
+def test_announced_services_are_listed_by_role_and_run(redis_server, open_registry):
+    first, second, reader = (open_registry(redis_server) for _ in range(3))
+    second.announce(record("rollout-1", "w2"), 30)
+    first.announce(record("rollout-0", "w1"), 30)
+    assert reader.list("rollout") == [record("rollout-0", "w1"), record("rollout-1", "w2")]
+    assert reader.list("trainer") == []
+    assert open_registry(redis_server, "run-2").list("rollout") == []
+
+
+def test_a_lease_outlives_its_time_while_it_is_renewed_and_ends_without(redis_server, open_registry):
+    owner, reader = open_registry(redis_server), open_registry(redis_server)
+    owner.announce(record(), TTL_S)
+    throughout(lambda: reader.list("rollout") == [record()], duration_s=3 * TTL_S)
+    lose(owner)
+    until(lambda: reader.list("rollout") == [])
+
+
+def test_a_live_record_of_another_worker_is_not_replaced(redis_server, open_registry):
+    owner, rival = open_registry(redis_server), open_registry(redis_server)
+    owner.announce(record(worker_id="w1", address="127.0.0.1:1111"), TTL_S)
+    with pytest.raises(AlreadyExists, match=r"'rollout-0' is held by worker 'w1' at 127\.0\.0\.1:1111"):
+        rival.announce(record(worker_id="w2"), TTL_S)
+    assert [each.worker_id for each in rival.list("rollout")] == ["w1"]
+    lose(owner)
+    until(lambda: rival.list("rollout") == [])
+    rival.announce(record(worker_id="w2"), TTL_S)
+    assert [each.worker_id for each in rival.list("rollout")] == ["w2"]
+
+
+def test_a_withdrawal_removes_only_ones_own_record(redis_server, open_registry):
+    slow, successor = open_registry(redis_server), open_registry(redis_server)
+    slow.announce(record(worker_id="w1"), TTL_S)
+    lose(slow)
+    until(lambda: successor.list("rollout") == [])
+    successor.announce(record(worker_id="w2"), 30)
+    slow.withdraw()
+    assert [each.worker_id for each in successor.list("rollout")] == ["w2"]
+    successor.withdraw()
+    assert slow.list("rollout") == []
+    assert connect(redis_server).keys("*") == []
+
+
+def test_ones_own_record_can_be_replaced(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    registry.announce(record(address="127.0.0.1:1"), 30)
+    registry.announce(record(address="127.0.0.1:2"), 30)
+    assert [each.address for each in registry.list("rollout")] == ["127.0.0.1:2"]
+    with pytest.raises(ValueError, match="'rollout-0' already"):
+        registry.announce(record("rollout-1"), 30)
+
+
+def test_a_heartbeat_survives_an_outage_and_announces_again(redis_process, open_registry, caplog):
+    server = redis_process()
+    owner, reader = open_registry(server.url), open_registry(server.url)
+    owner.announce(record(), TTL_S)
+    server.kill()
+    with pytest.raises(Unavailable):
+        reader.list("rollout")
+    server.start()
+    assert reader.wait_for("rollout", ["rollout-0"], timeout_s=10) == [record()]
+
+
+def test_a_heartbeat_that_finds_a_successor_stops_and_tells(redis_process, open_registry):
+    server = redis_process()
+    owner, successor = open_registry(server.url), open_registry(server.url)
+    lost, told = threading.Event(), []
+    owner.announce(record(worker_id="w1"), 3.0, on_lost=lambda text: (told.append(text), lost.set()))
+    connect(server.url).flushall()  # Redis has lost its data, and another worker is faster
+    successor.announce(record(worker_id="w2"), 30)
+    assert lost.wait(10)
+    assert "held by worker 'w2'" in told[0]
+    assert [each.worker_id for each in successor.list("rollout")] == ["w2"]
+
+
+def test_wait_for_returns_once_all_are_there_in_the_order_asked_for(redis_server, open_registry):
+    first, second, waiter = (open_registry(redis_server) for _ in range(3))
+    with futures.ThreadPoolExecutor(2) as pool:
+        by_name = pool.submit(waiter.wait_for, "rollout", ["rollout-1", "rollout-0"], 20)
+        by_count = pool.submit(waiter.wait_for, "rollout", 2, 20)
+        first.announce(record("rollout-0", "w1"), 30)
+        assert futures.wait([by_name, by_count], timeout=0.1).done == set()
+        second.announce(record("rollout-1", "w2"), 30)
+        assert [each.name for each in by_name.result(10)] == ["rollout-1", "rollout-0"]
+        assert [each.name for each in by_count.result(10)] == ["rollout-0", "rollout-1"]
+
+
+def test_wait_for_names_who_is_missing(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    registry.announce(record("rollout-1"), 30)
+    names = ["rollout-0", "rollout-1", "rollout-2"]
+    with pytest.raises(DeadlineExceeded, match=r"0\.1 s for rollout rollout-0, rollout-2; there is rollout-1$"):
+        registry.wait_for("rollout", names, timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="2 of 3 rollout services; there is rollout-1"):
+        registry.wait_for("rollout", 3, timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="1 of 1 trainer services; there is none"):
+        registry.wait_for("trainer", 1, timeout_s=0)
+
+
+def test_wait_for_outlasts_an_outage_but_not_its_deadline(redis_process, open_registry):
+    server = redis_process()
+    registry = open_registry(server.url)
+    server.kill()
+    with pytest.raises(DeadlineExceeded, match="for Redis"):
+        registry.wait_for("rollout", 1, timeout_s=0.2)
+
+
+def test_closing_ends_a_wait(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    with futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(registry.wait_for, "rollout", 1, 60)
+        assert futures.wait([waiting], timeout=0.1).done == set()
+        registry.close()
+        with pytest.raises(Aborted):
+            waiting.result(10)
+
+
+def test_values_are_waited_for_and_expire(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    with pytest.raises(DeadlineExceeded, match="value 'store'"):
+        registry.wait_value("store", timeout_s=0.05)
+    with futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(registry.wait_value, "store", 20)
+        registry.set_value("store", "127.0.0.1:29500", ttl_s=TTL_S)
+        assert waiting.result(10) == "127.0.0.1:29500"
+    until(lambda: registry.get_value("store") is None)
+    registry.set_value("store", "x")
+    registry.delete_value("store")
+    assert registry.get_value("store") is None
