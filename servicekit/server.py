@@ -70,7 +70,6 @@ class GrpcServer:
         self._health.set_ready(False)
         self._health.close()
         await self._server.stop(grace_s)
-        _remove_socket(self._bind)
 
 
 def bind_address(server: Any, bind: str) -> str:
@@ -89,11 +88,6 @@ def bind_address(server: Any, bind: str) -> str:
     if port == 0:
         raise _bind_error(bind)
     return bind if bind.startswith(_UNIX) else f"{bind.rpartition(':')[0]}:{port}"
-
-
-def _remove_socket(bind: str) -> None:
-    if bind.startswith(_UNIX):
-        Path(bind.removeprefix(_UNIX)).unlink(missing_ok=True)
 
 
 def _bind_error(bind: str) -> ConfigError:

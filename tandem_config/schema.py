@@ -26,14 +26,18 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
         "default", description="Name of the run; its folder is <output_dir>/<name> and its Redis keys carry it."
     )
-    output_dir: Path = Field(Path("runs"), description="Folder that holds the run's folder. Relative to the working directory.")
+    output_dir: Path = Field(
+        Path("runs"), description="Folder that holds the run's folder. Relative to the working directory."
+    )
     iterations: PositiveInt = Field(40, description="GRPO iterations (rollout steps) to run.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the data order and of the trainer.")
     checkpoint_every: PositiveInt = Field(
         10, description="Iterations between checkpoints of the trainer; the last iteration is always saved."
     )
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; older ones are removed.")
-    evaluate_every: PositiveInt = Field(5, description="Iterations between held-out evaluations; first and last always.")
+    evaluate_every: PositiveInt = Field(
+        5, description="Iterations between held-out evaluations; first and last always."
+    )
     target_accuracy: Fraction | None = Field(
         None, description="Stop early once held-out greedy accuracy is at least this; null: run all iterations."
     )
@@ -69,8 +73,12 @@ class DataSection(Section):
 class RewardSection(Section):
     """How completions are scored."""
 
-    kind: Literal["exact_match", "regex", "math_verify"] = Field("exact_match", description="Registered reward function.")
-    require_stop: bool = Field(True, description="exact_match: 0 for a completion that was cut off by the length limit.")
+    kind: Literal["exact_match", "regex", "math_verify"] = Field(
+        "exact_match", description="Registered reward function."
+    )
+    require_stop: bool = Field(
+        True, description="exact_match: 0 for a completion that was cut off by the length limit."
+    )
     pattern: str | None = Field(
         None, description="regex: pattern searched in the completion; with a group, group 1 must equal the answer."
     )
@@ -81,30 +89,56 @@ class GrpoSection(Section):
     """The algorithm; definitions and sources in docs/numerics.md."""
 
     prompts_per_iteration: PositiveInt = Field(64, description="Prompts (groups) in an iteration.")
-    group_size: Annotated[int, Field(ge=2)] = Field(16, description="Completions per prompt; 1 would make every advantage 0.")
-    updates_per_iteration: PositiveInt = Field(4, description="Optimizer updates in an iteration, each on an equal share of the groups' samples.")
-    max_new_tokens: PositiveInt = Field(256, description="Longest completion, in tokens.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too.")
-    advantage_std: Literal["group", "batch", "none"] = Field("group", description="What centred rewards are divided by (unbiased std + 1e-6).")
-    zero_variance: Literal["keep", "drop"] = Field(
-        "keep", description="Groups whose rewards are all equal: train on them (zero advantage) or leave them out. Counted either way."
+    group_size: Annotated[int, Field(ge=2)] = Field(
+        16, description="Completions per prompt; 1 would make every advantage 0."
     )
-    truncated: Literal["keep", "mask"] = Field("keep", description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.")
+    updates_per_iteration: PositiveInt = Field(
+        4, description="Optimizer updates in an iteration, each on an equal share of the groups' samples."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Longest completion, in tokens.")
+    temperature: PositiveFloat = Field(
+        1.0, description="Sampling temperature; the trainer divides its logits by it too."
+    )
+    advantage_std: Literal["group", "batch", "none"] = Field(
+        "group", description="What centred rewards are divided by (unbiased std + 1e-6)."
+    )
+    zero_variance: Literal["keep", "drop"] = Field(
+        "keep",
+        description=(
+            "Groups whose rewards are all equal: train on them (zero advantage) or leave them out. Counted either way."
+        ),
+    )
+    truncated: Literal["keep", "mask"] = Field(
+        "keep",
+        description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.",
+    )
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Ratio clip: lower bound is 1 - clip_low.")
     clip_high: PositiveFloat = Field(0.2, description="Ratio clip: upper bound is 1 + clip_high.")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="Bound c of the dual clip for negative advantages; null: off.")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Bound c of the dual clip for negative advantages; null: off."
+    )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global over an optimizer update."
+        "token-mean",
+        description="How token losses become one number; denominators are global over an optimizer update.",
     )
     entropy_coefficient: float = Field(0.0, description="Entropy bonus; entropy is always measured.")
     old_logprobs: Literal["recompute", "rollout"] = Field(
-        "recompute", description="pi_old: recomputed by the trainer at the step's start, or taken from the engine (one forward less)."
+        "recompute",
+        description="pi_old: recomputed by the trainer at a step's start, or taken from the engine (one forward less).",
     )
     tis_cap: PositiveFloat | None = Field(
-        None, description="Truncated importance sampling: weight min(pi_old / pi_roll, cap); null: off. Needs old_logprobs: recompute."
+        None,
+        description=(
+            "Truncated importance sampling: weight min(pi_old / pi_roll, cap); null: off. Needs old_logprobs: "
+            "recompute."
+        ),
     )
     logprob_diff_limit: PositiveFloat = Field(
-        1e-4, description="Largest |log pi_trainer - log pi_engine| after a sync before a warning; 1e-4 suits float32, use 0.2 for bfloat16."
+        1e-4,
+        description=(
+            "Largest |log pi_trainer - log pi_engine| after a sync before a warning; 1e-4 suits float32, use 0.2 "
+            "for bfloat16."
+        ),
     )
 
 
@@ -114,7 +148,9 @@ class TrainerSection(Section):
     tensor_parallel: PositiveInt = Field(1, description="Ranks that share each layer.")
     pipeline_parallel: PositiveInt = Field(1, description="Stages that share the layers.")
     data_parallel: PositiveInt = Field(1, description="Copies of the model, each with its share of every batch.")
-    sequence_parallel: bool = Field(False, description="Split activations between layers over the tensor-parallel ranks.")
+    sequence_parallel: bool = Field(
+        False, description="Split activations between layers over the tensor-parallel ranks."
+    )
     learning_rate: PositiveFloat = Field(1e-6, description="AdamW step size, constant.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW decoupled weight decay.")
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
@@ -124,7 +160,9 @@ class TrainerSection(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
         16384, description="Padded tokens that go through the model at once; bounds activation memory."
     )
-    collective_timeout_s: PositiveFloat = Field(300.0, description="Seconds until a trainer collective gives up on a silent peer.")
+    collective_timeout_s: PositiveFloat = Field(
+        300.0, description="Seconds until a trainer collective gives up on a silent peer."
+    )
 
 
 class RolloutSection(Section):
@@ -132,11 +170,18 @@ class RolloutSection(Section):
 
     replicas: PositiveInt = Field(1, description="Independent engines.")
     tensor_parallel: PositiveInt = Field(1, description="Ranks that share one engine.")
-    max_total_tokens: PositiveInt = Field(65536, description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.")
-    context_length: PositiveInt | None = Field(None, description="Longest prompt + completion, in tokens; null: the model's.")
+    max_total_tokens: PositiveInt = Field(
+        65536,
+        description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.",
+    )
+    context_length: PositiveInt | None = Field(
+        None, description="Longest prompt + completion, in tokens; null: the model's."
+    )
     max_running_requests: PositiveInt = Field(1024, description="Completions that one engine decodes at once.")
     max_groups_per_call: PositiveInt = Field(1024, description="Groups that one GenerateGroups call may ask for.")
-    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = Field(0.8, description="Share of GPU memory for weights and KV cache (GPUs only).")
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.8, description="Share of GPU memory for weights and KV cache (GPUs only)."
+    )
     generate_timeout_s: PositiveFloat = Field(1800.0, description="Seconds until a generate call is given up.")
 
 
@@ -144,13 +189,23 @@ class SyncSection(Section):
     """Weight sync."""
 
     install: Literal["in_place", "staged"] = Field(
-        "in_place", description="in_place: no extra memory, generation pauses for the transfer; staged: one spare shard, pause is the flip only."
+        "in_place",
+        description=(
+            "in_place: no extra memory, generation pauses for the transfer; staged: one spare shard, pause is the "
+            "flip only."
+        ),
     )
-    pause: Literal["drain", "keep_kv", "abort_requeue"] = Field("drain", description="What happens to running requests.")
-    bucket_mib: PositiveFloat = Field(32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once.")
+    pause: Literal["drain", "keep_kv", "abort_requeue"] = Field(
+        "drain", description="What happens to running requests."
+    )
+    bucket_mib: PositiveFloat = Field(
+        32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once."
+    )
     formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
     transfer_timeout_s: PositiveFloat = Field(60.0, description="Seconds for one transfer.")
-    lease_ttl_s: PositiveFloat = Field(15.0, description="Seconds without a heartbeat after which a rank loses its slot.")
+    lease_ttl_s: PositiveFloat = Field(
+        15.0, description="Seconds without a heartbeat after which a rank loses its slot."
+    )
 
 
 class RunConfig(Section):

@@ -50,6 +50,11 @@ class ShardReceiverServiceStub:
                 request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsResponse.FromString,
                 _registered_method=True)
+        self.LoadFolder = channel.unary_unary(
+                '/tandem_api.weights.v1.ShardReceiverService/LoadFolder',
+                request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderResponse.FromString,
+                _registered_method=True)
 
 
 class ShardReceiverServiceServicer:
@@ -80,6 +85,14 @@ class ShardReceiverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadFolder(self, request, context):
+        """Loads a Hugging Face folder with the engine's own loader: the ground truth that a sync is compared with in tests.
+        Refused unless the process was started with TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardReceiverServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +110,11 @@ def add_ShardReceiverServiceServicer_to_server(servicer, server):
                     servicer.PoisonWeights,
                     request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsRequest.FromString,
                     response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsResponse.SerializeToString,
+            ),
+            'LoadFolder': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadFolder,
+                    request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderRequest.FromString,
+                    response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +199,33 @@ class ShardReceiverService:
             '/tandem_api.weights.v1.ShardReceiverService/PoisonWeights',
             tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsRequest.SerializeToString,
             tandem__api_dot_weights_dot_v1_dot_weights__pb2.PoisonWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadFolder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.weights.v1.ShardReceiverService/LoadFolder',
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderRequest.SerializeToString,
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadFolderResponse.FromString,
             options,
             channel_credentials,
             insecure,

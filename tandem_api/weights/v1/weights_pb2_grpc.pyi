@@ -44,6 +44,10 @@ class ShardReceiverServiceStub:
     """Fills every parameter with NaN: proves coverage in tests. Refused unless the process was started with
     TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
     """
+    LoadFolder: _grpc.UnaryUnaryMultiCallable[_weights_pb2.LoadFolderRequest, _weights_pb2.LoadFolderResponse]
+    """Loads a Hugging Face folder with the engine's own loader: the ground truth that a sync is compared with in tests.
+    Refused unless the process was started with TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
+    """
 
 @_typing.type_check_only
 class ShardReceiverServiceAsyncStub(ShardReceiverServiceStub):
@@ -60,6 +64,10 @@ class ShardReceiverServiceAsyncStub(ShardReceiverServiceStub):
     PoisonWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.PoisonWeightsRequest, _weights_pb2.PoisonWeightsResponse]  # type: ignore[assignment]
     """Fills every parameter with NaN: proves coverage in tests. Refused unless the process was started with
     TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
+    """
+    LoadFolder: _aio.UnaryUnaryMultiCallable[_weights_pb2.LoadFolderRequest, _weights_pb2.LoadFolderResponse]  # type: ignore[assignment]
+    """Loads a Hugging Face folder with the engine's own loader: the ground truth that a sync is compared with in tests.
+    Refused unless the process was started with TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
     """
 
 class ShardReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -92,6 +100,16 @@ class ShardReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weights_pb2.PoisonWeightsResponse, _abc.Awaitable[_weights_pb2.PoisonWeightsResponse]]:
         """Fills every parameter with NaN: proves coverage in tests. Refused unless the process was started with
         TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadFolder(
+        self,
+        request: _weights_pb2.LoadFolderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.LoadFolderResponse, _abc.Awaitable[_weights_pb2.LoadFolderResponse]]:
+        """Loads a Hugging Face folder with the engine's own loader: the ground truth that a sync is compared with in tests.
+        Refused unless the process was started with TANDEM_TEST_HOOKS=1 (PERMISSION_DENIED). Longest deadline: 60 s.
         """
 
 def add_ShardReceiverServiceServicer_to_server(servicer: ShardReceiverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

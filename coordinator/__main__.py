@@ -1,0 +1,43 @@
+"""`python -m coordinator --config FILE [--resume]`: conducts one run, then ends.
+
+Exit codes are those of servicekit.lifecycle.
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from coordinator.app import conduct
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError
+from servicekit.lifecycle import run_main
+from tandem_config.loading import load_config
+from tandem_config.problems import ConfigErrors
+from tandem_config.schema import RunConfig
+
+
+def main() -> int:
+    """Parse the command line and run the coordinator to its exit code."""
+    parser = argparse.ArgumentParser(prog="coordinator", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    options = parser.parse_args()
+
+    async def run(stop: asyncio.Event) -> int:
+        config = _load(options.config)
+        environment = ServiceEnvironment.from_env()
+        return await conduct(config, environment, resume=options.resume, stop=stop)
+
+    return run_main("coordinator", run)
+
+
+def _load(path: Path) -> RunConfig:
+    try:
+        return load_config(path)
+    except ConfigErrors as error:
+        raise ConfigError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Rewards to advantages: centred in each prompt's group, optionally divided by a standard deviation. Pure NumPy.
+
+Legend: P prompts, G completions per prompt. Source: DeepSeekMath (GRPO); `none` is the mean-baseline form of Dr. GRPO.
+"""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+StdKind = Literal["group", "batch", "none"]
+# Added to the standard deviation: keeps the quotient finite without changing it visibly for rewards of order 1.
+STD_EPSILON = 1e-6
+
+
+def zero_variance(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Tell which groups carry no signal because all of their rewards are equal.
+
+    Args:
+        rewards_PG: [P, G] rewards, G >= 1.
+    Returns: [P] booleans.
+
+    >>> zero_variance(np.array([[1.0, 0.0], [0.3, 0.3]])).tolist()
+    [False, True]
+    """
+    spread: NDArray[np.float64] = np.ptp(rewards_PG, axis=1)
+    return spread == 0.0
+
+
+def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group") -> NDArray[np.float64]:
+    """Centre rewards within each prompt's group and scale them.
+
+    Args:
+        rewards_PG: [P, G] finite rewards.
+        std: what centred rewards are divided by: the group's unbiased standard deviation + 1e-6, the whole batch's, or
+            nothing.
+    Returns: [P, G]; each row sums to 0 (to rounding) and a row of equal rewards is exactly 0.
+    Raises: ValueError: not a non-empty [P, G] array, or a reward is not finite (its place is named).
+
+    >>> group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]]), std="none").tolist()
+    [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    >>> group_advantages(np.array([[1.0, 0.0, 0.0, 1.0]])).round(4).tolist()
+    [[0.866, -0.866, -0.866, 0.866]]
+    >>> group_advantages(np.array([[3.0]])).tolist()
+    [[0.0]]
+    """
+    _check(rewards_PG)
+    flat_P = zero_variance(rewards_PG)
+    centred_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+    # The mean of equal floats may differ from them in the last bit; without this, 1e-17 / 1e-6 would pass for a signal.
+    centred_PG[flat_P] = 0.0
+    if std == "none":
+        return centred_PG
+    spread = _unbiased_std(rewards_PG) if std == "group" else _unbiased_std(rewards_PG.reshape(1, -1))
+    scaled_PG: NDArray[np.float64] = centred_PG / (spread + STD_EPSILON)
+    return scaled_PG
+
+
+def _unbiased_std(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[R, C] -> [R, 1] standard deviation with ddof 1; 0 where there is a single column (ddof 1 would be 0 / 0)."""
+    if values.shape[1] < 2:
+        return np.zeros((values.shape[0], 1))
+    spread: NDArray[np.float64] = values.std(axis=1, ddof=1, keepdims=True)
+    return spread
+
+
+def _check(rewards_PG: NDArray[np.float64]) -> None:
+    if rewards_PG.ndim != 2 or rewards_PG.size == 0:
+        raise ValueError(f"rewards must be a non-empty [P, G] array, not of shape {rewards_PG.shape}")
+    if not np.isfinite(rewards_PG).all():
+        row, column = np.argwhere(~np.isfinite(rewards_PG))[0]
+        raise ValueError(
+            f"reward of completion {column} of group {row} is {rewards_PG[row, column]}: rewards must be finite"
+        )

@@ -1,0 +1,211 @@
+"""Wiring: the only place that builds things and connects them, and the coordinator process from start to exit code."""
+
+import asyncio
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from coordinator.checkpoint import Checkpointer
+from coordinator.control import RunControl, State
+from coordinator.evaluation import Evaluator
+from coordinator.events import EventLog
+from coordinator.inputs import Inputs, read_inputs
+from coordinator.loop import GrpoLoop
+from coordinator.rewards.base import Reward
+from coordinator.rewards.registry import build_reward
+from coordinator.rollouts import Rollouts, Sampling
+from coordinator.run import Run
+from coordinator.scoring import Scorer
+from coordinator.servicer import FULL_NAME, CoordinatorServicer
+from coordinator.services import Services, find_services
+from coordinator.state import STATE_FILE
+from coordinator.summary import SUMMARY_FILE, build_summary
+from coordinator.weights import Group, WeightSync
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError
+from servicekit.files import write_json_atomic
+from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, cancel
+from servicekit.logs import get_logger
+from servicekit.metrics import serve_metrics
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from tandem_config.schema import RunConfig
+from weightsync.rendezvous import Rendezvous
+
+# Seconds without a heartbeat after which watchers take the coordinator for dead.
+_LEASE_TTL_S = 15.0
+# Long enough for watchers to read the last events, short enough not to be waited for.
+_DRAIN_S = 2.0
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class App:
+    """The coordinator process's parts that live as long as it does."""
+
+    config: RunConfig
+    environment: ServiceEnvironment
+    inputs: Inputs
+    reward: Reward
+    registry: Registry
+    events: EventLog
+    control: RunControl
+
+
+async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume: bool, stop: asyncio.Event) -> int:
+    """Run the coordinator until the run is over or `stop` is set.
+
+    Returns: the exit code: 0 finished or stopped, 1 failed.
+    Raises: ConfigError: something on disk or in the environment cannot be used; nothing was started.
+    """
+    inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
+    reward = _build_reward(config)
+    registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+    events = EventLog()
+    app = App(
+        config=config,
+        environment=environment,
+        inputs=inputs,
+        reward=reward,
+        registry=registry,
+        events=events,
+        control=RunControl(events),
+    )
+    server = await _serve(app)
+    try:
+        return await _run_or_stop(app, stop)
+    finally:
+        reward.close()
+        events.close()
+        await server.drain(_DRAIN_S)
+        await asyncio.to_thread(registry.close)
+
+
+def _build_reward(config: RunConfig) -> Reward:
+    try:
+        return build_reward(config.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _serve(app: App) -> GrpcServer:
+    """Serve status and events from the start, so that a watcher sees what the run waits for."""
+    environment = app.environment
+    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
+    server = GrpcServer("coordinator", bind=environment.bind)
+    servicer = CoordinatorServicer(
+        run=app.config.run.name,
+        total_iterations=app.config.run.iterations,
+        control=app.control,
+        events=app.events,
+        progress=app.inputs.state,
+    )
+    server.add(add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
+    address = await server.start()
+    record = ServiceRecord(
+        role="coordinator",
+        name="coordinator",
+        address=address,
+        metrics_address=f"{environment.bind_host}:{metrics_port}",
+        worker_id=uuid.uuid4().hex,
+    )
+    await asyncio.to_thread(app.registry.announce, record, _LEASE_TTL_S)
+    server.set_ready(True)
+    return server
+
+
+async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
+    """The run, unless a signal comes first: then everything in flight is cancelled at once."""
+    work = asyncio.create_task(_work(app), name="run")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await cancel(stopped)
+    if not work.done():
+        await cancel(work)
+        _end(app, State.INTERRUPTED, "by a signal")
+        return EXIT_OK
+    error = work.exception()
+    if error is None:
+        _end(app, State.FINISHED)
+        return EXIT_OK
+    # The boundary of the run: whatever failed ends it, by name.
+    log.error("run failed", error=str(error), exc_info=error)
+    _end(app, State.FAILED, str(error) or type(error).__name__)
+    return EXIT_FAILED
+
+
+async def _work(app: App) -> None:
+    """Find the services, run the run, write its summary."""
+    async with AsyncExitStack() as stack:
+        services = await find_services(app.config, app.registry, stack)
+        versions = await services.versions()
+        group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
+        run = build_run(app, services, group)
+        await run.execute()
+        summary = build_summary(run.state, run.rows(), versions)
+        write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+
+
+def _end(app: App, ended: State, why: str = "") -> None:
+    """Record how the run ended: on disk, in the status, in the log's last line."""
+    state = app.inputs.state
+    state.status, state.error = ended.value, why
+    state.save(app.environment.run_dir / STATE_FILE)
+    app.control.enter(ended, why)
+    log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)
+
+
+def build_run(app: App, services: Services, group: Group) -> Run:
+    """Connect the parts of a run."""
+    config, inputs = app.config, app.inputs
+    rollouts = Rollouts(
+        services.replicas,
+        max_groups_per_call=config.rollout.max_groups_per_call,
+        timeout_s=config.rollout.generate_timeout_s,
+    )
+    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
+    weights = WeightSync(trainer=services.trainer, replicas=services.replicas, group=group, settings=config.sync)
+    loop = GrpoLoop(
+        grpo=config.grpo,
+        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+        sampling=_sampling(app, config.grpo.temperature),
+        cursor=inputs.cursor,
+        rollouts=rollouts,
+        scorer=scorer,
+        trainer=services.trainer,
+        weights=weights,
+        incarnation=uuid.uuid4().hex[:8],
+        rng=inputs.rng,
+    )
+    return Run(
+        settings=config.run,
+        logprob_diff_limit=config.grpo.logprob_diff_limit,
+        run_dir=app.environment.run_dir,
+        loop=loop,
+        evaluator=_evaluator(app, rollouts, scorer),
+        checkpointer=Checkpointer(
+            run_dir=app.environment.run_dir,
+            model=str(config.model.path),
+            trainer=services.trainer,
+            keep=config.run.keep_checkpoints,
+        ),
+        control=app.control,
+        events=app.events,
+        state=inputs.state,
+    )
+
+
+def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
+    if app.inputs.heldout is None:
+        return None
+    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+
+
+def _sampling(app: App, temperature: float) -> Sampling:
+    return Sampling(
+        temperature=temperature,
+        max_new_tokens=app.config.grpo.max_new_tokens,
+        stop_token_ids=app.inputs.codec.stop_token_ids,
+    )

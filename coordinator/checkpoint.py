@@ -1,0 +1,78 @@
+"""Checkpoints: the trainer's files, the coordinator's state, and a mark that says that both are there.
+
+checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, RNG
+                          coordinator.json   RunState after iteration 12
+                          complete.json      written last; names the model
+"""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from coordinator.state import RunState
+from coordinator.trainer import Trainer
+from servicekit.checkpoints import list_complete, mark_complete, prune, read_complete, step_folder
+from servicekit.errors import ConfigError
+
+COORDINATOR_FILE = "coordinator.json"
+TRAINER_FOLDER = "trainer"
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run.
+
+    Args:
+        model: name of the model for messages (its folder).
+        keep: newest checkpoints kept.
+    """
+
+    def __init__(self, *, run_dir: Path, model: str, trainer: Trainer, keep: int) -> None:
+        self._run_dir = run_dir
+        self._model = model
+        self._trainer = trainer
+        self._keep = keep
+
+    async def save_trainer(self, iteration: int) -> None:
+        """Let the trainer write its part; the checkpoint does not count before `complete`."""
+        folder = step_folder(self._run_dir, iteration)
+        # What a crash left half-written under this number is worth nothing and must not mix with the new files.
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        await self._trainer.save_checkpoint((folder / TRAINER_FOLDER).absolute())
+
+    async def complete(self, state: RunState) -> None:
+        """Add the coordinator's state, mark the checkpoint complete, remove the oldest."""
+        await asyncio.to_thread(self._complete, state)
+
+    def _complete(self, state: RunState) -> None:
+        folder = step_folder(self._run_dir, state.iteration)
+        state.save(folder / COORDINATOR_FILE)
+        mark_complete(
+            folder,
+            iteration=state.iteration,
+            policy_version=state.policy_version,
+            model=self._model,
+            model_fingerprint=state.model_fingerprint,
+        )
+        prune(self._run_dir, self._keep)
+
+
+def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> RunState | None:
+    """State of the newest complete checkpoint; None if there is none.
+
+    Args:
+        model, fingerprint: the model of this run.
+    Raises: ConfigError: the checkpoint is of another model (both are named), or damaged.
+    """
+    complete = list_complete(run_dir)
+    if not complete:
+        return None
+    _, folder = complete[-1]
+    mark = read_complete(folder)
+    if mark.get("model_fingerprint") != fingerprint:
+        raise ConfigError(
+            f"checkpoint {folder} is of another model: it was made from {mark.get('model')} "
+            f"(fingerprint {str(mark.get('model_fingerprint'))[:12]}), this run's model.path is {model} "
+            f"(fingerprint {fingerprint[:12]}): resume with the first, or start a new run"
+        )
+    return RunState.load(folder / COORDINATOR_FILE)

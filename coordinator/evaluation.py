@@ -1,0 +1,30 @@
+"""Held-out accuracy: one greedy completion per held-out prompt, scored like the training ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.rollouts import Order, Rollouts, Sampling
+from coordinator.samples import Prompt
+from coordinator.scoring import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Measures the policy on held-out prompts.
+
+    Attributes:
+        prompts: held-out prompts.
+        sampling: greedy, with the run's length limit and stop tokens.
+    """
+
+    prompts: Sequence[Prompt]
+    rollouts: Rollouts
+    scorer: Scorer
+    sampling: Sampling
+
+    async def accuracy(self, policy_version: int) -> float:
+        """Mean unweighted score over all held-out prompts: the share of right answers for 0/1 rewards."""
+        order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
+        groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}
+        generation = await self.rollouts.generate(groups, order)
+        return (await self.scorer.score(generation.groups)).accuracy

@@ -1,0 +1,77 @@
+"""What a run reads from disk before it asks any service: data, tokenizer, the state to resume from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.checkpoint import load_newest
+from coordinator.fingerprint import model_fingerprint
+from coordinator.prompts import DataCursor, PromptSet, load_prompts
+from coordinator.report import METRICS_FILE
+from coordinator.state import RunState
+from coordinator.tokenizer import TextCodec
+from servicekit.checkpoints import list_complete
+from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Data and state of a run; `cursor` and `rng` stand where `state` says."""
+
+    codec: TextCodec
+    train: PromptSet
+    heldout: PromptSet | None
+    cursor: DataCursor
+    rng: np.random.Generator
+    state: RunState
+
+
+def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
+    """Load data and tokenizer, and the newest checkpoint's state on a resume.
+
+    Raises: ConfigError: naming the file that cannot be used; a checkpoint of another model; a run folder in use.
+    """
+    try:
+        codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
+        train = load_prompts(config.data, "train", codec)
+        heldout = load_prompts(config.data, "heldout", codec) if config.data.heldout is not None else None
+        fingerprint = model_fingerprint(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    _check_lengths(config, [train, *([heldout] if heldout is not None else [])])
+    cursor = DataCursor(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    rng = np.random.default_rng(config.run.seed)
+    state = RunState(cursor=cursor.state(), batch_rng=dict(rng.bit_generator.state), model_fingerprint=fingerprint)
+    if not resume:
+        _refuse_used_folder(run_dir)
+    else:
+        state = load_newest(run_dir, model=str(config.model.path), fingerprint=fingerprint) or state
+        _restore(cursor, rng, state)
+    return Inputs(codec=codec, train=train, heldout=heldout, cursor=cursor, rng=rng, state=state)
+
+
+def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> None:
+    try:
+        cursor.restore(state.cursor)
+        rng.bit_generator.state = state.batch_rng
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"cannot resume: {error}") from error
+
+
+def _refuse_used_folder(run_dir: Path) -> None:
+    metrics_file = run_dir / METRICS_FILE
+    if list_complete(run_dir) or (metrics_file.exists() and metrics_file.stat().st_size > 0):
+        raise ConfigError(f"{run_dir} already holds a run: go on with --resume, or choose another run.name")
+
+
+def _check_lengths(config: RunConfig, parts: list[PromptSet]) -> None:
+    """A sample that does not fit a micro-batch would stop the run in its first train step, minutes from now."""
+    longest = max(part.longest for part in parts) + config.grpo.max_new_tokens
+    limit = config.trainer.max_tokens_per_micro_batch
+    if longest > limit:
+        raise ConfigError(
+            f"trainer.max_tokens_per_micro_batch = {limit} is less than the longest prompt + grpo.max_new_tokens = "
+            f"{longest} tokens: raise it to at least {longest}"
+        )

@@ -1,0 +1,136 @@
+"""One GRPO iteration, from top to bottom: start reading here.
+
+`GrpoLoop.iterate` is the table of contents; each of its lines is a step, lives in the file that the step names, takes
+data and returns data. Legend: P prompts, G completions per prompt, S samples.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.advantages import group_advantages, zero_variance
+from coordinator.batches import TrainBatch, pack, select_samples
+from coordinator.prompts import DataCursor
+from coordinator.report import IterationRecord
+from coordinator.rollouts import Order, Rollouts, Sampling
+from coordinator.samples import Generation, Prompt
+from coordinator.scoring import Scored, Scorer
+from coordinator.staleness import oldest_versions, stale_samples, staleness_histogram
+from coordinator.stopwatch import Stopwatch
+from coordinator.sync_report import SyncResult
+from coordinator.trainer import Trainer, TrainResult
+from coordinator.weights import WeightSync
+from servicekit.errors import WrongVersion
+from tandem_config.schema import GrpoSection
+
+# A synchronous iteration trains on what the current policy has just sampled.
+MAX_STALENESS = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What the scores of an iteration are worth for training."""
+
+    advantages_PG: NDArray[np.float64]
+    zero_variance_P: NDArray[np.bool_]
+    dropped_P: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoLoop:
+    """The parts that an iteration needs, and the iteration."""
+
+    grpo: GrpoSection
+    max_tokens_per_micro_batch: int
+    sampling: Sampling
+    cursor: DataCursor
+    rollouts: Rollouts
+    scorer: Scorer
+    trainer: Trainer
+    weights: WeightSync
+    # Of this process: a trainer that outlives us must not answer a new step with an old reply.
+    incarnation: str
+    # Shuffles samples into updates; its state is saved with the run's.
+    rng: np.random.Generator = field(repr=False)
+
+    async def iterate(self, number: int, policy_version: int, watch: Stopwatch) -> IterationRecord:
+        """Run iteration `number` (from 1) with the policy that the replicas serve now.
+
+        Raises: TandemError: of the service that failed, named. Nothing of the iteration is kept then.
+        """
+        with watch.part("generate"):
+            prompts = self.take_prompts(number)
+            generation = await self.generate(prompts, policy_version)
+        with watch.part("reward"):
+            scored = await self.scorer.score(generation.groups)
+        with watch.part("pack"):
+            learnt = self.learn(scored)
+            batch = self.pack(number, policy_version, generation, learnt)
+        with watch.part("train"):
+            step = await self.train(batch)
+        with watch.part("sync"):
+            sync = await self.publish(step)
+        return IterationRecord(
+            iteration=number,
+            policy_version=policy_version if step is None else step.policy_version,
+            generation=generation,
+            scored=scored,
+            zero_variance_P=learnt.zero_variance_P,
+            dropped_P=learnt.dropped_P,
+            step=step,
+            sync=sync,
+            staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
+        )
+
+    def take_prompts(self, number: int) -> dict[str, Prompt]:
+        """The next P prompts by group id; an id says iteration, place and data row: `i12.g3.row77`."""
+        prompts = self.cursor.take(self.grpo.prompts_per_iteration)
+        return {f"i{number}.g{place}.row{prompt.row}": prompt for place, prompt in enumerate(prompts)}
+
+    async def generate(self, prompts: Mapping[str, Prompt], policy_version: int) -> Generation:
+        """G completions of each prompt, all sampled by the current policy.
+
+        Raises: WrongVersion: a sample is too old to train on.
+        """
+        order = Order(policy_version=policy_version, num_completions=self.grpo.group_size, sampling=self.sampling)
+        generation = await self.rollouts.generate(prompts, order)
+        stale = stale_samples(generation.groups, policy_version, MAX_STALENESS)
+        if stale:
+            raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
+        return generation
+
+    def learn(self, scored: Scored) -> Learnt:
+        """Advantages, and which groups have none."""
+        zero_variance_P = zero_variance(scored.rewards_PG)
+        drop = self.grpo.zero_variance == "drop"
+        return Learnt(
+            advantages_PG=group_advantages(scored.rewards_PG, std=self.grpo.advantage_std),
+            zero_variance_P=zero_variance_P,
+            dropped_P=zero_variance_P if drop else np.zeros_like(zero_variance_P),
+        )
+
+    def pack(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
+        """The train step's batch; None if every group was dropped."""
+        samples = select_samples(
+            generation.groups, learnt.advantages_PG, learnt.dropped_P, truncated=self.grpo.truncated
+        )
+        if not samples:
+            return None
+        return pack(
+            samples,
+            step_id=f"i{number}.v{policy_version}.{self.incarnation}",
+            policy_version=policy_version,
+            num_updates=self.grpo.updates_per_iteration,
+            max_tokens=self.max_tokens_per_micro_batch,
+            rng=self.rng,
+        )
+
+    async def train(self, batch: TrainBatch | None) -> TrainResult | None:
+        """One GRPO step; none without samples."""
+        return None if batch is None else await self.trainer.train_step(batch)
+
+    async def publish(self, step: TrainResult | None) -> SyncResult | None:
+        """Bring the new weights to the replicas; without a step they have them already."""
+        return None if step is None else await self.weights.publish(step.policy_version)

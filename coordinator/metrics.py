@@ -1,0 +1,98 @@
+"""Prometheus metrics of the coordinator: declared here, once; base units; names are part of the interface."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from coordinator.sync_report import SyncResult
+
+# From one RPC round trip (1 ms) to a transfer of a large model (minutes).
+_SYNC_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_PART_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+
+ITERATION = Gauge("tandem_iteration", "GRPO iterations completed.")
+POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordinator trains and generates with.")
+REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
+LAST_PROGRESS = Gauge(
+    "tandem_last_progress_timestamp_seconds", "Unix time at which a step of an iteration last began or ended."
+)
+ITERATION_SECONDS = Histogram(
+    "tandem_iteration_seconds",
+    "Seconds of each part of an iteration (generate, reward, pack, train, sync, evaluate, checkpoint, total).",
+    ["part"],
+    buckets=_PART_BUCKETS,
+)
+SYNC_SECONDS = Histogram(
+    "tandem_weight_sync_seconds",
+    "Seconds of each stage of a weight sync, of the participant that took longest; total is the coordinator's clock.",
+    ["stage"],
+    buckets=_SYNC_BUCKETS,
+)
+SYNC_ROUNDS = Counter(
+    "tandem_weight_sync_rounds_total", "Weight-sync rounds by result (committed, aborted).", ["result"]
+)
+SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
+SYNC_RANK_BYTES = Gauge(
+    "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."
+)
+SYNC_REDUNDANCY = Gauge(
+    "tandem_weight_sync_redundancy_ratio", "Bytes received / bytes of the shards in the last weight sync; 1 is perfect."
+)
+GENERATED_TOKENS = Counter("tandem_generated_tokens_total", "Completion tokens sampled for training.")
+TRAINED_SAMPLES = Counter("tandem_trained_samples_total", "Samples sent to the trainer.")
+DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
+RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were made up for.")
+REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.")
+WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
+
+# Row field of metrics.jsonl to its gauge.
+_ROW_GAUGES = {
+    "reward_mean": Gauge("tandem_reward_mean", "Mean reward of the last iteration."),
+    "reward_std": Gauge("tandem_reward_std", "Standard deviation of the last iteration's rewards."),
+    "heldout_accuracy": Gauge("tandem_heldout_accuracy_ratio", "Held-out greedy accuracy, last measured."),
+    "response_length_mean": Gauge("tandem_response_length_tokens", "Mean completion length of the last iteration."),
+    "entropy": Gauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
+    "logprob_abs_diff_max": Gauge(
+        "tandem_logprob_abs_diff_max", "Largest |log pi_trainer - log pi_engine| of a token."
+    ),
+    "logprob_abs_diff_mean": Gauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
+    "zero_variance_ratio": Gauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
+    "truncated_ratio": Gauge("tandem_truncated_ratio", "Share of completions cut off by the length limit."),
+    "loss": Gauge("tandem_loss", "Policy loss of the last step."),
+    "grad_norm": Gauge("tandem_grad_norm", "Gradient norm before clipping of the last step."),
+    "clip_fraction_low": Gauge("tandem_clip_fraction_low_ratio", "Share of tokens clipped at the lower bound."),
+    "clip_fraction_high": Gauge("tandem_clip_fraction_high_ratio", "Share of tokens clipped at the upper bound."),
+    "tokens_per_s": Gauge("tandem_tokens_per_second", "Completion tokens per second of the last iteration."),
+    "overhead_share": Gauge(
+        "tandem_overhead_ratio", "Share of the last iteration outside the engine's and the trainer's computation."
+    ),
+}
+
+
+def progress() -> None:
+    """Something has moved: the gauge behind the alert for silent hangs."""
+    LAST_PROGRESS.set(time.time())
+
+
+def observe_sync(result: SyncResult, replicas: Sequence[str]) -> None:
+    """Record a committed weight sync."""
+    SYNC_ROUNDS.labels(result="committed").inc()
+    for stage, seconds in {**result.stages, "total": result.total_s}.items():
+        SYNC_SECONDS.labels(stage=stage).observe(seconds)
+    SYNC_BYTES.inc(result.bytes_received)
+    SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
+    SYNC_REDUNDANCY.set(result.redundancy)
+    for replica in replicas:
+        REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
+
+
+def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:
+    """Record an iteration: its metrics.jsonl row and the seconds of its parts."""
+    for field, gauge in _ROW_GAUGES.items():
+        value = row.get(field)
+        if value is not None:
+            gauge.set(value)
+    for part, seconds in parts.items():
+        ITERATION_SECONDS.labels(part=part).observe(seconds)
+    progress()

@@ -1,0 +1,52 @@
+"""Client of one rollout service: its errors carry the replica's name, its calls always a deadline."""
+
+from collections.abc import AsyncGenerator
+
+from servicekit.channel import open_channel
+from servicekit.errors import rpc_errors
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+
+# A status comes at once or the service is in trouble; its contract says 10 s.
+STATUS_TIMEOUT_S = 10.0
+
+
+class Replica:
+    """One rollout service. Every method raises the TandemError that the service raised, with the name in front."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self._channel = open_channel(address)
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+
+    async def generate(
+        self, request: rollout_pb2.GenerateGroupsRequest, *, timeout_s: float
+    ) -> AsyncGenerator[rollout_pb2.GenerateGroupsResponse, None]:
+        """Stream groups; close the iterator to cancel the call."""
+        call = self._stub.GenerateGroups(request, timeout=timeout_s)
+        try:
+            with rpc_errors(self.name):
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()
+
+    async def run_phase(
+        self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
+    ) -> list[weights_pb2.PhaseReport]:
+        """Run one phase of a weight-sync round. Returns: a report per tensor-parallel rank."""
+        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=sync_round)
+        with rpc_errors(self.name):
+            response = await self._stub.ReloadWeights(request, timeout=timeout_s)
+        return list(response.ranks)
+
+    async def status(self, *, wait_for_ready: bool = False) -> rollout_pb2.GetStatusResponse:
+        """State, version, parallel sizes, software versions; may wait for a service that is coming back."""
+        with rpc_errors(self.name):
+            return await self._stub.GetStatus(
+                rollout_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S, wait_for_ready=wait_for_ready
+            )
+
+    async def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        await self._channel.close()

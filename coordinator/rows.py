@@ -1,0 +1,164 @@
+"""Rows of a data file: JSONL or Parquet in, prompts and answers out, with every problem named by file and line.
+
+Also what `tandem check` uses; imports nothing of the coordinator.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A prompt with its reference answer."""
+
+    # 1-based line of a JSONL file, 1-based row of a Parquet file.
+    number: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowProblem:
+    """Something wrong with a data file; `number` is its line or row, None for the file as a whole."""
+
+    file: Path
+    number: int | None
+    message: str
+
+    def __str__(self) -> str:
+        place = str(self.file) if self.number is None else f"{self.file}:{self.number}"
+        return f"{place}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsResult:
+    """Rows that are fine, and the problems of those that are not (the first `limit` of them)."""
+
+    rows: list[Row]
+    problems: list[RowProblem]
+    # Problems beyond the limit: counted, not described.
+    more_problems: int
+
+
+class DataError(ValueError):
+    """A data file cannot be used; the message lists its problems."""
+
+    def __init__(self, problems: list[RowProblem], more_problems: int = 0) -> None:
+        self.problems = problems
+        tail = [f"... and {more_problems} more problems"] if more_problems else []
+        super().__init__("\n".join([*map(str, problems), *tail]))
+
+
+def read_rows(path: Path, *, prompt_key: str, answer_key: str, limit: int = 20) -> RowsResult:
+    """Read a data file, row by row, and validate each.
+
+    Args:
+        path: a .jsonl or .parquet file.
+        prompt_key, answer_key: columns, both strings; the prompt must not be empty.
+        limit: most problems that are described.
+    Returns: never raises for bad data: what is wrong is in `problems`.
+    """
+    rows: list[Row] = []
+    problems: list[RowProblem] = []
+    count = 0
+    for item in _items(path, prompt_key, answer_key):
+        if isinstance(item, Row):
+            rows.append(item)
+            continue
+        count += 1
+        if len(problems) < limit:
+            problems.append(item)
+    if not rows and not problems:
+        problems.append(_problem(path, None, "has no rows: add at least one with a prompt and an answer"))
+    return RowsResult(rows=rows, problems=problems, more_problems=max(0, count - limit))
+
+
+def _items(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
+    if not path.is_file():
+        kind = "is not a file" if path.exists() else "does not exist"
+        return iter([_problem(path, None, kind)])
+    if path.suffix in JSONL_SUFFIXES:
+        return _read_jsonl(path, prompt_key, answer_key)
+    if path.suffix in PARQUET_SUFFIXES:
+        return _read_parquet(path, prompt_key, answer_key)
+    known = ", ".join(JSONL_SUFFIXES + PARQUET_SUFFIXES)
+    return iter([_problem(path, None, f"has the suffix {path.suffix!r}; known are {known}")])
+
+
+def _problem(path: Path, number: int | None, message: str) -> RowProblem:
+    return RowProblem(file=path, number=number, message=message)
+
+
+def _read_jsonl(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
+    """Lines are decoded one by one, so that invalid UTF-8 has a line; blank lines are skipped."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if raw.strip():
+                yield _jsonl_row(path, number, raw, prompt_key, answer_key)
+
+
+def _jsonl_row(path: Path, number: int, raw: bytes, prompt_key: str, answer_key: str) -> Row | RowProblem:
+    try:
+        record = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _problem(
+            path, number, f"is not valid UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start} of the line"
+        )
+    except json.JSONDecodeError as error:
+        return _problem(path, number, f"is not valid JSON: {error.msg} at column {error.colno}")
+    if not isinstance(record, dict):
+        return _problem(
+            path, number, f'holds a JSON {type(record).__name__}; expected an object like {{"{prompt_key}": ...}}'
+        )
+    return _row(path, number, record, prompt_key, answer_key)
+
+
+def _row(path: Path, number: int, record: dict[str, Any], prompt_key: str, answer_key: str) -> Row | RowProblem:
+    for key, option in ((prompt_key, "data.prompt_key"), (answer_key, "data.answer_key")):
+        if key not in record:
+            return _problem(path, number, _missing_key(key, option, list(record)))
+        if not isinstance(record[key], str):
+            kind = "null" if record[key] is None else type(record[key]).__name__
+            return _problem(path, number, f"{key!r} is {kind} ({record[key]!r:.40}); it must be a string")
+    if not record[prompt_key]:
+        return _problem(path, number, f"{prompt_key!r} is empty")
+    return Row(number=number, prompt=record[prompt_key], answer=record[answer_key])
+
+
+def _missing_key(key: str, option: str, present: list[str]) -> str:
+    close = difflib.get_close_matches(key, present, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, present)) or 'nothing'};"
+    return f"has no {key!r}: {hint} set {option} to the column's name"
+
+
+def _read_parquet(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
+    # Imported here: it takes 0.2 s and most data is JSONL.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            missing = [
+                (k, o) for k, o in ((prompt_key, "data.prompt_key"), (answer_key, "data.answer_key")) if k not in names
+            ]
+            for key, option in missing:
+                yield _problem(path, None, _missing_key(key, option, names))
+            if missing:
+                return
+            number = 0
+            for batch in file.iter_batches(columns=[prompt_key, answer_key]):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield _row(path, number, record, prompt_key, answer_key)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield _problem(path, None, f"is not a readable Parquet file: {error}")

@@ -1,0 +1,221 @@
+"""A run from its first weight sync to its summary: iterations, evaluations, checkpoints, and when to stop.
+
+start      trainer's version == ours; sync it to every replica; first evaluation
+iterate    gate -> iteration (loop.py) -> evaluation -> checkpoint -> report
+finish     checkpoint, Hugging Face export, summary
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator import metrics
+from coordinator.checkpoint import Checkpointer
+from coordinator.control import RunControl
+from coordinator.evaluation import Evaluator
+from coordinator.events import EventKind, EventLog
+from coordinator.loop import GrpoLoop
+from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
+from coordinator.state import STATE_FILE, RunState
+from coordinator.stopwatch import Stopwatch
+from coordinator.sync_report import SyncResult
+from servicekit.errors import Internal, WrongVersion
+from servicekit.logs import get_logger
+from tandem_config.schema import RunSection
+
+# Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
+# change meanwhile, so waiting longer would only hope for other prompts.
+MAX_SKIPPED_IN_A_ROW = 10
+EXPORT_FOLDER = "hf"
+
+log = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run on its way.
+
+    Attributes:
+        logprob_diff_limit: grpo.logprob_diff_limit.
+        evaluator: None without held-out data.
+        state: what has been done, by this process and those before it.
+    """
+
+    settings: RunSection
+    logprob_diff_limit: float
+    run_dir: Path
+    loop: GrpoLoop
+    evaluator: Evaluator | None
+    checkpointer: Checkpointer
+    control: RunControl
+    events: EventLog
+    state: RunState
+    _report_s: float = field(default=0.0, init=False)
+    _checkpointed: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = MetricsFile(self.run_dir / METRICS_FILE)
+        # Seconds that earlier processes worked on this run.
+        self._earlier_s = self.state.wall_s
+        self._start_s = time.monotonic()
+        self._checkpointed = self.state.iteration if self.state.iteration else -1
+
+    async def execute(self) -> None:
+        """The whole run.
+
+        Raises: TandemError: of the service that failed, named; the state on disk is that of the last iteration.
+        """
+        await self._start()
+        while not self._is_over(self.state.iteration):
+            await self.control.gate()
+            if not self.control.stop_requested:
+                await self._iterate(self.state.iteration + 1)
+        await self._finish()
+
+    async def _start(self) -> None:
+        self._rows.cut_after(self.state.iteration)
+        status = await self.loop.trainer.status()
+        if status.policy_version != self.state.policy_version:
+            raise WrongVersion(
+                f"the trainer is at policy version {status.policy_version}, the run at {self.state.policy_version}: "
+                "start trainer and coordinator from the same checkpoint"
+            )
+        self._announce("sync")
+        # Forced, on a resume too: replicas start without weights, and nobody else would send them.
+        self._note_sync(await self.loop.weights.publish(self.state.policy_version))
+        metrics.POLICY_VERSION.set(self.state.policy_version)
+        metrics.ITERATION.set(self.state.iteration)
+        if self.state.initial_accuracy is None:
+            await self._evaluate(self.state.iteration, self.state.policy_version)
+        self._save_state("running")
+
+    def _is_over(self, iteration: int) -> bool:
+        """Whether no iteration follows `iteration`."""
+        target, accuracy = self.settings.target_accuracy, self.state.last_accuracy
+        reached = target is not None and accuracy is not None and accuracy >= target
+        return reached or self.control.stop_requested or iteration >= self.settings.iterations
+
+    async def _iterate(self, number: int) -> None:
+        watch = Stopwatch(self._announce)
+        record = await self.loop.iterate(number, self.state.policy_version, watch)
+        accuracy = None
+        if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
+            with watch.part("evaluate"):
+                accuracy = await self._evaluate(number, record.policy_version)
+        checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
+        if checkpoint:
+            with watch.part("checkpoint"):
+                await self.checkpointer.save_trainer(number)
+        parts = {**watch.parts, "report": self._report_s}
+        await self._report(record, accuracy, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+
+    async def _report(self, record: IterationRecord, accuracy: float | None, timing: Timing, checkpoint: bool) -> None:
+        """Write the row, then the state, then complete the checkpoint: what counts comes last."""
+        start_s = time.perf_counter()
+        row = build_row(record, accuracy, timing)
+        self._advance(record, row)
+        self._warn_about(record, row)
+        self._rows.append(row)
+        self._save_state("running")
+        if checkpoint:
+            await self.checkpointer.complete(self.state)
+            self._checkpointed = record.iteration
+        metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
+        self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
+        log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
+        self._report_s = time.perf_counter() - start_s
+        if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise Internal(
+                f"{self.state.skipped_in_a_row} iterations in a row had nothing to train on, since all rewards of each "
+                "group were equal: set grpo.zero_variance=keep, or look at the reward and the task's difficulty"
+            )
+
+    def _advance(self, record: IterationRecord, row: Row) -> None:
+        """Bring the state to the end of the iteration."""
+        state, totals = self.state, self.state.totals
+        state.iteration, state.policy_version = record.iteration, record.policy_version
+        state.cursor, state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if record.step is None else 0
+        dropped, trained = int(row["dropped_groups"] or 0), int(row["trained_samples"] or 0)
+        totals.generated_tokens += record.generation.num_tokens
+        totals.trained_samples += trained
+        totals.dropped_groups += dropped
+        totals.skipped_steps += record.step is None
+        totals.reward_errors += record.scored.num_errors
+        totals.retried_calls += record.generation.retried_calls
+        difference = row["logprob_abs_diff_max"]
+        if difference is not None:
+            totals.logprob_abs_diff_max = max(difference, totals.logprob_abs_diff_max or 0.0)
+        if record.sync is not None:
+            self._note_sync(record.sync)
+        metrics.ITERATION.set(state.iteration)
+        metrics.POLICY_VERSION.set(state.policy_version)
+        metrics.GENERATED_TOKENS.inc(record.generation.num_tokens)
+        metrics.TRAINED_SAMPLES.inc(trained)
+        metrics.DROPPED_GROUPS.inc(dropped)
+        metrics.REWARD_ERRORS.inc(record.scored.num_errors)
+        metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
+
+    def _warn_about(self, record: IterationRecord, row: Row) -> None:
+        difference = row["logprob_abs_diff_max"]
+        if difference is not None and difference > self.logprob_diff_limit:
+            self._warn(
+                "logprob_difference",
+                f"iteration {record.iteration}: trainer and engine log-probs differ by {difference:.3g}, more than "
+                f"grpo.logprob_diff_limit = {self.logprob_diff_limit:g}",
+            )
+        if record.step is None:
+            self._warn("nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step")
+        if record.scored.num_errors:
+            error = record.scored.first_error
+            self._warn("reward_error", f"scoring failed for {record.scored.num_errors} completions; first: {error}")
+        if record.generation.retried_calls:
+            self._warn(
+                "generate_retry", f"{record.generation.retried_calls} generate calls failed and were made up for"
+            )
+
+    async def _evaluate(self, iteration: int, policy_version: int) -> float | None:
+        if self.evaluator is None:
+            return None
+        accuracy = await self.evaluator.accuracy(policy_version)
+        self.state.note_accuracy(accuracy)
+        self.events.append(
+            EventKind.EVALUATION,
+            f"held-out accuracy {accuracy:.3f} at version {policy_version}",
+            {"heldout_accuracy": accuracy, "policy_version": policy_version, "iteration": iteration},
+        )
+        return accuracy
+
+    async def _finish(self) -> None:
+        """Leave everything that the run is for: a checkpoint of its end and the policy as a Hugging Face folder."""
+        if self._checkpointed != self.state.iteration:
+            await self.checkpointer.save_trainer(self.state.iteration)
+            await self.checkpointer.complete(self.state)
+        self._announce("export")
+        await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
+        self._save_state("finished")
+
+    def rows(self) -> list[Row]:
+        """The rows of metrics.jsonl."""
+        return self._rows.rows()
+
+    def _note_sync(self, sync: SyncResult) -> None:
+        totals = self.state.totals
+        totals.weight_sync_s.append(sync.total_s)
+        totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
+
+    def _announce(self, part: str) -> None:
+        self.state.last_progress_s = time.time()
+        metrics.progress()
+        self.events.append(EventKind.PROGRESS, part)
+
+    def _warn(self, kind: str, message: str) -> None:
+        self.state.totals.warnings += 1
+        metrics.WARNINGS.labels(kind=kind).inc()
+        self.events.append(EventKind.WARNING, message)
+        log.warning(message, kind=kind)
+
+    def _save_state(self, status: str) -> None:
+        self.state.status = status
+        self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
+        self.state.save(self.run_dir / STATE_FILE)

@@ -1,0 +1,67 @@
+"""Step 4: groups to rewards. Decodes completions, scores them, and keeps the budget of failed scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.rewards.base import Reward, ScoredText
+from coordinator.samples import Group
+from coordinator.tokenizer import TextCodec
+from servicekit.errors import Internal
+
+# Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
+# not end a run, a reward that is broken must not train on zeros.
+MAX_ERROR_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """Scores of groups."""
+
+    # [P, G] scores times reward.weight: what advantages are made of.
+    rewards_PG: NDArray[np.float64]
+    # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
+    accuracy: float
+    num_errors: int
+    first_error: str
+
+
+class Scorer:
+    """Scores groups with one reward."""
+
+    def __init__(self, *, reward: Reward, codec: TextCodec, weight: float) -> None:
+        self._reward = reward
+        self._codec = codec
+        self._weight = weight
+
+    async def score(self, groups: Sequence[Group]) -> Scored:
+        """[P, G] rewards of P groups of G completions each.
+
+        Raises: Internal: scoring failed for more than 5 % of the samples.
+        """
+        texts = self._codec.decode(c.token_ids for group in groups for c in group.completions)
+        answers = [(group.prompt.answer, c.truncated) for group in groups for c in group.completions]
+        scores = await self._reward.score(
+            [
+                ScoredText(completion=text, answer=answer, truncated=truncated)
+                for text, (answer, truncated) in zip(texts, answers, strict=True)
+            ]
+        )
+        if scores.num_errors > MAX_ERROR_SHARE * len(texts):
+            raise Internal(
+                f"scoring failed for {scores.num_errors} of {len(texts)} completions, more than {MAX_ERROR_SHARE:.0%}; "
+                f"first failure: {scores.first_error}"
+            )
+        values = np.array(scores.values, dtype=np.float64)
+        return Scored(
+            rewards_PG=self._weight * values.reshape(len(groups), -1),
+            accuracy=float(values.mean()),
+            num_errors=scores.num_errors,
+            first_error=scores.first_error,
+        )
+
+    def close(self) -> None:
+        """Release the reward's processes."""
+        self._reward.close()

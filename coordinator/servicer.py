@@ -1,0 +1,96 @@
+"""CoordinatorService: watch the run, pause it, stop it. Translates between the wire and `RunControl`/`EventLog`."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from coordinator.control import RunControl, State
+from coordinator.events import Event, EventKind, EventLog
+from coordinator.state import RunState
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_api.coordinator.v1 import coordinator_pb2_grpc
+
+FULL_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
+
+_STATES = {
+    State.STARTING: pb.RUN_STATE_STARTING,
+    State.RUNNING: pb.RUN_STATE_RUNNING,
+    State.PAUSED: pb.RUN_STATE_PAUSED,
+    State.FINISHED: pb.RUN_STATE_FINISHED,
+    State.FAILED: pb.RUN_STATE_FAILED,
+    # A watcher must not take an interrupted run for a finished one; the event's message says "interrupted".
+    State.INTERRUPTED: pb.RUN_STATE_FAILED,
+}
+_KINDS = {
+    EventKind.STATE: pb.EVENT_KIND_STATE,
+    EventKind.ITERATION: pb.EVENT_KIND_ITERATION,
+    EventKind.PROGRESS: pb.EVENT_KIND_PROGRESS,
+    EventKind.EVALUATION: pb.EVENT_KIND_EVALUATION,
+    EventKind.WARNING: pb.EVENT_KIND_WARNING,
+}
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Serves one run.
+
+    Args:
+        run: the run's name.
+        total_iterations: what the run is configured for.
+        progress: read only, changed by the run.
+    """
+
+    def __init__(
+        self, *, run: str, total_iterations: int, control: RunControl, events: EventLog, progress: RunState
+    ) -> None:
+        self._run = run
+        self._total_iterations = total_iterations
+        self._control = control
+        self._events = events
+        self._progress = progress
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        """Where the run stands."""
+        return pb.GetStatusResponse(
+            run=self._run,
+            state=_STATES[self._control.state],
+            iteration=self._progress.iteration,
+            total_iterations=self._total_iterations,
+            policy_version=self._progress.policy_version,
+            last_progress=_timestamp(self._progress.last_progress_s),
+            error=self._control.error,
+        )
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        """Events after a sequence number, then new ones."""
+        async for event in self._events.watch(request.after_sequence):
+            yield _to_proto(event)
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        """Hold before the next iteration."""
+        return pb.PauseResponse(state=_STATES[self._control.pause()])
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        """Go on."""
+        return pb.ResumeResponse(state=_STATES[self._control.resume()])
+
+    async def StopAfterStep(self, request: pb.StopAfterStepRequest, context: Any) -> pb.StopAfterStepResponse:
+        """End after the current iteration. Returns: iterations that have ended so far."""
+        self._control.stop_after_step()
+        return pb.StopAfterStepResponse(iteration=self._progress.iteration)
+
+
+def _to_proto(event: Event) -> pb.WatchEventsResponse:
+    return pb.WatchEventsResponse(
+        sequence=event.sequence,
+        time=_timestamp(event.time_s),
+        kind=_KINDS[event.kind],
+        message=event.message,
+        values=event.values,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    message = Timestamp()
+    message.FromNanoseconds(int(unix_s * 1e9))
+    return message

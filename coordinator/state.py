@@ -1,0 +1,86 @@
+"""What a restart needs, saved atomically after every iteration and with every checkpoint."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.prompts import CursorState
+from servicekit.errors import ConfigError
+from servicekit.files import write_bytes_atomic
+
+STATE_FILE = "state.json"
+
+
+class Totals(BaseModel):
+    """Counters over the whole run, restarts included."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    generated_tokens: int = 0
+    trained_samples: int = 0
+    dropped_groups: int = 0
+    skipped_steps: int = 0
+    reward_errors: int = 0
+    retried_calls: int = 0
+    warnings: int = 0
+    # Largest |log pi_trainer - log pi_engine| of any token; None before the first step.
+    logprob_abs_diff_max: float | None = None
+    # Seconds of every weight sync, in order.
+    weight_sync_s: list[float] = Field(default_factory=list)
+    bytes_per_rollout_rank: int = 0
+    redundancy: float = 0.0
+
+
+class RunState(BaseModel):
+    """The run so far. Changed by the run only, between awaits; everything else reads it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    # What the process did last: running, finished, failed, interrupted.
+    status: str = "running"
+    error: str = ""
+    # Iterations completed.
+    iteration: int = 0
+    policy_version: int = 0
+    cursor: CursorState
+    # State of the generator that shuffles samples into updates (NumPy's own dictionary).
+    batch_rng: dict[str, Any]
+    model_fingerprint: str
+    initial_accuracy: float | None = None
+    last_accuracy: float | None = None
+    best_accuracy: float | None = None
+    # Iterations in a row that had nothing to train on.
+    skipped_in_a_row: int = 0
+    # Seconds that the run has worked, restarts included, time between them not.
+    wall_s: float = 0.0
+    # Unix time of the last step that began or ended.
+    last_progress_s: float = Field(default_factory=time.time)
+    totals: Totals = Field(default_factory=Totals)
+
+    def save(self, path: Path) -> None:
+        """Write the state; a reader sees the old or the new file, never a part."""
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "RunState":
+        """Read a saved state.
+
+        Raises: ConfigError: the file is missing or not a state of this version of Tandem.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist: the checkpoint is not complete") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{path} is not a coordinator state: {place}: {first['msg']}") from error
+
+    def note_accuracy(self, accuracy: float) -> None:
+        """A held-out measurement."""
+        if self.initial_accuracy is None:
+            self.initial_accuracy = accuracy
+        self.last_accuracy = accuracy
+        self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)

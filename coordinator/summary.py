@@ -1,0 +1,82 @@
+"""summary.json: the run in one object, made from its state, its rows and what the services say about themselves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.report import Row, median
+from coordinator.state import RunState
+from servicekit.versions import software_versions
+
+SUMMARY_FILE = "summary.json"
+_OWN_PACKAGES = ("tandem", "grpcio", "protobuf", "numpy", "tokenizers", "redis", "math-verify")
+# Where an iteration's time goes: medians over the iterations of this run.
+_TIMES = (
+    "iteration_s",
+    "generate_s",
+    "engine_s",
+    "reward_s",
+    "pack_s",
+    "train_s",
+    "trainer_compute_s",
+    "sync_s",
+    "overhead_s",
+    "overhead_share",
+)
+
+
+def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
+    """What summary.json holds.
+
+    Args:
+        rows: all rows of metrics.jsonl.
+        versions: software of all services, from `merge_versions`.
+    """
+    totals = state.totals
+    return {
+        "status": state.status,
+        "iterations": state.iteration,
+        "initial_accuracy": state.initial_accuracy,
+        "final_accuracy": state.last_accuracy,
+        "best_accuracy": state.best_accuracy,
+        "wall_s": state.wall_s,
+        "generated_tokens": totals.generated_tokens,
+        "trained_samples": totals.trained_samples,
+        "policy_version": state.policy_version,
+        "weight_sync": {
+            "count": len(totals.weight_sync_s),
+            "total_s_median": median(totals.weight_sync_s),
+            "total_s_max": max(totals.weight_sync_s, default=None),
+            "bytes_per_rollout_rank": totals.bytes_per_rollout_rank,
+            "redundancy": totals.redundancy,
+        },
+        "logprob_abs_diff_max": totals.logprob_abs_diff_max,
+        "time": {f"{name}_median": _median_of(rows, name) for name in _TIMES},
+        "counts": {
+            "dropped_groups": totals.dropped_groups,
+            "skipped_steps": totals.skipped_steps,
+            "reward_errors": totals.reward_errors,
+            "retried_calls": totals.retried_calls,
+            "warnings": totals.warnings,
+        },
+        "model_fingerprint": state.model_fingerprint,
+        "versions": dict(versions),
+    }
+
+
+def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Packages of all services in one table; a version unlike an earlier service's is kept as `name.package`.
+
+    >>> merged = merge_versions({"trainer": {"torch": "2.13"}, "rollout-0": {"torch": "2.12", "sglang": "0.5"}})
+    >>> merged["torch"], merged["rollout-0.torch"], merged["sglang"]
+    ('2.13', '2.12', '0.5')
+    """
+    merged: dict[str, str] = {}
+    for service, packages in {**services, "coordinator": software_versions(_OWN_PACKAGES)}.items():
+        for package, version in packages.items():
+            if merged.setdefault(package, version) != version:
+                merged[f"{service}.{package}"] = version
+    return dict(sorted(merged.items()))
+
+
+def _median_of(rows: Sequence[Row], name: str) -> float | None:
+    return median([value for row in rows if (value := row.get(name)) is not None])

@@ -1,0 +1,69 @@
+"""Text to token ids and back with the `tokenizers` library, and the ids that end a completion. No transformers."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class TextCodec:
+    """The model's tokenizer, without padding and truncation whatever its file says."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+
+    @classmethod
+    def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
+        """Load tokenizer.json from `tokenizer` (or the model's folder) and stop tokens from the model's configuration.
+
+        Raises: FileNotFoundError / ValueError naming the file: it is missing, unreadable, has no stop token, or its
+            token ids go beyond the model's vocabulary.
+        """
+        path = (tokenizer if tokenizer is not None else model) / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: set model.tokenizer_path to a folder with tokenizer.json")
+        try:
+            loaded = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        loaded.no_padding()
+        loaded.no_truncation()
+        _check_vocabulary(loaded, path, model)
+        return cls(loaded, stop_token_ids(model))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, special tokens added as the tokenizer's post-processor says."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
+        """Text of each sequence without special tokens."""
+        texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
+        return texts
+
+
+def stop_token_ids(model: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a model folder, ascending: generation_config.json's if it has any, else config.json's.
+
+    Raises: ValueError: neither file names one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = model / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if value is not None:
+            return tuple(sorted({value} if isinstance(value, int) else set(value)))
+    raise ValueError(
+        f"{model}: neither generation_config.json nor config.json has eos_token_id, so completions never end"
+    )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    size = config.get("vocab_size")
+    token, highest = max(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+    if size is not None and highest >= size:
+        raise ValueError(
+            f"{path} does not match the model: token {token!r} has id {highest}, "
+            f"but {model / 'config.json'} has vocab_size {size}"
+        )

@@ -1,0 +1,153 @@
+"""The `tandem` command. Heavy imports happen inside the commands, so that --help answers at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="tandem",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="""GRPO post-training of language models on this machine: Megatron trains, SGLang generates.
+
+    \b
+    tandem demo                      watch a tiny model learn to add
+    tandem check -c my.yaml          everything wrong with a configuration
+    tandem run -c my.yaml            train; results in runs/<name>/
+    tandem run --resume runs/<name>  go on after Ctrl-C or a crash
+
+    Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
+)
+
+_Config = Annotated[
+    Path,
+    typer.Option(
+        "--config",
+        "-c",
+        help=(
+            "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync. Relative paths in it "
+            "are relative to the file."
+        ),
+    ),
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="SECTION.KEY=VALUE",
+        help=(
+            "Override one key; repeat for more. The value is YAML, e.g. --set grpo.group_size=8. Paths are relative "
+            "to the working directory."
+        ),
+    ),
+]
+
+
+@app.command()
+def demo(overrides: _Set = None) -> None:
+    """Post-train a tiny model on two-digit addition, with the real services, and watch it learn.
+
+    Trainer with tensor parallel size 2, two SGLang replicas, Redis and coordinator, all started here. Held-out accuracy
+    goes from 0.27 to above 0.95. Results are in ./runs/arithmetic (or arithmetic-2, ... if that is taken).
+
+    \b
+    Examples:
+        tandem demo
+        tandem demo --set run.iterations=5 --set trainer.tensor_parallel=1
+    """
+    from launcher.commands import demo_command
+
+    raise typer.Exit(demo_command(overrides or []))
+
+
+@app.command()
+def run(
+    config: Annotated[Path | None, _Config.__metadata__[0]] = None,
+    overrides: _Set = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN_DIR",
+            help="Go on with this run from its newest complete checkpoint, with its own configuration (and --set).",
+        ),
+    ] = None,
+) -> None:
+    """Train a model as a configuration file says; everything is started here and ends with the run.
+
+    The run leaves <output_dir>/<name>/ with config.resolved.yaml, metrics.jsonl, summary.json, reward.png, logs/,
+    checkpoints/ and hf/ (the final policy). Earlier results are never overwritten: a second run of the same name gets
+    the next free number. REDIS_URL, if set, is used; else a private Redis server is started.
+
+    Ctrl-C stops everything; once more kills it at once.
+
+    \b
+    Examples:
+        tandem run -c my.yaml
+        tandem run -c my.yaml --set run.name=bigger --set grpo.group_size=32
+        tandem run --resume runs/bigger --set run.iterations=200
+    """
+    from launcher.commands import run_command
+
+    if config is None and resume is None:
+        raise typer.BadParameter("give a configuration file: tandem run -c my.yaml (or --resume RUN_DIR)")
+    raise typer.Exit(run_command(config, overrides or [], resume=resume))
+
+
+@app.command()
+def check(config: _Config, overrides: _Set = None) -> None:
+    """Say everything that is wrong with a configuration, its model, its data and this machine; start nothing.
+
+    Every problem comes with its key, value and a suggestion. Exit code 0: a run can start; 2: it cannot.
+
+    \b
+    Examples:
+        tandem check -c my.yaml --set trainer.tensor_parallel=4
+    """
+    from launcher.commands import check_command
+
+    raise typer.Exit(check_command(config, overrides or []))
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
+) -> None:
+    """Say how a run is doing: asks its coordinator if it is running, else reads its folder.
+
+    \b
+    Examples:
+        tandem status runs/arithmetic
+    """
+    from launcher.commands import status_command
+
+    raise typer.Exit(status_command(run_dir))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Tandem and of the engines that it runs."""
+    from servicekit.versions import software_versions
+
+    names = ("tandem", "torch", "sglang", "megatron-core", "transformers", "grpcio", "redis")
+    for name, number in software_versions(names).items():
+        typer.echo(f"{name} {number}")
+
+
+def main() -> NoReturn:
+    """Entry point: like `app()`, but Ctrl-C outside of a run has its usual exit code and no traceback."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the commands do; each returns its exit code."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.preflight import preflight
+from launcher.preflight_resume import note_model
+from launcher.report import headline, print_problems
+from launcher.run_folder import RESOLVED_CONFIG, locked, new_run_dir
+from launcher.view import RunView, make_console
+from servicekit.errors import ConfigError
+from servicekit.files import write_bytes_atomic
+from tandem_config.loading import Draft, draft_config, dump_resolved
+from tandem_config.problems import ConfigProblem, errors_only
+from tandem_config.schema import RunConfig
+from weightsync.model_spec import ModelSpec
+
+BAD_CONFIGURATION = 2
+
+
+def check_command(config: Path, overrides: Sequence[str]) -> int:
+    """`tandem check`."""
+    console = make_console()
+    problems = preflight(draft_config(config, overrides), redis_url=_redis_url())
+    print_problems(console, problems)
+    console.print(Text(f"{config}: {headline(problems)}", style="bold"))
+    return BAD_CONFIGURATION if errors_only(problems) else 0
+
+
+def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path | None) -> int:
+    """`tandem run` and `tandem demo`."""
+    console, complaints = make_console(), make_console(stderr=True)
+    resume = None if resume is None else resume.absolute()
+    draft = _draft(config, overrides, resume)
+    problems = preflight(draft, redis_url=_redis_url(), resume=resume)
+    print_problems(complaints, problems)
+    if draft.config is None or errors_only(problems):
+        complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
+        return BAD_CONFIGURATION
+    try:
+        run_dir = new_run_dir(draft.config.run.output_dir, draft.config.run.name) if resume is None else resume
+        with locked(run_dir):
+            return _run_in(run_dir, draft.config, console, resume=resume is not None)
+    except (ConfigError, OSError) as error:
+        complaints.print(Text(f"not started: {error}", style="bold red"))
+        return BAD_CONFIGURATION
+
+
+def demo_command(overrides: Sequence[str]) -> int:
+    """`tandem demo`: the example of the repository."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "arithmetic" / "arithmetic.yaml"
+    if not path.is_file():
+        text = f"{path} does not exist: the demo needs a checkout of the repository, installed with `pip install -e .`"
+        make_console(stderr=True).print(Text(text, style="bold red"))
+        return BAD_CONFIGURATION
+    return run_command(path, overrides, resume=None)
+
+
+def status_command(run_dir: Path | None) -> int:
+    """`tandem status`."""
+    from launcher.status import describe, newest_run
+
+    console = make_console()
+    try:
+        lines = describe(newest_run(Path("runs")) if run_dir is None else run_dir)
+    except ConfigError as error:
+        make_console(stderr=True).print(Text(str(error), style="bold red"))
+        return BAD_CONFIGURATION
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        console.print(Text(f"{name.rjust(width)}  {text}"))
+    return 0
+
+
+def _draft(config: Path | None, overrides: Sequence[str], resume: Path | None) -> Draft:
+    """A resumed run keeps its folder whatever the file says about names."""
+    if resume is None:
+        return draft_config(config, overrides)
+    file = resume / RESOLVED_CONFIG if config is None else config
+    if config is None and not file.is_file():
+        return Draft(config=None, problems=[_not_a_run(resume)], bad_keys=frozenset())
+    return draft_config(file, [*overrides, f"run.name={resume.name}", f"run.output_dir={resume.parent}"])
+
+
+def _not_a_run(folder: Path) -> ConfigProblem:
+    message = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if folder.is_dir() else "no such folder"
+    return ConfigProblem(
+        key="--resume", value=str(folder), message=message, suggestion="give a folder that `tandem run` has made"
+    )
+
+
+def _run_in(run_dir: Path, config: RunConfig, console: Console, *, resume: bool) -> int:
+    from launcher.plot import plot_rewards
+    from launcher.run import RunRequest, launch
+    from launcher.summary import print_summary
+
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+    write_bytes_atomic(run_dir / RESOLVED_CONFIG, dump_resolved(config).encode())
+    if not resume:
+        note_model(run_dir, ModelSpec.from_folder(config.model.path))
+    view = RunView(console, config.run.iterations)
+    view.say(f"run {run_dir.name} in {run_dir}", "bold")
+    outcome = launch(RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url(), resume=resume), view)
+    plot_rewards(run_dir)
+    if outcome.code == 0:
+        print_summary(console, run_dir)
+    view.say(outcome.text, "bold green" if outcome.code == 0 else "bold red")
+    return outcome.code
+
+
+def _redis_url() -> str | None:
+    return os.environ.get("REDIS_URL") or None

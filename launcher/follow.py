@@ -1,0 +1,96 @@
+"""Follows a run from outside: which services are up (registry), then the coordinator's events."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+import redis
+
+from launcher.plan_processes import COORDINATOR
+from launcher.view import RunView
+from servicekit.channel import open_channel
+from servicekit.registry import Registry
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
+
+# Announcements take seconds of imports; a fifth of a second later is soon enough to tell.
+_POLL_S = 0.2
+_RECONNECT_S = 0.2
+# The proto's longest deadline; when it is over, the stream is asked for again.
+_WATCH_TIMEOUT_S = 86400.0
+
+
+async def follow(
+    redis_url: str, run_id: str, roles: dict[str, list[str]], view: RunView, on_address: Callable[[str], None]
+) -> None:
+    """Show the run in `view` until its event stream ends.
+
+    Args:
+        roles: names to expect by role, the coordinator's among them.
+        on_address: called with the coordinator's address once it is known.
+    """
+    registry = await asyncio.to_thread(Registry, redis_url, run_id)
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address), name="watch registry")
+    try:
+        found = await address
+        on_address(found)
+        await _show_events(found, view)
+    finally:
+        arrivals.cancel()
+        await asyncio.gather(arrivals, return_exceptions=True)
+        await asyncio.to_thread(registry.close)
+
+
+async def _watch_arrivals(
+    registry: Registry, roles: dict[str, list[str]], view: RunView, address: asyncio.Future[str]
+) -> None:
+    """Say who is up, as they come; ends when all are."""
+    started = time.monotonic()
+    missing = {(role, name) for role, names in roles.items() for name in names}
+    while missing:
+        view.doing("waiting for " + ", ".join(sorted(name for _, name in missing)))
+        for role in sorted({role for role, _ in missing}):
+            try:
+                records = await asyncio.to_thread(registry.list, role)
+            except redis.RedisError:
+                continue  # the services notice a lost Redis themselves; their end is what counts
+            for record in records:
+                if (role, record.name) in missing:
+                    missing.discard((role, record.name))
+                    view.ready(record.name, time.monotonic() - started)
+                if role == COORDINATOR and not address.done():
+                    address.set_result(record.address)
+        await asyncio.sleep(_POLL_S)
+
+
+async def _show_events(address: str, view: RunView) -> None:
+    sequence = 0
+    async with open_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        while True:
+            request = pb.WatchEventsRequest(after_sequence=sequence)
+            try:
+                async for event in stub.WatchEvents(request, timeout=_WATCH_TIMEOUT_S):
+                    sequence = event.sequence
+                    show_event(event, view)
+                return
+            except grpc.aio.AioRpcError:
+                # Restarting or gone: the process table tells the two apart and ends this task.
+                await asyncio.sleep(_RECONNECT_S)
+
+
+def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
+    """One event of the coordinator, in the view's terms."""
+    if event.kind == pb.EVENT_KIND_ITERATION:
+        view.iteration(dict(event.values))
+    elif event.kind == pb.EVENT_KIND_WARNING:
+        view.warning(event.message)
+    elif event.kind == pb.EVENT_KIND_PROGRESS:
+        view.doing(event.message)
+    elif event.kind == pb.EVENT_KIND_EVALUATION and not event.values.get("iteration"):
+        # Later evaluations are a column of their iteration's line.
+        view.say(event.message)
+    elif event.kind == pb.EVENT_KIND_STATE:
+        view.say(event.message, "bold")

@@ -1,0 +1,50 @@
+"""Which metrics a line of the progress view shows, under which heading and with how many digits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One figure of a line; `metric` is its key in metrics.jsonl, `width` counts characters."""
+
+    title: str
+    metric: str
+    form: str
+    width: int
+
+
+COLUMNS = (
+    Column(title="reward", metric="reward_mean", form=".3f", width=6),
+    Column(title="held-out", metric="heldout_accuracy", form=".3f", width=8),
+    Column(title="length", metric="response_length_mean", form=".1f", width=6),
+    Column(title="entropy", metric="entropy", form=".3f", width=7),
+    Column(title="|dlogp|", metric="logprob_abs_diff_max", form=".1e", width=7),
+    Column(title="tokens/s", metric="tokens_per_s", form=".0f", width=8),
+    Column(title="gen s", metric="generate_s", form=".2f", width=6),
+    Column(title="train s", metric="train_s", form=".2f", width=7),
+    Column(title="sync s", metric="sync_s", form=".3f", width=6),
+    Column(title="version", metric="policy_version", form=".0f", width=7),
+)
+_FIRST_WIDTH = 9
+
+
+def heading() -> str:
+    """The line above the figures."""
+    return "  ".join(["iteration".rjust(_FIRST_WIDTH), *(column.title.rjust(column.width) for column in COLUMNS)])
+
+
+def line(row: Mapping[str, float | None], total: int) -> str:
+    """One iteration; a metric that was not measured in it is a dash.
+
+    Args:
+        row: a row of metrics.jsonl.
+        total: iterations of the run.
+    """
+    iteration = row.get("iteration")
+    first = f"{iteration:.0f}/{total}" if iteration is not None else "-"
+    return "  ".join([first.rjust(_FIRST_WIDTH), *(_cell(column, row.get(column.metric)) for column in COLUMNS)])
+
+
+def _cell(column: Column, value: float | None) -> str:
+    return ("-" if value is None else format(value, column.form)).rjust(column.width)

@@ -1,0 +1,74 @@
+"""How a launch ended: its exit code and its last line."""
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.run_folder import metrics_rows
+from launcher.supervisor import ProcessExit
+from servicekit.checkpoints import list_complete
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Exit code 0: finished; 1: failed; 128 + signal: stopped by it."""
+
+    code: int
+    text: str
+
+
+def ended(run_dir: Path) -> Outcome:
+    """The coordinator ended with code 0: the run is over, or somebody sent the coordinator a signal."""
+    if _status(run_dir) == "interrupted":
+        return Outcome(code=1, text=f"failed: the coordinator was stopped by a signal; {_how_to_go_on(run_dir)}")
+    return Outcome(code=0, text=f"finished; results are in {_shown(run_dir)}")
+
+
+def failed(run_dir: Path, culprit: ProcessExit) -> Outcome:
+    """A process ended before the run was over, or the coordinator with an error."""
+    early = " before the run was over" if culprit.code == 0 else ""
+    text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_go_on(run_dir)}"
+    return Outcome(code=1, text=text)
+
+
+def broken(run_dir: Path, error: Exception) -> Outcome:
+    """Starting up did not work."""
+    return Outcome(code=1, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}")
+
+
+def stopped(run_dir: Path, number: signal.Signals) -> Outcome:
+    """The user, or the system, stopped the run."""
+    rows = metrics_rows(run_dir)
+    progress = (
+        f"after iteration {rows[-1]['iteration']:.0f}"
+        if rows and "iteration" in rows[-1]
+        else "before its first iteration ended"
+    )
+    text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_go_on(run_dir)}"
+    return Outcome(code=128 + number, text=text)
+
+
+def _status(run_dir: Path) -> str:
+    """What the coordinator noted last about the run; "" if nothing can be read."""
+    try:
+        return str(json.loads((run_dir / "state.json").read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    complete = list_complete(run_dir)
+    if not complete:
+        return "there is no checkpoint to resume from yet"
+    return f"go on from iteration {complete[-1][0]} with: tandem run --resume {_shown(run_dir)}"
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where that is shorter to read."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

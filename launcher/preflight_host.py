@@ -1,0 +1,76 @@
+"""Checks what the machine has: engines installed, Redis reachable, enough GPUs or cores."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+from launcher.devices import plan_devices, trainer_world_size, visible_gpus
+from launcher.redis_server import find_server
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+_ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer"))
+
+
+def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProblem]:
+    """Problems of this machine; what is merely slow is a warning."""
+    for package, extra in _ENGINES:
+        if importlib.util.find_spec(package) is None:
+            yield ConfigProblem(
+                key="environment",
+                value=package,
+                message="is not installed in this Python environment",
+                suggestion=f"pip install 'tandem[{extra}]', or `make venv` in the repository",
+            )
+    yield from check_redis(redis_url)
+    gpus = visible_gpus()
+    yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
+
+
+def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
+    """REDIS_URL must answer; without one there must be a server that can be started."""
+    try:
+        if redis_url is None:
+            find_server()
+        else:
+            # Imported here: it takes 0.1 s and most runs start their own server.
+            from servicekit import redis_client
+
+            redis_client.connect(redis_url).close()
+    except ConfigError as error:
+        hint = "unset REDIS_URL to let Tandem start its own server" if redis_url is not None else ""
+        yield ConfigProblem(key="REDIS_URL", value="", message=str(error), suggestion=hint)
+
+
+def _check_gpus(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
+    plan = plan_devices(config, gpus)
+    if plan.available < plan.needed:
+        yield ConfigProblem(
+            key="environment",
+            value=f"{plan.available} GPUs",
+            message=f"the run needs {plan.needed}, one per trainer rank and rollout rank, so it will run on the CPU",
+            suggestion="lower trainer.* and rollout.* parallel sizes, or use a machine with more GPUs",
+            severity="warning",
+        )
+
+
+def _check_cores(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Trainer and rollouts take turns, so each side alone has to fit."""
+    cores = len(os.sched_getaffinity(0))
+    sides = {
+        "trainer.tensor_parallel": (config.trainer.tensor_parallel, trainer_world_size(config)),
+        "rollout.tensor_parallel": (
+            config.rollout.tensor_parallel,
+            config.rollout.replicas * config.rollout.tensor_parallel,
+        ),
+    }
+    for key, (value, processes) in sides.items():
+        if processes > cores:
+            yield ConfigProblem(
+                key=key,
+                value=str(value),
+                message=f"{processes} {key.partition('.')[0]} processes on {cores} cores will wait for each other",
+                suggestion="expect a slow run, or lower the parallel sizes",
+                severity="warning",
+            )

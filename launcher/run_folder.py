@@ -1,0 +1,114 @@
+"""The folder of a run: its name, its lock, and what the launcher notes in it."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from servicekit.errors import ConfigError
+
+RESOLVED_CONFIG = "config.resolved.yaml"
+_LOCK = ".lock"
+_NOTES = "launcher.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherNotes:
+    """What `tandem status` needs to find a running run. No secrets: the Redis URL is not in it."""
+
+    pid: int
+    run_id: str
+    started_unix_s: float
+    coordinator: str = ""
+
+
+def new_run_dir(output_dir: Path, name: str) -> Path:
+    """Make the folder of a new run: `name`, or `name-2`, `name-3`, ... if there are results under that name.
+
+    Earlier results are never touched. An existing empty folder is used as it is.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = output_dir / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            if folder.is_dir() and not any(folder.iterdir()):
+                return folder
+        number += 1
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder; the kernel lets go of it if this process dies.
+
+    Raises: ConfigError: another launcher holds it.
+    """
+    with (run_dir / _LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(busy_message(run_dir)) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher is running this run now."""
+    try:
+        with (run_dir / _LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def busy_message(run_dir: Path) -> str:
+    """Who holds the folder and what to do."""
+    try:
+        owner = (run_dir / _LOCK).read_text(encoding="utf-8").strip()
+    except OSError:
+        owner = ""
+    who = f"process {owner}" if owner else "another process"
+    return f"{run_dir} is being run by {who}; watch it with `tandem status {run_dir}`, or stop it first"
+
+
+def write_notes(run_dir: Path, notes: LauncherNotes) -> None:
+    """Replace the notes atomically."""
+    temporary = run_dir / f"{_NOTES}.tmp"
+    temporary.write_text(json.dumps(asdict(notes)) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / _NOTES)
+
+
+def read_notes(run_dir: Path) -> LauncherNotes | None:
+    """The notes of the latest launch, if they can be read."""
+    try:
+        return LauncherNotes(**json.loads((run_dir / _NOTES).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def metrics_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl; a last line that is still being written is left out."""
+    rows: list[dict[str, float]] = []
+    try:
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    except OSError:
+        return rows
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,74 @@
+"""What `tandem status` says: of a running run its coordinator's answer, of another one what its folder tells."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+
+from launcher.run_folder import RESOLVED_CONFIG, is_locked, metrics_rows, read_notes
+from launcher.summary import read_summary, summary_lines
+from servicekit.channel import open_channel
+from servicekit.checkpoints import list_complete
+from servicekit.errors import ConfigError
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
+
+_ANSWER_S = 10.0
+
+
+def newest_run(output_dir: Path) -> Path:
+    """The run folder in `output_dir` that was written to last. Raises: ConfigError: there is none."""
+    runs = [file.parent for file in output_dir.glob(f"*/{RESOLVED_CONFIG}")]
+    if not runs:
+        raise ConfigError(f"no runs in {output_dir}; give a run's folder, e.g. `tandem status runs/arithmetic`")
+    return max(runs, key=_last_written)
+
+
+def describe(run_dir: Path) -> list[tuple[str, str]]:
+    """(name, text) pairs. Raises: ConfigError: the folder is not a run's."""
+    if not (run_dir / RESOLVED_CONFIG).is_file():
+        raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
+    state = "running" if is_locked(run_dir) else "not running"
+    lines = [("run", str(run_dir)), ("state", state)]
+    notes = read_notes(run_dir)
+    if is_locked(run_dir) and notes is not None and notes.coordinator:
+        lines = [("run", str(run_dir)), *asyncio.run(_ask(notes.coordinator))]
+    complete = list_complete(run_dir)
+    if complete:
+        lines.append(("last checkpoint", f"iteration {complete[-1][0]}"))
+    summary = read_summary(run_dir)
+    rows = metrics_rows(run_dir)
+    if summary is not None:
+        return lines + summary_lines(summary, rows, run_dir)
+    return lines + _last_row(rows)
+
+
+async def _ask(address: str) -> list[tuple[str, str]]:
+    async with open_channel(address) as channel:
+        try:
+            status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            return [("state", f"running, but the coordinator at {address} does not answer: {error.details()}")]
+    state = pb.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
+    quiet_s = time.time() - status.last_progress.seconds
+    return [
+        ("state", state + (f": {status.error}" if status.error else "")),
+        ("iteration", f"{status.iteration} of {status.total_iterations}"),
+        ("policy version", str(status.policy_version)),
+        *([("last progress", f"{quiet_s:.0f} s ago")] if status.last_progress.seconds else []),
+        ("coordinator", address),
+    ]
+
+
+def _last_row(rows: list[dict[str, float]]) -> list[tuple[str, str]]:
+    shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": "held-out accuracy"}
+    return [
+        (title, f"{rows[-1][metric]:.4g}")
+        for metric, title in shown.items()
+        if rows and rows[-1].get(metric) is not None
+    ]
+
+
+def _last_written(run_dir: Path) -> float:
+    return max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*.json*")))

@@ -1,0 +1,34 @@
+"""Ctrl-C and SIGTERM for the launcher: the first asks everything to end, the second ends it at once."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """Use as a context manager inside a running loop, in the main thread."""
+
+    def __init__(self, on_second: Callable[[], None]) -> None:
+        self._on_second = on_second
+        self._first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    def __enter__(self) -> "StopSignals":
+        for number in _NUMBERS:
+            asyncio.get_running_loop().add_signal_handler(number, self._received, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in _NUMBERS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def wait(self) -> signal.Signals:
+        """The first signal."""
+        return await asyncio.shield(self._first)
+
+    def _received(self, number: signal.Signals) -> None:
+        if self._first.done():
+            self._on_second()
+        else:
+            self._first.set_result(signal.Signals(number))

@@ -1,0 +1,60 @@
+"""What the user sees of a run: start-up, one line per iteration, warnings, and the end."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from launcher.metric_columns import heading, line
+
+_ROWS_PER_HEADING = 20
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that writes plain lines, without control codes or wrapping, when it is not a terminal."""
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+class RunView:
+    """Prints a run. On a terminal a spinner says what is going on now; elsewhere there are only whole lines."""
+
+    def __init__(self, console: Console, total_iterations: int) -> None:
+        self._console, self._total = console, total_iterations
+        self._rows = 0
+        self._status: Status | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line that stays."""
+        self._console.print(Text(text, style=style))
+
+    def doing(self, text: str) -> None:
+        """What is going on now; nothing is printed where there is no terminal."""
+        if not self._console.is_terminal:
+            return
+        if self._status is None:
+            self._status = self._console.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def ready(self, name: str, seconds: float) -> None:
+        """A process has announced itself."""
+        self.say(f"  {name} is up after {seconds:.1f} s", "green")
+
+    def iteration(self, row: Mapping[str, float | None]) -> None:
+        """One line of figures."""
+        if self._rows % _ROWS_PER_HEADING == 0:
+            self.say(heading(), "bold")
+        self._rows += 1
+        self.say(line(row, self._total))
+
+    def warning(self, text: str) -> None:
+        """Something that needs a person's eye."""
+        self.say(f"warning: {text}", "yellow")
+
+    def close(self) -> None:
+        """Remove the spinner; lines stay."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None

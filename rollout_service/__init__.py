@@ -1,0 +1,1 @@
+"""Rollout service: prompts in, tokens with log-probs and policy versions out; weights in."""

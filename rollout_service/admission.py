@@ -1,0 +1,68 @@
+"""Which calls may generate: a gate with a count of what is inside."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar
+
+from servicekit.errors import TandemError
+
+T = TypeVar("T")
+
+
+class Admission:
+    """Counts running calls and groups; can refuse new ones, wait for the running ones, or turn them out."""
+
+    def __init__(self) -> None:
+        self.running_calls = 0
+        self.running_groups = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._evicted: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def inside(self, num_groups: int) -> Iterator[None]:
+        """Around one generate call."""
+        self.running_calls += 1
+        self.running_groups += num_groups
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running_calls -= 1
+            self.running_groups -= num_groups
+            if self.running_calls == 0:
+                self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether no call is running within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+    def evict(self, error: TandemError) -> None:
+        """Make every running call fail with `error`; calls that start later are not affected."""
+        evicted, self._evicted = self._evicted, asyncio.get_running_loop().create_future()
+        evicted.set_result(error)
+
+    async def until_evicted(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Passes `items` on. Raises: the error of evict() as soon as that is called."""
+        evicted = self._evicted
+        source = aiter(items)
+        while True:
+            step: asyncio.Future[T] = asyncio.ensure_future(anext(source))
+            waits: set[asyncio.Future[Any]] = {step, evicted}
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not step.done():
+                    step.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await step
+            if evicted.done():
+                raise evicted.result()
+            try:
+                item = step.result()
+            except StopAsyncIteration:
+                return
+            yield item

@@ -1,0 +1,135 @@
+"""Builds one rollout replica and runs it from start to drain: the only place that wires."""
+
+import asyncio
+import uuid
+
+from rollout_service.admission import Admission
+from rollout_service.engine import RolloutEngine
+from rollout_service.metrics import RolloutMetrics
+from rollout_service.pauses import Pauses
+from rollout_service.ranks import RankClients
+from rollout_service.servicer import RolloutServicer
+from rollout_service.updates import WeightUpdates
+from servicekit.environment import ServiceEnvironment
+from servicekit.lifecycle import run_until_stopped
+from servicekit.logs import get_logger
+from servicekit.metrics import serve_metrics
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import RunConfig
+
+_log = get_logger(__name__)
+
+# How long a stopping replica lets running groups finish; a pod's grace period must be longer.
+DRAIN_S = 20.0
+_FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+
+
+async def serve(config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event) -> None:
+    """Run replica `name` until `stop`.
+
+    Raises: ConfigError: Redis or an address is not usable; RuntimeError: the engine did not start, or died.
+    """
+    registry = Registry(environment.redis_url, environment.run_id)
+    engine = _make_engine(config, name, environment, stop)
+    try:
+        if await _start_unless_stopped(engine, stop):
+            await _serve_engine(config, name, environment, stop, engine, registry)
+    finally:
+        await engine.shutdown()
+        await asyncio.to_thread(registry.close)
+
+
+def _make_engine(config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event) -> RolloutEngine:
+    from rollout_service.sglang_engine.engine import SglangEngine
+
+    return SglangEngine(
+        config,
+        name,
+        redis_url=environment.redis_url,
+        group=f"tandem:{environment.run_id}",
+        host=environment.bind_host,
+        on_terminate=stop.set,
+    )
+
+
+async def _start_unless_stopped(engine: RolloutEngine, stop: asyncio.Event) -> bool:
+    """Whether the engine is up; False if `stop` came first. SGLang imports for 10 s and more."""
+    starting = asyncio.create_task(engine.start(), name="engine-start")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        return False
+    await starting
+    return True
+
+
+async def _serve_engine(
+    config: RunConfig,
+    name: str,
+    environment: ServiceEnvironment,
+    stop: asyncio.Event,
+    engine: RolloutEngine,
+    registry: Registry,
+) -> None:
+    server = GrpcServer("rollout", bind=environment.bind)
+    metrics = RolloutMetrics()
+    ranks = RankClients(engine.rank_addresses)
+    admission = Admission()
+    metrics.running_groups.set_function(lambda: admission.running_groups)
+
+    def on_state(state: weights_pb2.ReplicaState.ValueType, policy_version: int) -> None:
+        metrics.observe_state(state, policy_version)
+        server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
+
+    updates = WeightUpdates(engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports)
+    servicer = RolloutServicer(
+        name=name,
+        tensor_parallel=config.rollout.tensor_parallel,
+        max_groups=config.rollout.max_groups_per_call,
+        engine=engine,
+        ranks=ranks,
+        admission=admission,
+        updates=updates,
+        metrics=metrics,
+    )
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
+    address = await server.start()
+    on_state(updates.state, updates.policy_version)
+    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
+    lost = _announce(registry, name, address, f"{environment.bind_host}:{metrics_port}", config.sync.lease_ttl_s)
+    _log.info("replica up", name=name, address=address, metrics_port=metrics_port)
+    try:
+        await run_until_stopped(stop, [_watch(engine.failed, "engine"), _watch(lost, "registry")])
+    finally:
+        servicer.refuse_new_calls()
+        await server.drain(DRAIN_S if stop.is_set() else 0.0)
+        await ranks.close()
+
+
+def _announce(
+    registry: Registry, name: str, address: str, metrics_address: str, ttl_s: float
+) -> "asyncio.Future[None]":
+    """Announces the replica; the future fails when another process has taken its name."""
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[None] = loop.create_future()
+
+    def on_lost(sentence: str) -> None:
+        loop.call_soon_threadsafe(lost.set_exception, RuntimeError(sentence))
+
+    record = ServiceRecord(
+        role="rollout", name=name, address=address, metrics_address=metrics_address, worker_id=uuid.uuid4().hex
+    )
+    registry.announce(record, ttl_s, on_lost)
+    return lost
+
+
+def _watch(future: "asyncio.Future[None]", name: str) -> "asyncio.Task[None]":
+    async def wait() -> None:
+        await asyncio.shield(future)
+
+    return asyncio.create_task(wait(), name=name)

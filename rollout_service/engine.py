@@ -1,0 +1,117 @@
+"""What the service needs of an inference engine, and the data that goes in and out. No protobuf, no SGLang here."""
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Finish(enum.Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. temperature 0 is greedy; top_k -1 and top_p 1 leave the full distribution."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One prompt and the number of completions asked for."""
+
+    group_id: str
+    prompt_ids: list[int]
+    num_completions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Tokens [start, end) of a completion that one policy version sampled."""
+
+    start: int
+    end: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled completion; logprobs are natural logarithms at the sampling temperature, one per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Finish
+    spans: list[Span]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedGroup:
+    """All completions of a group."""
+
+    group_id: str
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What a request must fit. Tokens; longest_request counts prompt and completion together."""
+
+    vocab_size: int
+    longest_request: int
+
+
+class RolloutEngine(Protocol):
+    """An engine that generates, and whose weights somebody else writes.
+
+    All methods run on the service's event loop. An engine starts with meaningless weights and version 0.
+    """
+
+    limits: EngineLimits
+    # Done with an exception as soon as the engine can no longer serve (a rank died); never done otherwise.
+    failed: "asyncio.Future[None]"
+    # gRPC addresses of the ranks' ShardReceiverService, in rank order.
+    rank_addresses: list[str]
+
+    async def start(self) -> None:
+        """Load and become able to generate. Raises: RuntimeError: the engine did not come up."""
+
+    def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+        """Yield groups as they become whole, several at once when they finish together.
+
+        Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
+        """
+
+    async def freeze(self) -> None:
+        """Stop at the next token boundary, keeping running requests and their KV cache."""
+
+    async def thaw(self) -> None:
+        """Go on after freeze()."""
+
+    async def abort_running(self) -> None:
+        """Ask all running requests to end with Finish.ABORT; does not wait for them."""
+
+    async def begin_update(self) -> None:
+        """From here to end_update() the ranks' parameters may be written. Nothing must be generating."""
+
+    async def end_update(self) -> None:
+        """The parameters are whole; the engine derives from them what it caches."""
+
+    async def set_version(self, policy_version: int) -> None:
+        """Tokens sampled from now on belong to this version."""
+
+    async def flush_cache(self) -> bool:
+        """Forget cached prefixes. Returns: False if running requests did not allow it."""
+
+    async def shutdown(self) -> None:
+        """End every process of the engine. Idempotent."""

@@ -1,0 +1,92 @@
+"""Stops generation at a token boundary, by one of three modes, within a bounded time; and lets it go on."""
+
+import asyncio
+import time
+
+from rollout_service.admission import Admission
+from rollout_service.engine import RolloutEngine
+from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+_log = get_logger(__name__)
+
+# Together below PauseGeneration's longest deadline of 60 s.
+DRAIN_S = 30.0
+ABORT_S = 15.0
+ABORT_RETRY_S = 0.5
+IDLE_S = 5.0
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+
+
+class Pauses:
+    """The pause switch of one replica.
+
+    drain waits for the running calls and, after `drain_s`, aborts them; abort_requeue aborts at once; keep_kv freezes
+    them where they are.
+    """
+
+    def __init__(self, engine: RolloutEngine, admission: Admission, drain_s: float = DRAIN_S) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._drain_s = drain_s
+        self._frozen = False
+        self.paused = False
+
+    async def pause(self, mode: pb.PauseMode.ValueType) -> None:
+        """Close the gate and stop what runs; nothing if it is stopped already.
+
+        Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (the gate stays closed).
+        """
+        if mode not in (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE):
+            raise InvalidRequest(f"pause mode {mode} is none of DRAIN, KEEP_KV, ABORT_REQUEUE")
+        self.paused = True
+        if self._frozen:
+            return
+        if mode == pb.PAUSE_MODE_KEEP_KV and self._admission.running_calls > 0:
+            await self._engine.freeze()
+            self._frozen = True
+            return
+        if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(self._drain_s):
+            _log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
+        await self._abort_until_idle()
+        await self._wait_engine_idle()
+
+    async def resume(self) -> None:
+        """Let generation go on."""
+        if self._frozen:
+            await self._engine.thaw()
+            self._frozen = False
+        self.paused = False
+
+    async def flush(self) -> None:
+        """Forget the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
+        if not await self._engine.flush_cache() and not self._frozen:
+            await self._wait_engine_idle()
+
+    def evict(self, error: TandemError) -> None:
+        """Fail every running call with `error`."""
+        self._admission.evict(error)
+
+    async def _abort_until_idle(self) -> None:
+        """Aborts again from time to time: a request can be on its way to the engine during an abort."""
+        deadline_s = time.monotonic() + ABORT_S
+        while self._admission.running_calls > 0:
+            await self._engine.abort_running()
+            if await self._admission.wait_idle(ABORT_RETRY_S):
+                break
+            if time.monotonic() > deadline_s:
+                running = self._admission.running_calls
+                raise DeadlineExceeded(f"{running} generate calls do not end {ABORT_S:g} s after their abort")
+
+    async def _wait_engine_idle(self) -> None:
+        """A call that its client gave up is over for us before the engine has dropped its requests.
+
+        The engine flushes its cache only when it holds no request: that is the proof that nothing reads the weights.
+        """
+        deadline_s, poll_s = time.monotonic() + IDLE_S, _FIRST_POLL_S
+        while not await self._engine.flush_cache():
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"the engine still holds requests {IDLE_S:g} s after the last call ended")
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)

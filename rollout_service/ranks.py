@@ -1,0 +1,68 @@
+"""The service's side of ShardReceiverService: one phase on all ranks of the replica at once."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+from servicekit.channel import open_channel
+from servicekit.errors import rpc_errors
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
+
+T = TypeVar("T")
+
+CHECKSUM_TIMEOUT_S = 55.0
+_MARGIN_S = 5.0
+
+
+class Ranks(Protocol):
+    """The weight receivers of a replica."""
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One report per rank, in rank order. Raises: the first rank's error, after all have answered."""
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digests by engine parameter name, per rank."""
+
+
+class RankClients:
+    """Ranks behind Unix sockets."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._channels = [open_channel(address) for address in addresses]
+        self._stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        request = pb.RunPhaseRequest(phase=phase, round=round_)
+        timeout_s = phase_timeout_s(phase, round_)
+        calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in enumerate(self._stubs)]
+        replies = await _all(calls)
+        return [reply.report for reply in replies]
+
+    async def checksums(self) -> list[dict[str, str]]:
+        request = pb.GetChecksumsRequest()
+        calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in enumerate(self._stubs)]
+        return [dict(reply.checksums) for reply in await _all(calls)]
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+def phase_timeout_s(phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
+    """Seconds that a rank may take: its own waits end before, so that its error arrives and not ours."""
+    waits_s = round_.formation_timeout_s if phase == pb.ROUND_PHASE_PREPARE else round_.transfer_timeout_s
+    return waits_s + _MARGIN_S
+
+
+async def _named(rank: int, call: Awaitable[T]) -> T:
+    with rpc_errors(f"rank {rank}"):
+        return await call
+
+
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,0 +1,98 @@
+"""Checks a GenerateGroups request before the engine sees it, and turns it into our own data."""
+
+import math
+
+from rollout_service.engine import EngineLimits, Group, Sampling
+from servicekit.errors import InvalidRequest, TooLarge
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+
+# Below this SGLang treats a temperature as 0; far above it sampling is uniform.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 100.0
+# A call's completions are held in memory together.
+MAX_COMPLETIONS_PER_CALL = 1 << 17
+
+
+def read_request(
+    request: pb.GenerateGroupsRequest, limits: EngineLimits, max_groups: int
+) -> tuple[list[Group], Sampling]:
+    """The request as data.
+
+    Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than one call may ask for.
+    """
+    num_groups = len(request.groups)
+    if num_groups == 0:
+        raise InvalidRequest("groups is empty; ask for at least one group")
+    if num_groups > max_groups:
+        raise TooLarge(
+            f"{num_groups} groups in one call; at most {max_groups} (rollout.max_groups_per_call), split the call"
+        )
+    sampling = read_sampling(request.sampling, limits)
+    groups = [_read_group(index, group, sampling, limits) for index, group in enumerate(request.groups)]
+    _check_distinct(groups)
+    num_completions = sum(group.num_completions for group in groups)
+    if num_completions > MAX_COMPLETIONS_PER_CALL:
+        raise TooLarge(f"{num_completions} completions in one call; at most {MAX_COMPLETIONS_PER_CALL}, split the call")
+    return groups, sampling
+
+
+def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling:
+    """Raises: InvalidRequest: a parameter is out of range or not a number."""
+    temperature, top_p = sampling.temperature, sampling.top_p
+    if temperature != 0.0 and not LOWEST_TEMPERATURE * (1 - 1e-6) <= temperature <= HIGHEST_TEMPERATURE:
+        raise InvalidRequest(
+            f"sampling.temperature is {temperature:g}; "
+            f"use 0 (greedy) or a value from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+        )
+    if math.isnan(top_p) or not 0.0 < top_p <= 1.0:
+        raise InvalidRequest(f"sampling.top_p is {top_p:g}; it must be in (0, 1], 1 is the full distribution")
+    if sampling.top_k < 1 and sampling.top_k != -1:
+        raise InvalidRequest(f"sampling.top_k is {sampling.top_k}; use a positive number, or -1 for all tokens")
+    if not 1 <= sampling.max_new_tokens < limits.longest_request:
+        raise InvalidRequest(
+            f"sampling.max_new_tokens is {sampling.max_new_tokens}; it must be from 1 to {limits.longest_request - 1}, "
+            "since prompt and completion share the context"
+        )
+    for index, token in enumerate(sampling.stop_token_ids):
+        if token >= limits.vocab_size:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids[{index}] is {token}; the vocabulary has {limits.vocab_size} tokens"
+            )
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+    )
+
+
+def _read_group(index: int, group: pb.PromptGroup, sampling: Sampling, limits: EngineLimits) -> Group:
+    if not group.group_id:
+        raise InvalidRequest(f"groups[{index}].group_id is empty; replies are told apart by it")
+    name = f"group {group.group_id!r}"
+    if group.num_completions < 1:
+        raise InvalidRequest(f"{name}: num_completions is 0; ask for at least 1")
+    prompt_ids = list(group.prompt_ids)
+    if not prompt_ids:
+        raise InvalidRequest(f"{name}: prompt_ids is empty; a prompt has at least one token")
+    highest = max(prompt_ids)
+    if highest >= limits.vocab_size:
+        raise InvalidRequest(
+            f"{name}: prompt_ids[{prompt_ids.index(highest)}] is {highest}; "
+            f"the vocabulary has {limits.vocab_size} tokens, so the tokenizer is not this model's"
+        )
+    total = len(prompt_ids) + sampling.max_new_tokens
+    if total > limits.longest_request:
+        raise InvalidRequest(
+            f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} tokens; "
+            f"at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
+        )
+    return Group(group_id=group.group_id, prompt_ids=prompt_ids, num_completions=group.num_completions)
+
+
+def _check_distinct(groups: list[Group]) -> None:
+    seen: set[str] = set()
+    for group in groups:
+        if group.group_id in seen:
+            raise InvalidRequest(f"group_id {group.group_id!r} comes twice; replies are told apart by it")
+        seen.add(group.group_id)

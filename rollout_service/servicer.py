@@ -1,0 +1,163 @@
+"""RolloutService: the wire edge. Requests become our data, our data becomes replies; decisions are made elsewhere."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from rollout_service.admission import Admission
+from rollout_service.engine import Completion, Finish, FinishedGroup, RolloutEngine
+from rollout_service.metrics import RolloutMetrics
+from rollout_service.ranks import Ranks
+from rollout_service.sampling import read_request
+from rollout_service.updates import WeightUpdates
+from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
+from servicekit.versions import software_versions
+from tandem_api.common.v1 import common_pb2
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_api.rollout.v1 import rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+
+# About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
+MAX_TOKENS_PER_REPLY = 1 << 20
+_FINISH = {
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """One replica. `max_groups` is rollout.max_groups_per_call, `tensor_parallel` the number of ranks."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        tensor_parallel: int,
+        max_groups: int,
+        engine: RolloutEngine,
+        ranks: Ranks,
+        admission: Admission,
+        updates: WeightUpdates,
+        metrics: RolloutMetrics,
+    ) -> None:
+        self._name = name
+        self._tensor_parallel = tensor_parallel
+        self._max_groups = max_groups
+        self._engine = engine
+        self._ranks = ranks
+        self._admission = admission
+        self._updates = updates
+        self._metrics = metrics
+        self._generated_tokens = 0
+        self._draining = False
+
+    def refuse_new_calls(self) -> None:
+        """From now on GenerateGroups answers UNAVAILABLE."""
+        self._draining = True
+
+    async def GenerateGroups(
+        self, request: pb.GenerateGroupsRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+        groups, sampling = read_request(request, self._engine.limits, self._max_groups)
+        self._check_serves(request.policy_version)
+        start_s = time.perf_counter()
+        with self._admission.inside(len(groups)), self._observe_call(start_s):
+            async with contextlib.aclosing(self._engine.generate(groups, sampling)) as generated:  # type: ignore[type-var]
+                async for finished in self._admission.until_evicted(generated):
+                    engine_s = time.perf_counter() - start_s
+                    for part in _split(finished):
+                        self._count_tokens(part)
+                        messages = [_group_message(each) for each in part]
+                        yield pb.GenerateGroupsResponse(groups=messages, engine_s=engine_s)
+
+    def _check_serves(self, policy_version: int) -> None:
+        if self._draining:
+            raise Unavailable(f"{self._name} is shutting down; ask another replica")
+        self._updates.check_can_generate()
+        if policy_version != self._updates.policy_version:
+            served = self._updates.policy_version
+            raise WrongVersion(f"asked for policy version {policy_version}, but {self._name} serves version {served}")
+
+    @contextlib.contextmanager
+    def _observe_call(self, start_s: float) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._metrics.generate_seconds.observe(time.perf_counter() - start_s)
+
+    def _count_tokens(self, groups: Sequence[FinishedGroup]) -> None:
+        tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+        self._generated_tokens += tokens
+        self._metrics.generated_tokens.inc(tokens)
+
+    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
+        if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
+            raise InvalidRequest("phase and round.round_id must be set")
+        reports, state = await self._updates.run_phase(request.phase, request.round)
+        return pb.ReloadWeightsResponse(ranks=reports, state=state)
+
+    async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
+        await self._updates.pause(request.mode)
+        return pb.PauseGenerationResponse(state=self._updates.state)
+
+    async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
+        await self._updates.resume()
+        return pb.ResumeGenerationResponse(state=self._updates.state)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            name=self._name,
+            state=self._updates.state,
+            policy_version=self._updates.policy_version,
+            running_groups=self._admission.running_groups,
+            generated_tokens=self._generated_tokens,
+            parallel=weights_pb2.ParallelSizes(
+                tensor=self._tensor_parallel,
+                pipeline=1,
+                data=1,
+                context=1,
+                expert=1,
+                expert_tensor=1,
+                virtual_pipeline=1,
+            ),
+            versions=common_pb2.SoftwareVersions(packages=software_versions(("sglang", "torch", "transformers"))),
+        )
+
+    async def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
+        checksums = await self._ranks.checksums()
+        return pb.GetChecksumsResponse(ranks=[pb.RankChecksums(checksums=each) for each in checksums])
+
+
+def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
+    """Parts of at most MAX_TOKENS_PER_REPLY tokens, of at least one group."""
+    part: list[FinishedGroup] = []
+    tokens = 0
+    for group in groups:
+        size = sum(len(completion.token_ids) for completion in group.completions)
+        if part and tokens + size > MAX_TOKENS_PER_REPLY:
+            yield part
+            part, tokens = [], 0
+        part.append(group)
+        tokens += size
+    yield part
+
+
+def _group_message(group: FinishedGroup) -> pb.GroupResult:
+    return pb.GroupResult(
+        group_id=group.group_id, completions=[_completion_message(each) for each in group.completions]
+    )
+
+
+def _completion_message(completion: Completion) -> pb.Completion:
+    return pb.Completion(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish_reason=_FINISH[completion.finish],
+        version_spans=[
+            common_pb2.VersionSpan(start=span.start, end=span.end, policy_version=span.policy_version)
+            for span in completion.spans
+        ],
+        cached_tokens=completion.cached_tokens,
+    )

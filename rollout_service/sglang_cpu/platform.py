@@ -1,0 +1,29 @@
+"""The platform class: every operator takes its plain torch form, attention is our batched one."""
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class TandemCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU without vendor kernels. `OOT` + dispatch key "native" select `forward_native` of every operator."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()  # no triton, no graph capture
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"  # a str: server_args splits it when no device is given
+
+    def init_backend(self) -> None:
+        """Called by SGLang once in each worker, before it builds the attention backend."""
+        from rollout_service.sglang_cpu.attention import register
+
+        register()

@@ -1,0 +1,1 @@
+"""The SGLang engine behind the Protocol of `rollout_service.engine`."""

@@ -1,0 +1,78 @@
+"""How we start SGLang: its arguments and environment, from our configuration."""
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
+from tandem_config.schema import RunConfig
+
+# Prompts below this length are not worth a prefix cache: keeping the tree costs more than computing them again (with
+# 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
+SHORTEST_CACHED_PROMPT = 64
+
+
+def engine_arguments(config: RunConfig, name: str, cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of sglang's Engine."""
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model_path": str(config.model.path),
+        "dtype": config.model.dtype,
+        "load_format": "dummy",  # the first sync writes the weights
+        "skip_tokenizer_init": True,
+        "tp_size": rollout.tensor_parallel,
+        "context_length": rollout.context_length,
+        "max_total_tokens": rollout.max_total_tokens,
+        "max_running_requests": rollout.max_running_requests,
+        "mem_fraction_static": rollout.mem_fraction_static,
+        "disable_radix_cache": longest_prompt(config) <= SHORTEST_CACHED_PROMPT,
+        "random_seed": zlib.crc32(f"{config.run.seed}/{name}".encode()),
+        "sleep_on_idle": True,  # or the scheduler polls at 100 % of a core
+        "batch_notify_size": 1 << 20,  # hand over all that finished in a step at once
+        "grammar_backend": "none",
+        "weight_version": "0",
+        "log_level": "error",
+        "custom_sigquit_handler": ignore_launch_failure,
+    }
+    return arguments | ({} if cuda else _cpu_arguments())
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",  # ours: sglang_cpu/attention.py
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,  # there is no device to overlap with
+        "mem_fraction_static": 0.2,  # unused once max_total_tokens is set, but SGLang checks it against free memory
+    }
+
+
+def longest_prompt(config: RunConfig) -> int:
+    """Tokens of the longest prompt that can come."""
+    context = config.rollout.context_length
+    return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
+
+
+def engine_environment(config: RunConfig, socket_folder: Path, cuda: bool) -> dict[str, str]:
+    """Environment variables that SGLang reads in this process and in its ranks."""
+    variables = {
+        SERVICE_PID: str(os.getpid()),
+        # A rendezvous through a file: no port, so nothing that another replica could take in between.
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{socket_folder}/ranks",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
+    if not cuda:
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(config.rollout.tensor_parallel)
+    return variables
+
+
+def cpu_binding(num_ranks: int, environ: Mapping[str, str] = os.environ) -> str:
+    """SGLang's list of CPU cores per rank ("0|1"): SGLang insists on one for more ranks than NUMA nodes."""
+    given = environ.get("SGLANG_CPU_OMP_THREADS_BIND")
+    if given is not None:
+        return given
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))

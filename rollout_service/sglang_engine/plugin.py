@@ -1,0 +1,80 @@
+"""Our hooks in SGLang's processes (entry point group `sglang.srt.plugins`); none in an SGLang that is not ours."""
+
+import gc
+import logging
+import os
+import threading
+from typing import Any
+
+from rollout_service.sglang_engine.processes import bind_to_service
+from rollout_service.sglang_engine.receiver import ReceiverSettings
+
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_kept: list[Any] = []  # servers and members of this process, for its lifetime
+
+
+def register() -> None:
+    """Called by SGLang in the service and in each rank, before anything is built."""
+    settings = ReceiverSettings.from_env(os.environ)
+    if settings is None or os.environ.get("TANDEM_SERVICE_PID") == str(os.getpid()):
+        return
+    bind_to_service()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
+    HookRegistry.register(
+        f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER
+    )
+
+
+def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After a rank has built its model: take the rank's slot and serve its receiver."""
+    if runner.is_draft_worker:
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    from rollout_service.sglang_engine.receiver import ShardReceiver, load_with_sglang, receivable_tensors
+    from servicekit.logs import configure_logging
+    from servicekit.sync_server import start_sync_server
+    from tandem_api.weights.v1 import weights_pb2_grpc
+    from weightsync.layout import Parallel
+    from weightsync.model_spec import ModelSpec
+    from weightsync.session import SyncMember
+
+    settings = ReceiverSettings.from_env(os.environ)
+    if settings is None:
+        raise RuntimeError("the hook ran without its environment")
+    parallel = get_parallel()
+    configure_logging("rollout-rank", replica=settings.replica, rank=parallel.tp_rank)
+    logging.getLogger("sglang").setLevel(logging.WARNING)  # at INFO it writes a line per batch
+    member = SyncMember(
+        spec=ModelSpec.from_folder(settings.model),
+        slot=f"{settings.replica}/{parallel.tp_rank}",
+        parallel=Parallel(tensor=parallel.tp_size),
+        tensors=receivable_tensors(runner.model),
+        redis_url=settings.redis_url,
+        group=settings.group,
+        host=settings.host,
+        lease_ttl_s=settings.lease_ttl_s,
+    )
+    member.start()
+    server = start_sync_server(
+        weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server,
+        ShardReceiver(member, lambda folder: load_with_sglang(runner.model, folder)),
+        settings.address(parallel.tp_rank),
+    )
+    _kept.extend((member, server))
+
+
+def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep the garbage collector off what start-up made: a full collection of it stops generation for 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def _sleep_while_paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """A paused scheduler polls without a pause, and would take the core (and the GIL) from the weight receiver."""
+    if threading.current_thread() is threading.main_thread():
+        scheduler.maybe_sleep_on_idle()

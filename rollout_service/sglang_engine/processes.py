@@ -1,0 +1,60 @@
+"""Ranks live and die with their service: signals, and the watch over child processes."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+SERVICE_PID = "TANDEM_SERVICE_PID"
+
+
+def bind_to_service() -> None:
+    """In a rank: die with the service, and leave Ctrl-C and SIGTERM to it (a terminal sends them to the whole group).
+
+    SGLang asks for the parent-death signal too, but only after seconds of imports; a service killed before that
+    would leave ranks that nobody ends.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    service = os.environ.get(SERVICE_PID)
+    if service is not None and os.getppid() != int(service):
+        os._exit(1)  # the service died before the line above
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def ignore_launch_failure(signum: int, frame: FrameType | None) -> None:
+    """SIGQUIT of a rank that fails while starting: the start itself then raises, with the rank's exit code.
+
+    SGLang's own handler would kill this process without a word.
+    """
+
+
+class ChildWatch:
+    """Calls `on_death(pid)` on the loop as soon as one of the processes ends. Linux (pidfd)."""
+
+    def __init__(self, pids: list[int], on_death: Callable[[int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._descriptors: list[int] = []
+        for pid in pids:
+            descriptor = os.pidfd_open(pid)
+            self._descriptors.append(descriptor)
+            self._loop.add_reader(descriptor, self._died, descriptor, pid, on_death)
+
+    def stop(self) -> None:
+        """Look no further; to be called before the processes are ended on purpose."""
+        for descriptor in self._descriptors:
+            self._forget(descriptor)
+        self._descriptors = []
+
+    def _died(self, descriptor: int, pid: int, on_death: Callable[[int], None]) -> None:
+        self._loop.remove_reader(descriptor)
+        on_death(pid)
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)

@@ -1,0 +1,94 @@
+"""Serves a rank's part in weight-sync rounds on a Unix socket, from threads of SGLang's scheduler process."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from servicekit.errors import PermissionDenied
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.session import SyncMember
+
+TEST_HOOKS = "TANDEM_TEST_HOOKS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiverSettings:
+    """What a rank must know to take part; travels to the rank as environment variables TANDEM_RECEIVER_<FIELD>."""
+
+    dir: str  # folder of the sockets; short, a socket's path has at most 107 bytes
+    replica: str
+    model: str
+    redis_url: str
+    group: str
+    host: str
+    lease_ttl_s: float
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "ReceiverSettings | None":
+        """None in a process that Tandem did not start."""
+        if _variable("dir") not in environ:
+            return None
+        values = {field.name: environ[_variable(field.name)] for field in fields(cls)}
+        return cls(**values | {"lease_ttl_s": float(values["lease_ttl_s"])})  # type: ignore[arg-type]
+
+    def to_env(self) -> dict[str, str]:
+        return {_variable(field.name): str(getattr(self, field.name)) for field in fields(self)}
+
+    def address(self, rank: int) -> str:
+        """gRPC address of one rank."""
+        return f"unix:{self.dir}/rank{rank}.sock"
+
+
+def _variable(field: str) -> str:
+    return f"TANDEM_RECEIVER_{field.upper()}"
+
+
+def receivable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that inference reads and a checkpoint has: parameters and persistent buffers, by engine name."""
+    tensors: dict[str, torch.Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
+
+
+def load_with_sglang(model: torch.nn.Module, folder: str) -> None:
+    """SGLang's own load_weights of a Hugging Face folder, as its loaders call it."""
+    from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
+
+    files = sorted(str(path) for path in Path(folder).glob("*.safetensors"))
+    model.load_weights(safetensors_weights_iterator(files))
+
+
+class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
+    """ShardReceiverService of one rank."""
+
+    def __init__(self, member: SyncMember, load_folder: Callable[[str], None]) -> None:
+        self._member = member
+        self._load_folder = load_folder
+
+    def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
+        return pb.RunPhaseResponse(report=self._member.run_phase(request.phase, request.round))
+
+    def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
+        return pb.GetChecksumsResponse(checksums=self._member.checksums())
+
+    def PoisonWeights(self, request: pb.PoisonWeightsRequest, context: Any) -> pb.PoisonWeightsResponse:
+        _check_test_hooks("PoisonWeights destroys the weights")
+        return pb.PoisonWeightsResponse(num_tensors=self._member.poison())
+
+    def LoadFolder(self, request: pb.LoadFolderRequest, context: Any) -> pb.LoadFolderResponse:
+        _check_test_hooks("LoadFolder goes around weight sync")
+        self._load_folder(request.path)
+        return pb.LoadFolderResponse()
+
+
+def _check_test_hooks(why: str) -> None:
+    if os.environ.get(TEST_HOOKS) != "1":
+        raise PermissionDenied(f"{why}; it is for tests, with {TEST_HOOKS}=1")

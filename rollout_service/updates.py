@@ -1,0 +1,289 @@
+"""A replica's states, and a weight-sync round as a transaction on it.
+
+States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
+
+| event                     | from                 | to       | does                                                  |
+|---------------------------|----------------------|----------|-------------------------------------------------------|
+| PauseGeneration           | SERVING              | PAUSED   | closes the gate; drains, freezes or aborts what runs  |
+| ResumeGeneration          | PAUSED, no round     | SERVING  | opens the gate                                        |
+| PREPARE                   | any                  | same     | ranks: plan, coverage, communicator                   |
+| PAUSE                     | R                    | PAUSED   | as PauseGeneration                                    |
+| TRANSFER                  | PAUSED (staged: any) | same     | in place: opens SGLang's session; ranks receive       |
+| VERIFY                    | same                 | same     | ranks: digests                                        |
+| COMMIT                    | same                 | SERVING  | ranks install; session ends; version flips; KV flushed|
+| ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version goes on         |
+| ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
+
+Each phase needs those of NEEDS to be done. A phase that is done, or under way, answers its repetitions with the same
+reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an open one.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rollout_service.engine import RolloutEngine
+from rollout_service.pauses import Pauses
+from rollout_service.ranks import Ranks
+from servicekit.errors import NotReady, PhaseOrder, Poisoned, StaleVersion, TandemError
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+_log = get_logger(__name__)
+
+Phase: TypeAlias = pb.RoundPhase.ValueType
+Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
+
+PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
+VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_PHASE_ABORT
+UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
+PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
+
+NEEDS: dict[Phase, set[Phase]] = {
+    PREPARE: set(),
+    PAUSE: {PREPARE},
+    TRANSFER: {PREPARE, PAUSE},
+    VERIFY: {TRANSFER},
+    COMMIT: {VERIFY},
+}
+# Staged bytes go to spare memory: generation need not stop before COMMIT, which pauses by itself.
+NEEDS_STAGED = NEEDS | {TRANSFER: {PREPARE}}
+
+
+@dataclass(kw_only=True)
+class _OpenRound:
+    """The round under way. touched: parameters may differ from what was served. session: SGLang's is open."""
+
+    message: pb.Round
+    done: set[Phase] = field(default_factory=set)
+    failure: str = ""
+    touched: bool = False
+    session: bool = False
+
+    @property
+    def staged(self) -> bool:
+        return self.message.install_mode == pb.INSTALL_MODE_STAGED
+
+
+class WeightUpdates:
+    """State of one replica.
+
+    on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
+    a repeated answer).
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        ranks: Ranks,
+        pauses: Pauses,
+        on_state: Callable[[pb.ReplicaState.ValueType, int], None] = lambda state, version: None,
+        on_reports: Callable[[list[pb.PhaseReport]], None] = lambda reports: None,
+    ) -> None:
+        self.policy_version = 0
+        self._engine = engine
+        self._ranks = ranks
+        self._pauses = pauses
+        self._on_state = on_state
+        self._on_reports = on_reports
+        self._rest: pb.ReplicaState.ValueType = UNSEEDED
+        self._round: _OpenRound | None = None
+        self._lock = asyncio.Lock()
+        self._tasks: dict[tuple[str, Phase], asyncio.Task[Reply]] = {}
+        self._closed_rounds: deque[str] = deque(maxlen=64)  # a PREPARE that comes after its ABORT must not open again
+
+    @property
+    def state(self) -> pb.ReplicaState.ValueType:
+        """What GetStatus says."""
+        return PAUSED if self._pauses.paused and self._rest == SERVING else self._rest
+
+    def check_can_generate(self) -> None:
+        """Raises: Poisoned, NotReady: unless the replica is SERVING."""
+        if self._rest == POISONED:
+            raise Poisoned("the weights were partly written by a sync that failed; a sync must seed them again")
+        if self._rest == UNSEEDED:
+            raise NotReady("this replica has no weights yet; sync them first (UNSEEDED)")
+        if self._pauses.paused:
+            raise NotReady("generation is paused; it goes on after the weight sync, or after ResumeGeneration (PAUSED)")
+
+    async def pause(self, mode: pb.PauseMode.ValueType) -> None:
+        """PauseGeneration."""
+        async with self._lock:
+            await self._pauses.pause(mode)
+            self._tell()
+
+    async def resume(self) -> None:
+        """ResumeGeneration. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
+        async with self._lock:
+            if self._round is not None and PAUSE in self._round.done:
+                raise PhaseOrder(f"round {self._round.message.round_id} is under way; it resumes generation at its end")
+            if self._rest != SERVING:
+                self.check_can_generate()
+            await self._pauses.resume()
+            self._tell()
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
+        """Run one phase; goes on to its end even if the caller gives up.
+
+        Returns: one report per rank, and the state. Raises: by the table; errors of the ranks.
+        """
+        key = (round_.round_id, phase)
+        task = self._tasks.get(key)
+        if task is None:
+            task = asyncio.create_task(self._run_one(phase, round_), name=f"{pb.RoundPhase.Name(phase)}-{key[0]}")
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._remember(key, done))
+        return await asyncio.shield(task)
+
+    def _remember(self, key: tuple[str, Phase], task: "asyncio.Task[Reply]") -> None:
+        # A refusal changed nothing, so the same phase may be right later; replies stay until their round is forgotten.
+        if task.cancelled() or isinstance(task.exception(), PhaseOrder | StaleVersion):
+            self._tasks.pop(key, None)
+        known = {self._round.message.round_id} if self._round is not None else set()
+        known.update(list(self._closed_rounds)[-2:])
+        known.add(key[0])
+        for old in [each for each in self._tasks if each[0] not in known and self._tasks[each].done()]:
+            del self._tasks[old]
+
+    async def _run_one(self, phase: Phase, round_: pb.Round) -> Reply:
+        async with self._lock:
+            start_s = time.monotonic()
+            reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
+            for report in reports:
+                if phase == PAUSE:  # the ranks have no part in it
+                    report.seconds["pause"] = time.monotonic() - start_s
+                report.state, report.policy_version = self.state, self.policy_version
+            self._on_reports(reports)
+            self._tell()
+            return reports, self.state
+
+    async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        if phase == PREPARE:
+            await self._open(round_)
+        current = self._require(phase, round_)
+        actions: dict[Phase, Callable[[_OpenRound], Awaitable[list[pb.PhaseReport]]]] = {
+            PREPARE: self._prepare,
+            PAUSE: self._pause,
+            TRANSFER: self._transfer,
+            VERIFY: self._verify,
+            COMMIT: self._commit,
+        }
+        try:
+            reports = await actions[phase](current)
+        except BaseException as error:
+            current.failure = f"{pb.RoundPhase.Name(phase)} failed: {error}"
+            raise
+        current.done.add(phase)
+        return reports
+
+    async def _open(self, round_: pb.Round) -> None:
+        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted before."""
+        if round_.round_id in self._closed_rounds:
+            raise PhaseOrder(f"round {round_.round_id} is over; start a new one")
+        if self._rest != UNSEEDED and round_.policy_version < self.policy_version:
+            raise StaleVersion(
+                f"round {round_.round_id} brings version {round_.policy_version}, "
+                f"but this replica has had version {self.policy_version}; versions only grow"
+            )
+        if self._round is not None:
+            _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
+            await self._abort(self._round.message)
+        self._round = _OpenRound(message=round_)
+
+    def _require(self, phase: Phase, round_: pb.Round) -> _OpenRound:
+        name = pb.RoundPhase.Name(phase)
+        current = self._round
+        if phase not in NEEDS:
+            raise PhaseOrder(f"phase {name} is not one that a replica runs")
+        if current is None or current.message.round_id != round_.round_id:
+            raise PhaseOrder(f"{name}: round {round_.round_id!r} is not open here; it begins with PREPARE")
+        if current.failure:
+            raise PhaseOrder(f"{name}: round {round_.round_id} has failed ({current.failure}); abort it")
+        missing = (NEEDS_STAGED if current.staged else NEEDS)[phase] - current.done
+        if missing:
+            names = ", ".join(pb.RoundPhase.Name(each) for each in sorted(missing))
+            raise PhaseOrder(f"{name}: round {round_.round_id} has not done {names}")
+        return current
+
+    async def _prepare(self, current: _OpenRound) -> list[pb.PhaseReport]:
+        return await self._ranks.run_phase(PREPARE, current.message)
+
+    async def _pause(self, current: _OpenRound) -> list[pb.PhaseReport]:
+        await self._pauses.pause(current.message.pause_mode)
+        return self._empty_reports()
+
+    async def _transfer(self, current: _OpenRound) -> list[pb.PhaseReport]:
+        if not current.staged:
+            await self._touch(current)
+        return await self._ranks.run_phase(TRANSFER, current.message)
+
+    async def _verify(self, current: _OpenRound) -> list[pb.PhaseReport]:
+        return await self._ranks.run_phase(VERIFY, current.message)
+
+    async def _commit(self, current: _OpenRound) -> list[pb.PhaseReport]:
+        start_s = time.monotonic()
+        if current.staged:
+            await self._pauses.pause(current.message.pause_mode)
+            await self._touch(current)
+        reports = await self._ranks.run_phase(COMMIT, current.message)
+        await self._engine.end_update()
+        current.session = False
+        await self._engine.set_version(current.message.policy_version)
+        await self._pauses.flush()
+        self._rest, self.policy_version = SERVING, current.message.policy_version
+        self._close()
+        await self._pauses.resume()
+        for report in reports:
+            report.seconds["commit"] = time.monotonic() - start_s
+        _log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
+        return reports
+
+    async def _touch(self, current: _OpenRound) -> None:
+        await self._engine.begin_update()
+        current.touched = current.session = True
+
+    async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
+        current = self._round
+        if current is None or current.message.round_id != round_.round_id:
+            # Nothing of it here: it is over, or its PREPARE is still on its way and must not open it.
+            if round_.round_id not in self._closed_rounds:
+                self._closed_rounds.append(round_.round_id)
+            return self._empty_reports()
+        reports = await self._abort_ranks(round_)
+        if current.session:
+            await self._engine.end_update()
+        self._close()
+        if current.touched:
+            self._poison(current)
+        elif self._rest == SERVING:
+            await self._pauses.resume()
+        _log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
+        return reports
+
+    async def _abort_ranks(self, round_: pb.Round) -> list[pb.PhaseReport]:
+        try:
+            return await self._ranks.run_phase(ABORT, round_)
+        except TandemError as error:  # the round is over all the same; the next PREPARE meets the rank again
+            _log.warning("a rank did not take the abort", round_id=round_.round_id, error=str(error))
+            return self._empty_reports()
+
+    def _empty_reports(self) -> list[pb.PhaseReport]:
+        return [pb.PhaseReport() for _ in self._engine.rank_addresses]
+
+    def _poison(self, current: _OpenRound) -> None:
+        self._rest = POISONED
+        # Frozen requests would go on with a mixture of two versions; the engine ends them after the next COMMIT.
+        self._pauses.evict(
+            Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
+        )
+
+    def _close(self) -> None:
+        if self._round is not None:
+            self._closed_rounds.append(self._round.message.round_id)
+            self._round = None
+
+    def _tell(self) -> None:
+        self._on_state(self.state, self.policy_version)

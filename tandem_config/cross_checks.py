@@ -1,0 +1,177 @@
+"""Checks across keys that need no file: each names the keys that it reads and is left out if one of them is bad."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Check:
+    keys: tuple[str, ...]
+    find: Callable[[RunConfig], ConfigProblem | None]
+
+
+_CHECKS: list[_Check] = []
+_Find = Callable[[RunConfig], ConfigProblem | None]
+
+
+def _check(*keys: str) -> Callable[[_Find], _Find]:
+    def register(find: _Find) -> _Find:
+        _CHECKS.append(_Check(keys=keys, find=find))
+        return find
+
+    return register
+
+
+def cross_check(config: RunConfig, usable: Callable[..., bool]) -> Iterator[ConfigProblem]:
+    """Problems between keys that are each valid on their own; `usable(*keys)` says which are worth judging."""
+    for check in _CHECKS:
+        if usable(*check.keys):
+            found = check.find(config)
+            if found is not None:
+                yield found
+
+
+@_check("grpo.tis_cap", "grpo.old_logprobs")
+def _tis_needs_recompute(config: RunConfig) -> ConfigProblem | None:
+    if config.grpo.tis_cap is None or config.grpo.old_logprobs == "recompute":
+        return None
+    return ConfigProblem(
+        key="grpo.tis_cap",
+        value=str(config.grpo.tis_cap),
+        message="needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
+        suggestion="set grpo.old_logprobs: recompute, or grpo.tis_cap: null",
+    )
+
+
+@_check("reward.kind", "reward.pattern")
+def _regex_needs_pattern(config: RunConfig) -> ConfigProblem | None:
+    if config.reward.kind != "regex":
+        return None
+    if config.reward.pattern is None:
+        return ConfigProblem(
+            key="reward.pattern",
+            value="null",
+            message="reward.kind: regex needs a pattern",
+            suggestion="e.g. pattern: 'answer is (\\d+)'; group 1 is compared with the answer",
+        )
+    try:
+        re.compile(config.reward.pattern)
+    except re.error as error:
+        return ConfigProblem(
+            key="reward.pattern",
+            value=config.reward.pattern,
+            message=f"is not a regular expression: {error}",
+            suggestion="in YAML, put the pattern in single quotes",
+        )
+    return None
+
+
+@_check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration")
+def _updates_divide_samples(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    samples = grpo.prompts_per_iteration * grpo.group_size
+    if samples % grpo.updates_per_iteration == 0:
+        return None
+    fits = [n for n in range(1, samples + 1) if samples % n == 0]
+    nearest = min(fits, key=lambda n: abs(n - grpo.updates_per_iteration))
+    return ConfigProblem(
+        key="grpo.updates_per_iteration",
+        value=str(grpo.updates_per_iteration),
+        message=f"does not divide the {samples} samples of an iteration "
+        f"({grpo.prompts_per_iteration} prompts x {grpo.group_size} completions)",
+        suggestion=f"nearest that does: {nearest}",
+    )
+
+
+@_check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration", "trainer.data_parallel")
+def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
+    grpo, copies = config.grpo, config.trainer.data_parallel
+    samples = grpo.prompts_per_iteration * grpo.group_size // grpo.updates_per_iteration
+    if samples >= copies:
+        return None
+    return ConfigProblem(
+        key="trainer.data_parallel",
+        value=str(copies),
+        message=f"there are only {samples} samples in an update, fewer than copies of the model",
+        suggestion="raise grpo.prompts_per_iteration, or lower grpo.updates_per_iteration or trainer.data_parallel",
+    )
+
+
+@_check("trainer.sequence_parallel", "trainer.tensor_parallel")
+def _sequence_parallel_needs_tensor_parallel(config: RunConfig) -> ConfigProblem | None:
+    if not config.trainer.sequence_parallel or config.trainer.tensor_parallel > 1:
+        return None
+    return ConfigProblem(
+        key="trainer.sequence_parallel",
+        value="true",
+        message="splits activations over the tensor-parallel ranks, but trainer.tensor_parallel is 1",
+        suggestion="set trainer.tensor_parallel: 2 or more, or trainer.sequence_parallel: false",
+    )
+
+
+@_check("run.target_accuracy", "data.heldout")
+def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
+    if config.run.target_accuracy is None or config.data.heldout is not None:
+        return None
+    return ConfigProblem(
+        key="run.target_accuracy",
+        value=str(config.run.target_accuracy),
+        message="needs data.heldout: without it no accuracy is measured and the run would never stop early",
+        suggestion="set data.heldout, or run.target_accuracy: null",
+    )
+
+
+@_check("grpo.max_new_tokens", "rollout.context_length")
+def _context_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
+    limit = config.rollout.context_length
+    if limit is None or config.grpo.max_new_tokens < limit:
+        return None
+    return ConfigProblem(
+        key="grpo.max_new_tokens",
+        value=str(config.grpo.max_new_tokens),
+        message=f"leaves no room for a prompt in rollout.context_length ({limit})",
+        suggestion="raise rollout.context_length or lower grpo.max_new_tokens",
+    )
+
+
+@_check("grpo.max_new_tokens", "rollout.max_total_tokens")
+def _cache_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
+    limit = config.rollout.max_total_tokens
+    if config.grpo.max_new_tokens < limit:
+        return None
+    return ConfigProblem(
+        key="rollout.max_total_tokens",
+        value=str(limit),
+        message=f"the KV cache is too small for one completion of grpo.max_new_tokens ({config.grpo.max_new_tokens})",
+        suggestion=f"at least prompt + completion; {2 * config.grpo.max_new_tokens} or more",
+    )
+
+
+@_check("data.train", "data.heldout")
+def _heldout_is_other_data(config: RunConfig) -> ConfigProblem | None:
+    if config.data.heldout is None or config.data.heldout != config.data.train:
+        return None
+    return ConfigProblem(
+        key="data.heldout",
+        value=str(config.data.heldout),
+        message="is the training file, so the held-out accuracy will measure memory",
+        suggestion="use rows that are not trained on",
+        severity="warning",
+    )
+
+
+@_check("model.dtype", "grpo.logprob_diff_limit")
+def _limit_suits_dtype(config: RunConfig) -> ConfigProblem | None:
+    if config.model.dtype != "bfloat16" or config.grpo.logprob_diff_limit > 1e-3:
+        return None
+    return ConfigProblem(
+        key="grpo.logprob_diff_limit",
+        value=str(config.grpo.logprob_diff_limit),
+        message="is meant for float32; bfloat16 engines differ by 0.05 to 0.1, so every iteration will warn",
+        suggestion="use 0.2 with model.dtype: bfloat16",
+        severity="warning",
+    )

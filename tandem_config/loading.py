@@ -1,0 +1,170 @@
+"""Turns a YAML file and `--set` options into a `RunConfig`, or says everything that is wrong with them at once."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tandem_config import keys
+from tandem_config.cross_checks import cross_check
+from tandem_config.messages import translate
+from tandem_config.overrides import Override, parse_overrides
+from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
+from tandem_config.schema import RunConfig
+from tandem_config.yaml_source import YamlSource, read_yaml
+
+# Where results go is the caller's business, not the file's: an example's file can lie in a read-only folder.
+_RELATIVE_TO_WORKING_DIRECTORY = frozenset({"run.output_dir"})
+_PLACEHOLDER = Path("unset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What could be read of a configuration.
+
+    Attributes:
+        config: the configuration, with defaults (paths: `unset`) in place of the keys in `bad_keys`; None if there is
+            nothing to go on.
+        problems: everything wrong, and warnings.
+        bad_keys: dotted keys, or whole sections, whose value in `config` is not what the user wrote.
+        origins: `file:line` or option that gave a dotted key.
+    """
+
+    config: RunConfig | None
+    problems: list[ConfigProblem]
+    bad_keys: frozenset[str]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def placed(self, problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+        """The problems, each with the place that its key was given at, if it was given."""
+        return [
+            problem if problem.where else replace(problem, where=self.origins.get(problem.key, ""))
+            for problem in problems
+        ]
+
+    def usable(self, *wanted: str) -> bool:
+        """Whether `config` holds what the user wrote for all of these dotted keys."""
+        return self.config is not None and not any(
+            key in self.bad_keys or key.partition(".")[0] in self.bad_keys for key in wanted
+        )
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and check a configuration (no other file than `path` is opened).
+
+    Args:
+        path: YAML file; None: `overrides` only. Relative paths in it are relative to its folder, except
+            `run.output_dir`, which is relative to the working directory.
+        overrides: `section.key=value`, the value in YAML; a later one wins. Paths in them are relative to the working
+            directory.
+    Raises: ConfigErrors: all problems at once.
+    """
+    draft = draft_config(path, overrides)
+    errors = errors_only(draft.problems)
+    if errors or draft.config is None:
+        raise ConfigErrors(errors)
+    return draft.config
+
+
+def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
+    """Like `load_config`, but returns the problems with whatever can still be checked further. Never raises."""
+    parsed, problems = parse_overrides(overrides)
+    try:
+        source = YamlSource(values={}) if path is None else read_yaml(path)
+    except ConfigErrors as unreadable:
+        return Draft(config=None, problems=[*unreadable.problems, *problems], bad_keys=frozenset(keys.all_keys()))
+    values, origins = _merge(source, path, parsed)
+    config, invalid = _validate(values, origins)
+    # A rejected option says nothing about the rest of its section: only a full key of it is bad.
+    rejected = {problem.key for problem in (*source.problems, *problems)} & set(keys.all_keys())
+    draft = Draft(
+        config=config,
+        problems=[*source.problems, *problems, *invalid],
+        bad_keys=frozenset(rejected | {problem.key for problem in invalid}),
+        origins=origins,
+    )
+    if config is not None:
+        draft.problems.extend(draft.placed(cross_check(config, draft.usable)))
+    return draft
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """The configuration as YAML with every key and absolute paths; loading it gives an equal configuration."""
+    data = config.model_dump(mode="python")
+    for key in keys.path_keys():
+        section, _, name = key.partition(".")
+        value = data[section][name]
+        data[section][name] = None if value is None else str(_absolute(value))
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _merge(
+    source: YamlSource, path: Path | None, overrides: Sequence[Override]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The raw values with absolute paths, and where each dotted key came from."""
+    base = Path.cwd() if path is None else path.absolute().parent
+    values: dict[str, Any] = {
+        section: _absolute_paths(section, content, base)
+        if isinstance(content, dict)
+        else ({} if content is None else content)
+        for section, content in source.values.items()
+    }
+    origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
+    for override in overrides:
+        section = values.setdefault(override.section, {})
+        if isinstance(section, dict):
+            section.update(_absolute_paths(override.section, {override.field: override.value}, Path.cwd()))
+            origins[override.key] = f"--set {override.text}"
+    return values, origins
+
+
+def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[Any, Any]:
+    result = dict(content)
+    for name, value in content.items():
+        key = f"{section}.{name}"
+        if isinstance(value, str) and value.strip() and keys.takes(key, Path):
+            start = Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base
+            result[name] = _absolute(start / Path(value).expanduser())
+    return result
+
+
+def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:
+    """The configuration, with what is invalid replaced by defaults, and a problem for each replacement."""
+    try:
+        return _anchored(RunConfig.model_validate(values, strict=True)), []
+    except ValidationError as error:
+        problems = [translate(detail, origins) for detail in error.errors(include_url=False)]
+        locations = [detail["loc"] for detail in error.errors(include_url=False)]
+    for location in locations:
+        _discard(values, location)
+    for key in ("model.path", "data.train"):
+        section, _, name = key.partition(".")
+        values.setdefault(section, {}).setdefault(name, _PLACEHOLDER)
+    try:
+        return _anchored(RunConfig.model_validate(values, strict=True)), problems
+    except ValidationError:
+        return None, problems
+
+
+def _anchored(config: RunConfig) -> RunConfig:
+    """The default of `run.output_dir` made absolute, so that a resolved file means the same from everywhere."""
+    output_dir = _absolute(config.run.output_dir)
+    return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
+
+
+def _absolute(path: Path) -> Path:
+    """Without `..`; symbolic links are kept, since their target may move."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
+
+
+def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
+    """Drop the value at `section[.key]`; locations inside a value drop the whole value."""
+    section = location[0]
+    if len(location) == 1 or not isinstance(values.get(str(section)), dict):
+        values.pop(section, None)  # type: ignore[arg-type]
+    else:
+        values[str(section)].pop(location[1], None)

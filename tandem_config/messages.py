@@ -1,0 +1,105 @@
+"""Says pydantic's validation errors in the user's terms: key, value, what is wrong, what to write instead."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from tandem_config import keys
+from tandem_config.problems import ConfigProblem
+
+_BOUND = {
+    "greater_than": ("gt", "must be greater than {}"),
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "less_than": ("lt", "must be less than {}"),
+    "less_than_equal": ("le", "must be at most {}"),
+}
+_TYPE = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be a path",
+    "is_instance_of": "must be a path",
+    "model_type": "must be a section with keys",
+    "model_attributes_type": "must be a section with keys",
+}
+# Ranges whose reason is worth more than the range.
+_REASONS = {
+    ("grpo.group_size", "greater_than_equal"): (
+        "must be at least 2: a group of one is its own mean, so every advantage would be 0 and nothing would be learnt",
+        "16 is the default",
+    ),
+}
+
+
+def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
+    """One pydantic error as a problem. `origins`: dotted key -> where it was given."""
+    location = [str(part) for part in detail["loc"][:2]]
+    key = ".".join(location)
+    value = "" if detail["type"] == "missing" else _shown(detail["input"])
+    message, suggestion = _explain(key, detail)
+    where = origins.get(key, origins.get(location[0], ""))
+    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=where)
+
+
+def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
+    kind, context = detail["type"], detail.get("ctx", {})
+    section, _, field = key.rpartition(".")
+    if kind == "extra_forbidden":
+        return ("unknown key" if section else "unknown section"), keys.did_you_mean(section, field)
+    if kind == "missing":
+        return "is missing and has no default", _how_to_add(key)
+    if (key, kind) in _REASONS:
+        return _REASONS[(key, kind)]
+    if kind in _BOUND:
+        name, text = _BOUND[kind]
+        return text.format(context[name]), keys.description(key)
+    if kind == "literal_error":
+        return f"must be one of {context['expected']}", _closest(detail["input"], context["expected"])
+    if kind == "string_pattern_mismatch":
+        return "may hold letters, digits, '.', '_' and '-', starts with a letter or digit, at most 63", ""
+    return _TYPE.get(kind, detail["msg"]), _type_hint(key, kind, detail["input"])
+
+
+def _shown(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _how_to_add(key: str) -> str:
+    section, _, field = key.partition(".")
+    if not field:
+        required = [name for name, info in keys.sections()[key].model_fields.items() if info.is_required()]
+        return f"add a section `{key}:` with {', '.join(f'`{name}:`' for name in required)}"
+    return f"add `{field}:` under `{section}:` - {keys.description(key)}"
+
+
+def _closest(value: Any, expected: str) -> str:
+    options = [option.strip().strip("'") for option in expected.replace(" or ", ", ").split(",")]
+    close = difflib.get_close_matches(str(value).replace("-", "_"), options, 1, 0.5)
+    close = close or difflib.get_close_matches(str(value), options, 1, 0.5)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _type_hint(key: str, kind: str, value: Any) -> str:
+    if kind in ("model_type", "model_attributes_type"):
+        return f"write `{key}:` and its keys indented below: {', '.join(keys.fields_of(key)[:3])}, ..."
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f'quote it: "{_shown(value)}"'
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and abs(value) < 1e15:
+        return f"write {round(value)}"
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type") and value:
+        return "remove the quotes" if _reads_as_number(value) else keys.description(key)
+    return keys.description(key)
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

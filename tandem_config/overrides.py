@@ -1,0 +1,87 @@
+"""Reads `--set section.key=value` options."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem_config import keys
+from tandem_config.problems import ConfigProblem
+from tandem_config.yaml_source import parse_scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One `--set`: `text` is the option as written."""
+
+    section: str
+    field: str
+    value: Any
+    text: str
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return f"{self.section}.{self.field}"
+
+
+def parse_overrides(options: Sequence[str]) -> tuple[list[Override], list[ConfigProblem]]:
+    """The usable options in order, and a problem for each of the others."""
+    overrides: list[Override] = []
+    problems: list[ConfigProblem] = []
+    for text in options:
+        parsed = _parse(text)
+        if isinstance(parsed, Override):
+            overrides.append(parsed)
+        else:
+            problems.append(parsed)
+    return overrides, problems
+
+
+def _parse(text: str) -> Override | ConfigProblem:
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals:
+        return _problem(text, key, "", "has no '='", f"write --set {key or 'section.key'}=VALUE")
+    section, dot, field = key.partition(".")
+    if not dot or not field:
+        return _not_a_key(text, section, raw)
+    if section not in keys.sections():
+        guess = keys.did_you_mean("", section) if field not in _all_fields() else keys.did_you_mean(section, field)
+        return _problem(text, key, raw, f"there is no section {section!r}", guess)
+    if field not in keys.fields_of(section):
+        return _problem(text, key, raw, "unknown key", keys.did_you_mean(section, field))
+    try:
+        return Override(section=section, field=field, value=_value(key, raw), text=text)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or "not valid YAML"
+        return _problem(text, key, raw, f"the value is not valid YAML: {reason}", "quote it, e.g. --set 'a.b=\"text\"'")
+
+
+def _value(key: str, raw: str) -> Any:
+    """Text and path keys take the text as it is, so that `run.name=2026` and `data.train=a: b.jsonl` work."""
+    if keys.takes(key, str) or keys.takes(key, Path):
+        value = None if raw.strip() in ("null", "~") else raw.strip()
+        return (
+            value[1:-1]
+            if value is not None and len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            else value
+        )
+    return parse_scalar(raw)
+
+
+def _not_a_key(text: str, name: str, raw: str) -> ConfigProblem:
+    if name in keys.sections():
+        fields = ", ".join(f"{name}.{field}" for field in keys.fields_of(name)[:4])
+        return _problem(text, name, raw, "is a section, not a key", f"set one of its keys: {fields}, ...")
+    return _problem(text, name, raw, "needs the form section.key", keys.did_you_mean("", name))
+
+
+def _all_fields() -> set[str]:
+    return {key.partition(".")[2] for key in keys.all_keys()}
+
+
+def _problem(text: str, key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key=key or "--set", value=value, message=message, suggestion=suggestion, where=f"--set {text}")

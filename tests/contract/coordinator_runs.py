@@ -1,0 +1,22 @@
+"""What tests of the coordinator's runs share: settings, and a look at what a run leaves."""
+
+import json
+from typing import Any
+
+from servicekit.environment import ServiceEnvironment
+from tandem_config.schema import RunConfig
+
+
+def with_settings(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    merged = config.model_dump()
+    for section, settings in sections.items():
+        merged[section] |= settings
+    return RunConfig.model_validate(merged)
+
+
+def rows(environment: ServiceEnvironment) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (environment.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_state(environment: ServiceEnvironment) -> dict[str, Any]:
+    return json.loads((environment.run_dir / "state.json").read_text())

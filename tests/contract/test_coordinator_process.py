@@ -1,0 +1,109 @@
+"""`python -m coordinator` as a process: exit codes, last log line, SIGTERM, resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from servicekit.environment import ServiceEnvironment
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.polling import until
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(environment: ServiceEnvironment) -> Iterator[Start]:
+    """Starts `python -m ...` with the run's environment; ended after the test."""
+    variables = {
+        "REDIS_URL": environment.redis_url,
+        "TANDEM_RUN_ID": environment.run_id,
+        "TANDEM_RUN_DIR": str(environment.run_dir),
+    }
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", *arguments]
+        process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def write_config(config: RunConfig, folder: Path) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    return str(path)
+
+
+def end_of(process: "subprocess.Popen[str]") -> tuple[int, dict[str, Any]]:
+    """Exit code and last log line."""
+    _, text = process.communicate(timeout=60)
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return process.returncode, json.loads(lines[-1])
+
+
+def fleet_arguments(environment: ServiceEnvironment) -> tuple[str, ...]:
+    return ("tests.fakes.announced_fleet", environment.redis_url, environment.run_id)
+
+
+def test_a_run_ends_with_zero(config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path) -> None:
+    start(*fleet_arguments(environment))
+    code, last = end_of(start("coordinator", "--config", write_config(config, tmp_path)))
+    assert (code, last["message"], last["iteration"]) == (0, "run finished", 6)
+    assert len(rows(environment)) == 6
+
+
+def test_sigterm_ends_with_zero_and_keeps_whole_files(
+    config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
+) -> None:
+    config = with_settings(config, run={"iterations": 1_000_000})
+    start(*fleet_arguments(environment))
+    process = start("coordinator", "--config", write_config(config, tmp_path))
+    until(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 3, timeout_s=60)
+    process.send_signal(signal.SIGTERM)
+    code, last = end_of(process)
+    assert (code, last["message"], last["why"]) == (0, "run interrupted", "by a signal")
+    state = saved_state(environment)
+    assert state["status"] == "interrupted"
+    assert rows(environment)[-1]["iteration"] == state["iteration"]
+
+
+def test_a_dead_service_ends_with_one_and_its_name(
+    config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
+) -> None:
+    config = with_settings(config, run={"iterations": 1_000_000})
+    fleet = start(*fleet_arguments(environment))
+    process = start("coordinator", "--config", write_config(config, tmp_path))
+    until(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 3, timeout_s=60)
+    fleet.kill()
+    code, last = end_of(process)
+    assert (code, last["message"]) == (1, "run failed")
+    assert "rollout-" in last["why"] or "trainer" in last["why"]
+    assert saved_state(environment)["error"] == last["why"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("grpo: {group_sise: 4}", "did you mean"),
+        ("model: {path: /nowhere}\ndata: {train: /nowhere.jsonl}", "/nowhere"),
+    ],
+)
+def test_a_bad_configuration_ends_with_two(start: Start, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    code, last = end_of(start("coordinator", "--config", str(tmp_path / "config.yaml")))
+    assert (code, last["message"]) == (2, "bad configuration")
+    assert message in last["error"]

@@ -1,0 +1,176 @@
+"""The coordinator over real gRPC and Redis, with services that have no engines: run, resume, stop, failure."""
+
+import asyncio
+import json
+from collections import deque
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from coordinator.app import conduct
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import FakeFleet
+from tests.fakes.fake_rollout import GenerateFault
+from tests.fakes.fake_trainer import FakeTrainer
+from tests.fakes.tiny_task import write_model
+
+
+def fleet_of(
+    environment: ServiceEnvironment, trainer: FakeTrainer | None = None
+) -> AbstractAsyncContextManager[FakeFleet]:
+    return announced_fleet(environment.redis_url, environment.run_id, trainer)
+
+
+async def test_a_run_leaves_rows_summary_checkpoints_and_a_model(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of(environment) as fleet:
+        code = await conduct(config, environment, resume=False, stop=asyncio.Event())
+    assert code == 0
+    table = rows(environment)
+    assert [row["iteration"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert [row["policy_version"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert [row["heldout_accuracy"] is not None for row in table] == [False, True, False, True, False, True]
+    assert all(row["generated_tokens"] >= 8 * 4 * 3 for row in table)
+    assert all(abs(sum_of_times(row)) < 1e-9 for row in table)
+    summary = json.loads((environment.run_dir / "summary.json").read_text())
+    assert summary["iterations"] == 6
+    assert summary["policy_version"] == 6
+    assert summary["final_accuracy"] > summary["initial_accuracy"]
+    assert summary["trained_samples"] == 6 * 32
+    assert summary["weight_sync"]["count"] == 7
+    assert summary["weight_sync"]["redundancy"] == 1.0
+    assert summary["weight_sync"]["bytes_per_rollout_rank"] == 1024
+    assert summary["logprob_abs_diff_max"] == 1e-6
+    assert {"sglang", "megatron_core", "torch", "grpcio", "python"} <= set(summary["versions"])
+    assert [path.parent.name for path in fleet.trainer_service.saved] == [f"step-{n:08d}" for n in (2, 4, 6)]
+    assert sorted(path.name for path in (environment.run_dir / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert fleet.trainer_service.exported == [environment.run_dir / "hf"]
+    assert saved_state(environment)["status"] == "finished"
+
+
+def sum_of_times(row: dict[str, float]) -> float:
+    busy = row["iteration_s"] - row["evaluate_s"] - row["checkpoint_s"]
+    return busy - row["engine_s"] - row["trainer_compute_s"] - row["overhead_s"]
+
+
+async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with fleet_of(environment) as fleet:
+        await conduct(config, environment, resume=False, stop=asyncio.Event())
+    whole = [step.micro_batches for step in fleet.trainer_service.steps]
+
+    folder = environment.run_dir.parent / "second"
+    folder.mkdir()
+    second = environment.model_copy(update={"run_dir": folder, "run_id": "t2"})
+    trainer = FakeTrainer(faults=failing_at(4))
+    async with fleet_of(second, trainer) as fleet:
+        assert await conduct(config, second, resume=False, stop=asyncio.Event()) == 1
+    assert [row["iteration"] for row in rows(second)] == [1, 2, 3]
+    first_part = [step.micro_batches for step in fleet.trainer_service.steps[:2]]
+
+    # The services start anew from checkpoint 2, as the real ones do.
+    third = second.model_copy(update={"run_id": "t3"})
+    async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
+        assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
+    assert [row["iteration"] for row in rows(third)] == [1, 2, 3, 4, 5, 6]
+    assert first_part + [step.micro_batches for step in fleet.trainer_service.steps] == whole
+
+
+def failing_at(step: int) -> "deque[TandemError | None]":
+    return deque([None] * (step - 1) + [NotFinite("loss of i4.g0.row3#1 is nan")])
+
+
+async def test_a_failing_service_ends_the_run_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with fleet_of(environment, FakeTrainer(faults=failing_at(1))):
+        code = await conduct(config, environment, resume=False, stop=asyncio.Event())
+    assert code == 1
+    state = saved_state(environment)
+    assert state["status"] == "failed"
+    assert state["error"] == "trainer: loss of i4.g0.row3#1 is nan"
+    assert not (environment.run_dir / "summary.json").exists()
+
+
+async def test_a_missing_service_is_named(config: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(config, run={"startup_timeout_s": 0.2})
+    assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert "trainer" in saved_state(environment)["error"] or "rollout-0" in saved_state(environment)["error"]
+
+
+async def test_a_stop_signal_interrupts_at_once(config: RunConfig, environment: ServiceEnvironment) -> None:
+    stop = asyncio.Event()
+    async with fleet_of(environment) as fleet:
+        for service in fleet.rollout_services:
+            service.hold.clear()
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(fleet.rollout_services[0].asked.wait(), 10)
+        stop.set()
+        assert await asyncio.wait_for(running, 10) == 0
+        for service in fleet.rollout_services:
+            service.hold.set()
+    assert saved_state(environment)["status"] == "interrupted"
+    assert not (environment.run_dir / "checkpoints").exists()
+
+
+async def test_a_trainer_of_another_version_is_refused(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with fleet_of(environment, FakeTrainer(policy_version=3)):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert "policy version 3, the run at 0" in saved_state(environment)["error"]
+
+
+async def test_a_checkpoint_of_another_model_is_refused(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    async with fleet_of(environment):
+        await conduct(config, environment, resume=False, stop=asyncio.Event())
+    other = with_settings(config, model={"path": write_model(tmp_path / "wider", hidden=16)})
+    with pytest.raises(ConfigError, match=r"of another model: it was made from .*/model .*wider"):
+        await conduct(other, environment, resume=True, stop=asyncio.Event())
+
+
+async def test_a_used_run_folder_is_refused(config: RunConfig, environment: ServiceEnvironment) -> None:
+    (environment.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    with pytest.raises(ConfigError, match=r"already holds a run: go on with --resume"):
+        await conduct(config, environment, resume=False, stop=asyncio.Event())
+
+
+async def test_the_run_stops_early_at_its_target(config: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(config, run={"iterations": 100, "evaluate_every": 1, "target_accuracy": 0.6})
+    async with fleet_of(environment):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    table = rows(environment)
+    assert len(table) < 20
+    assert table[-1]["heldout_accuracy"] >= 0.6
+    assert (environment.run_dir / "checkpoints" / f"step-{len(table):08d}" / "complete.json").exists()
+
+
+async def test_groups_of_a_failed_call_are_generated_elsewhere(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of(environment) as fleet:
+        # Call 1 is the first evaluation.
+        fleet.rollout_services[0].faults.extend([None, GenerateFault(2, Unavailable("socket closed"))])
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert [row["retried_calls"] for row in rows(environment)] == [1, 0, 0, 0, 0, 0]
+
+
+async def test_dropping_every_group_skips_the_step_and_the_sync(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, grpo={"zero_variance": "drop"}, run={"iterations": 2})
+    async with fleet_of(environment) as fleet:
+        for service in fleet.rollout_services:
+            service.first_skill, service.skill_per_version = 0.0, 0.0
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert [(row["dropped_groups"], row["loss"], row["policy_version"]) for row in rows(environment)] == [
+        (8, None, 0),
+        (8, None, 0),
+    ]
+    assert fleet.trainer_service.steps == []

@@ -1,0 +1,154 @@
+"""CoordinatorService over real gRPC while a run is on: status, events, pause, resume, stop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from coordinator.app import conduct
+from servicekit.channel import open_channel
+from servicekit.environment import ServiceEnvironment
+from servicekit.registry import Registry
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_api.coordinator.v1 import coordinator_pb2_grpc
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import FakeFleet
+
+DEADLINE_S = 10.0
+
+
+class Watched:
+    """A run in the background with a client of its coordinator."""
+
+    def __init__(
+        self, stub: coordinator_pb2_grpc.CoordinatorServiceStub, fleet: FakeFleet, code: "asyncio.Task[int]"
+    ) -> None:
+        self.stub = stub
+        self.fleet = fleet
+        self.code = code
+
+    async def status(self) -> pb.GetStatusResponse:
+        return await self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S)
+
+    async def events(self, after: int = 0) -> AsyncIterator[pb.WatchEventsResponse]:
+        request = pb.WatchEventsRequest(after_sequence=after)
+        async for event in self.stub.WatchEvents(request, timeout=DEADLINE_S):
+            yield event
+
+    async def until(self, wanted: Callable[[pb.WatchEventsResponse], bool]) -> pb.WatchEventsResponse:
+        async for event in self.events():
+            if wanted(event):
+                return event
+        raise AssertionError("the run ended without the event")
+
+
+@asynccontextmanager
+async def watched_run(config: RunConfig, environment: ServiceEnvironment) -> AsyncIterator[Watched]:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.rollout_services[0].hold.clear()
+        code = asyncio.create_task(conduct(config, environment, resume=False, stop=asyncio.Event()))
+        registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+        record = (await asyncio.to_thread(registry.wait_for, "coordinator", ["coordinator"], DEADLINE_S))[0]
+        async with open_channel(record.address) as channel:
+            yield Watched(coordinator_pb2_grpc.CoordinatorServiceStub(channel), fleet, code)
+        await asyncio.wait_for(code, DEADLINE_S)
+        registry.close()
+
+
+def is_iteration(number: int) -> Callable[[pb.WatchEventsResponse], bool]:
+    return lambda event: event.kind == pb.EVENT_KIND_ITERATION and event.values["iteration"] == number
+
+
+def is_state(text: str) -> Callable[[pb.WatchEventsResponse], bool]:
+    return lambda event: event.kind == pb.EVENT_KIND_STATE and event.message.startswith(text)
+
+
+async def test_watchers_see_everything_and_can_replay(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with watched_run(config, environment) as run:
+        run.fleet.rollout_services[0].hold.set()
+        events = [event async for event in run.events()]
+        assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+        assert [event.message for event in events if event.kind == pb.EVENT_KIND_STATE] == ["running", "finished"]
+        iterations = [event for event in events if event.kind == pb.EVENT_KIND_ITERATION]
+        assert [event.values["iteration"] for event in iterations] == [1, 2, 3, 4, 5, 6]
+        table = rows(environment)
+        assert dict(iterations[-1].values) == {name: v for name, v in table[-1].items() if v is not None}
+        measured = [event.values["iteration"] for event in events if event.kind == pb.EVENT_KIND_EVALUATION]
+        assert measured == [0, 2, 4, 6]
+    assert run.code.result() == 0
+
+
+async def test_a_late_watcher_gets_what_it_has_missed(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with watched_run(config, environment) as run:
+        run.fleet.rollout_services[0].hold.set()
+        seen = await run.until(is_iteration(2))
+        later = [event async for event in run.events(after=seen.sequence)]
+        assert later[0].sequence == seen.sequence + 1
+        assert later[-1].message == "finished"
+
+
+async def test_watching_from_the_future_is_refused(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with watched_run(config, environment) as run:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [event async for event in run.events(after=10_000)]
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        run.fleet.rollout_services[0].hold.set()
+
+
+async def test_pause_holds_before_the_next_iteration_and_resume_goes_on(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with watched_run(config, environment) as run:
+        assert (await run.status()).state == pb.RUN_STATE_STARTING
+        await run.stub.Pause(pb.PauseRequest(), timeout=DEADLINE_S)
+        await run.stub.Pause(pb.PauseRequest(), timeout=DEADLINE_S)
+        run.fleet.rollout_services[0].hold.set()
+        await run.until(is_state("paused"))
+        status = await run.status()
+        assert (status.state, status.iteration, status.total_iterations) == (pb.RUN_STATE_PAUSED, 0, 6)
+        response = await run.stub.Resume(pb.ResumeRequest(), timeout=DEADLINE_S)
+        assert response.state == pb.RUN_STATE_RUNNING
+        await run.until(is_state("finished"))
+    assert len(rows(environment)) == 6
+
+
+async def test_stop_after_step_ends_with_checkpoint_and_summary(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, run={"iterations": 1_000_000})
+    async with watched_run(config, environment) as run:
+        run.fleet.rollout_services[0].hold.set()
+        await run.until(is_iteration(1))
+        await run.stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=DEADLINE_S)
+        await run.until(is_state("finished"))
+    assert run.code.result() == 0
+    done = len(rows(environment))
+    assert done < 1000
+    assert (environment.run_dir / "checkpoints" / f"step-{done:08d}" / "complete.json").exists()
+    assert (environment.run_dir / "summary.json").exists()
+
+
+async def test_a_held_run_can_be_stopped(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with watched_run(config, environment) as run:
+        await run.stub.Pause(pb.PauseRequest(), timeout=DEADLINE_S)
+        run.fleet.rollout_services[0].hold.set()
+        await run.until(is_state("paused"))
+        await run.stub.StopAfterStep(pb.StopAfterStepRequest(), timeout=DEADLINE_S)
+        await run.until(is_state("finished"))
+    assert saved_state(environment)["iteration"] == 0
+
+
+async def test_a_log_prob_difference_above_its_limit_is_a_warning(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with watched_run(config, environment) as run:
+        run.fleet.trainer_service.logprob_diff = 3e-3
+        run.fleet.rollout_services[0].hold.set()
+        event = await run.until(lambda event: event.kind == pb.EVENT_KIND_WARNING)
+        assert "differ by 0.003, more than grpo.logprob_diff_limit = 0.0001" in event.message
+        await run.until(is_state("finished"))
+    assert saved_state(environment)["totals"]["warnings"] == 6

@@ -1,0 +1,148 @@
+"""Runs the real `tandem` command on the arithmetic example and looks for what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.yaml"
+# Engines import for 20 s when the machine is idle; tests share it.
+STARTED_S, ENDED_S = 150.0, 60.0
+# Two iterations of the demo's task with one process per service: the smallest run that goes all the way.
+SMALL = {
+    "run.iterations": 2,
+    "run.checkpoint_every": 1,
+    "run.evaluate_every": 1,
+    "grpo.prompts_per_iteration": 16,
+    "grpo.group_size": 8,
+    "grpo.updates_per_iteration": 2,
+    "trainer.tensor_parallel": 1,
+    "rollout.replicas": 1,
+}
+
+
+class Tandem:
+    """One `tandem` process; its lines are collected while it runs."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "launcher", *arguments]
+        environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
+        # Everything that the command starts carries this mark, however far it moves from its parents.
+        self._mark = f"TANDEM_TEST_MARK={folder}-{os.urandom(8).hex()}"
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        if self.process.stdout is not None:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+
+    def wait_line(self, wanted: Callable[[str], bool], what: str, deadline_s: float = STARTED_S) -> str:
+        """The first line that is wanted. Raises: AssertionError with all output: it did not come."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            running = self.process.poll() is None
+            found = next((line for line in list(self.lines) if wanted(line)), None)
+            if found is not None:
+                return found
+            if not running or time.monotonic() > deadline:
+                raise AssertionError(f"no line with {what}; output:\n" + self.output())
+            time.sleep(0.05)
+
+    def wait_up(self, name: str) -> None:
+        """A service has announced itself."""
+        self.wait_line(lambda line: line.strip().startswith(f"{name} is up"), f"{name} is up")
+
+    def wait_end(self, deadline_s: float = ENDED_S) -> int:
+        """The exit code, once the process has ended and all of its output is read."""
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {deadline_s} s; output:\n" + self.output()) from None
+        self._reader.join(5)
+        return code
+
+    def output(self) -> str:
+        """Everything so far, with the ends of the service logs where the run failed."""
+        logs = sorted(self.folder.glob("runs/*/logs/*.log"))
+        tails = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
+        return "\n".join([*self.lines, *tails])
+
+    def survivors(self) -> list[str]:
+        """Command lines of processes that this command has started and that still run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue
+        return [command for command in found if command]
+
+    def assert_nothing_left(self) -> None:
+        """Polls for 20 s: after SIGKILL of the launcher the guards need a moment."""
+        deadline = time.monotonic() + 20.0
+        while survivors := self.survivors():
+            if time.monotonic() > deadline:
+                raise AssertionError("still running: " + "\n".join(survivors))
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def tandem(tmp_path: Path) -> Iterator[Callable[..., Tandem]]:
+    """Starts `tandem` in the test's folder; whatever a failed test leaves is ended."""
+    started: list[Tandem] = []
+
+    def start(*arguments: str) -> Tandem:
+        started.append(Tandem(list(arguments), tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.process.poll() is None:
+            process.process.send_signal(signal.SIGQUIT)
+            process.process.kill()
+            process.process.wait(10)
+        process.assert_nothing_left()
+
+
+def run_arguments(name: str = "small", **changes: Any) -> list[str]:
+    """`tandem run` of the small job; keys in `changes` are written with `__` for the dot."""
+    settings = {**SMALL, "run.name": name, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return [
+        "run",
+        "-c",
+        str(EXAMPLE),
+        *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")),
+    ]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """summary.json."""
+    loaded: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,89 @@
+"""The whole system from the command line: it trains, it stops when told to, it fails clearly, it goes on."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Tandem, rows_of, run_arguments, summary_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+
+Start = Callable[..., Tandem]
+
+
+def pid_of(run: Tandem, module: str) -> int:
+    """The process of a service of this run: the one whose command runs the module and that has no guard's options."""
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if b"--parent" not in command and module.encode() in command and str(run.folder).encode() in b" ".join(command):
+            return int(entry.name)
+    raise AssertionError(f"no process of {module}; output:\n" + run.output())
+
+
+def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_path: Path) -> None:
+    run = tandem(*run_arguments())
+    assert run.wait_end(240) == 0, run.output()
+    run.assert_nothing_left()
+    folder = tmp_path / "runs" / "small"
+    assert run.lines[-1] == "finished; results are in runs/small"
+    for name in ("config.resolved.yaml", "metrics.jsonl", "summary.json", "reward.png", "hf/config.json"):
+        assert (folder / name).is_file(), name
+    assert {log.name for log in (folder / "logs").iterdir()} >= {
+        "redis.log",
+        "trainer-0.log",
+        "rollout-0.log",
+        "coordinator.log",
+    }
+    summary = summary_of(folder)
+    assert [row["iteration"] for row in rows_of(folder)] == [1, 2]
+    assert summary["iterations"] == 2
+    assert summary["weight_sync"]["redundancy"] == 1.0
+    assert summary["logprob_abs_diff_max"] <= 1e-4
+    assert "\x1b" not in "\n".join(run.lines)
+
+    more = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3")
+    assert more.wait_end(240) == 0, more.output()
+    assert [row["iteration"] for row in rows_of(folder)] == [1, 2, 3]
+    assert summary_of(folder)["policy_version"] > summary["policy_version"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_in_the_middle_of_a_run_leaves_nothing(tandem: Start, number: signal.Signals, code: int) -> None:
+    run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=1000))
+    run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
+    run.process.send_signal(number)
+    assert run.wait_end() == code, run.output()
+    assert run.lines[-1].startswith("stopped by "), run.output()
+    run.assert_nothing_left()
+
+
+def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
+    run = tandem(*run_arguments(run__iterations=1000))
+    run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
+    os.kill(pid_of(run, "rollout_service"), signal.SIGKILL)
+    assert run.wait_end() == 1, run.output()
+    assert run.lines[-1].startswith("failed: rollout-0 was ended by SIGKILL"), run.output()
+    assert "tandem run --resume runs/small" in run.lines[-1]
+    run.assert_nothing_left()
+
+
+def test_two_runs_side_by_side_and_a_killed_launcher(tandem: Start, tmp_path: Path) -> None:
+    """The second takes the next free name; killing its launcher ends its services and not the first run's."""
+    first = tandem(*run_arguments())
+    first.wait_up("coordinator")
+    second = tandem(*run_arguments())
+    second.wait_up("coordinator")
+    assert (tmp_path / "runs" / "small-2" / "config.resolved.yaml").is_file()
+    refused = tandem("run", "--resume", "runs/small", "--set", "run.iterations=9")
+    assert refused.wait_end() == 2
+    assert any("is being run by process" in line for line in refused.lines)
+    second.process.kill()
+    second.assert_nothing_left()
+    assert first.wait_end(240) == 0, first.output()
+    first.assert_nothing_left()

@@ -1,0 +1,48 @@
+"""A fake fleet that the registry and the weight group know; as a module, a process of its own until SIGTERM.
+
+`python -m tests.fakes.announced_fleet REDIS_URL RUN_ID`: so that measurements of the coordinator exclude the services.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from servicekit.lifecycle import run_main
+from servicekit.registry import Registry, ServiceRecord
+from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_trainer import FakeTrainer
+from weightsync.rendezvous import Lease, Rendezvous
+
+SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")
+_TTL_S = 60.0
+
+
+@asynccontextmanager
+async def announced_fleet(redis_url: str, run_id: str, trainer: FakeTrainer | None = None) -> AsyncIterator[FakeFleet]:
+    """Trainer TP 2 and two replicas, announced."""
+    group = Rendezvous(redis_url, f"tandem:{run_id}")
+    async with fake_fleet(trainer=trainer) as fleet:
+        leases = [Lease(group, slot, _TTL_S) for slot in SLOTS]
+        registries = [Registry(redis_url, run_id) for _ in fleet.addresses]
+        for lease in leases:
+            lease.start()
+        for registry, (name, address) in zip(registries, fleet.addresses.items(), strict=True):
+            record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=name)
+            registry.announce(record, _TTL_S)
+        try:
+            yield fleet
+        finally:
+            for registry in registries:
+                await asyncio.to_thread(registry.close)
+            for lease in leases:
+                await asyncio.to_thread(lease.close)
+
+
+async def _serve(stop: asyncio.Event) -> None:
+    async with announced_fleet(*sys.argv[1:3]):
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("fleet", _serve))

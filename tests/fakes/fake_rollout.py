@@ -1,0 +1,143 @@
+"""A rollout service without an engine: a real gRPC server whose "policy" adds better with every version.
+
+Deterministic: whether completion k of a prompt is right depends on (prompt, k, version) alone.
+"""
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from servicekit.errors import NotReady, StaleVersion, TandemError, WrongVersion
+from tandem_api.common.v1 import common_pb2
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_api.rollout.v1 import rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeSync
+from tests.fakes.tiny_task import EOS, NUM_PARAMETERS, answer_of, encode
+
+
+@dataclass
+class GenerateFault:
+    """Fail a GenerateGroups call after some of its groups; abort=True ends it with FINISH_REASON_ABORT instead."""
+
+    after_groups: int
+    error: TandemError | None = None
+    abort: bool = False
+
+
+@dataclass
+class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
+    """One replica.
+
+    Attributes:
+        first_skill, skill_per_version: share of right completions at version 0, and what a version adds.
+        faults: one per GenerateGroups call, None for a good one; empty: all good.
+        hold: while cleared, generate calls wait before they answer.
+        asked: set by the first generate call.
+    """
+
+    name: str
+    tensor_parallel: int = 1
+    first_skill: float = 0.3
+    skill_per_version: float = 0.05
+    engine_s: float = 0.001
+    faults: deque[GenerateFault | None] = field(default_factory=deque)
+    requests: list[pb.GenerateGroupsRequest] = field(default_factory=list)
+    state: int = weights_pb2.REPLICA_STATE_UNSEEDED
+    policy_version: int = 0
+    groups_per_response: int = 4
+    # Applied to every group before it is sent.
+    damage: Callable[[pb.GroupResult], None] = lambda result: None
+
+    def __post_init__(self) -> None:
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.asked = asyncio.Event()
+        shard = 4 * NUM_PARAMETERS // self.tensor_parallel
+        self.sync = FakeSync(
+            order=(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT),
+            num_ranks=self.tensor_parallel,
+            received_bytes=shard,
+            shard_bytes=shard,
+        )
+
+    async def GenerateGroups(
+        self, request: pb.GenerateGroupsRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+        self.requests.append(request)
+        self.asked.set()
+        fault = self.faults.popleft() if self.faults else None
+        await self.hold.wait()
+        if self.state != weights_pb2.REPLICA_STATE_SERVING:
+            raise NotReady("no verified weights")
+        if request.policy_version != self.policy_version:
+            raise WrongVersion(f"version {request.policy_version} was asked for, {self.policy_version} is served")
+        good = len(request.groups) if fault is None else fault.after_groups
+        for start in range(0, good, self.groups_per_response):
+            groups = request.groups[start : min(good, start + self.groups_per_response)]
+            results = [self._group(group, request.sampling) for group in groups]
+            yield pb.GenerateGroupsResponse(groups=results, engine_s=self.engine_s * (start + len(groups)))
+        if fault is not None and fault.error is not None:
+            raise fault.error
+        if fault is not None and fault.abort:
+            results = [self._aborted(group) for group in request.groups[good:]]
+            yield pb.GenerateGroupsResponse(groups=results, engine_s=self.engine_s)
+
+    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
+        sync_round = request.round
+        if self.state == weights_pb2.REPLICA_STATE_SERVING and sync_round.policy_version < self.policy_version:
+            raise StaleVersion(f"version {sync_round.policy_version} is older than {self.policy_version}")
+        try:
+            ranks = self.sync.run_phase(request.phase, sync_round)
+        finally:
+            self._follow(request.phase)
+        return pb.ReloadWeightsResponse(ranks=ranks, state=self.state)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            name=self.name,
+            state=self.state,
+            policy_version=self.policy_version,
+            parallel=weights_pb2.ParallelSizes(
+                tensor=self.tensor_parallel,
+                pipeline=1,
+                data=1,
+                context=1,
+                expert=1,
+                expert_tensor=1,
+                virtual_pipeline=1,
+            ),
+            versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
+        )
+
+    def _follow(self, phase: int) -> None:
+        """The replica's state follows the round's."""
+        if phase == COMMIT and self.sync.committed is not None:
+            self.state, self.policy_version = weights_pb2.REPLICA_STATE_SERVING, self.sync.committed
+        if phase == ABORT and self.sync.aborted_after in (TRANSFER, VERIFY):
+            self.state = weights_pb2.REPLICA_STATE_POISONED
+
+    def _group(self, group: pb.PromptGroup, sampling: pb.SamplingParams) -> pb.GroupResult:
+        completions = [self._completion(group, k, sampling) for k in range(group.num_completions)]
+        result = pb.GroupResult(group_id=group.group_id, completions=completions)
+        self.damage(result)
+        return result
+
+    def _completion(self, group: pb.PromptGroup, k: int, sampling: pb.SamplingParams) -> pb.Completion:
+        prompt = list(group.prompt_ids)
+        # Greedy: the same draw at every version, so that a prompt once right stays right.
+        salt = self.policy_version if sampling.temperature > 0 else -1
+        draw = zlib.crc32(f"{prompt}/{k}/{salt}".encode()) / 2**32
+        right = draw < self.first_skill + self.skill_per_version * self.policy_version
+        text = answer_of(prompt) if right else str(int(answer_of(prompt)) - 1)
+        ids = [*encode(text), EOS][: sampling.max_new_tokens]
+        reason = pb.FINISH_REASON_STOP if ids[-1] == EOS else pb.FINISH_REASON_LENGTH
+        span = common_pb2.VersionSpan(start=0, end=len(ids), policy_version=self.policy_version)
+        return pb.Completion(token_ids=ids, logprobs=[-0.125] * len(ids), finish_reason=reason, version_spans=[span])
+
+    def _aborted(self, group: pb.PromptGroup) -> pb.GroupResult:
+        aborted = pb.Completion(finish_reason=pb.FINISH_REASON_ABORT)
+        return pb.GroupResult(group_id=group.group_id, completions=[aborted] * group.num_completions)

@@ -1,0 +1,123 @@
+"""A trainer service without an engine: a real gRPC server that checks every batch and counts versions."""
+
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import InvalidRequest, TandemError, Unavailable, WrongVersion
+from tandem_api.common.v1 import common_pb2
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.fakes.fake_sync import COMMIT, PREPARE, TRANSFER, FakeSync
+
+
+@dataclass
+class Step:
+    """A train step as it arrived."""
+
+    header: pb.TrainStepHeader
+    micro_batches: list[pb.MicroBatch]
+
+
+@dataclass
+class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """The trainer.
+
+    Attributes:
+        logprob_diff: what it reports as logprob_abs_diff_max.
+        faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
+    """
+
+    policy_version: int = 0
+    tensor_parallel: int = 2
+    logprob_diff: float = 1e-6
+    compute_s: float = 0.002
+    faults: deque[TandemError | None] = field(default_factory=deque)
+    lost_replies: int = 0
+    steps: list[Step] = field(default_factory=list)
+    saved: list[Path] = field(default_factory=list)
+    exported: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sync = FakeSync(order=(PREPARE, TRANSFER, COMMIT), num_ranks=self.tensor_parallel)
+        self._replies: dict[str, pb.TrainStepResponse] = {}
+
+    async def TrainStep(
+        self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
+    ) -> pb.TrainStepResponse:
+        requests = [request async for request in request_iterator]
+        step = Step(requests[0].header, [request.micro_batch for request in requests[1:]])
+        if step.header.step_id in self._replies:
+            return self._replies[step.header.step_id]
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None:
+            raise fault
+        check_step(step)
+        if step.header.policy_version != self.policy_version:
+            raise WrongVersion(
+                f"step starts from {step.header.policy_version}, the trainer is at {self.policy_version}"
+            )
+        self.steps.append(step)
+        self.policy_version += 1
+        self._replies[step.header.step_id] = self._reply()
+        if self.lost_replies:
+            self.lost_replies -= 1
+            raise Unavailable("the reply was lost")
+        return self._replies[step.header.step_id]
+
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+        return pb.PublishWeightsResponse(ranks=self.sync.run_phase(request.phase, request.round))
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+        folder = Path(request.path)
+        folder.mkdir()
+        (folder / "version").write_text(str(self.policy_version))
+        self.saved.append(folder)
+        return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
+
+    async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
+        Path(request.path).mkdir(exist_ok=True)
+        self.exported.append(Path(request.path))
+        return pb.ExportModelResponse(policy_version=self.policy_version, bytes=1)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            policy_version=self.policy_version,
+            parallel=weights_pb2.ParallelSizes(
+                tensor=self.tensor_parallel,
+                pipeline=1,
+                data=1,
+                context=1,
+                expert=1,
+                expert_tensor=1,
+                virtual_pipeline=1,
+            ),
+            world_size=self.tensor_parallel,
+            versions=common_pb2.SoftwareVersions(packages={"megatron_core": "0.0", "torch": "0.0"}),
+        )
+
+    def _reply(self) -> pb.TrainStepResponse:
+        metrics = {"loss": 0.5, "grad_norm": 1.0, "entropy": 0.25, "logprob_abs_diff_max": self.logprob_diff}
+        metrics |= {"logprob_abs_diff_mean": self.logprob_diff / 2, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
+        seconds = dict.fromkeys(("old_logprobs", "forward_backward"), self.compute_s / 2)
+        return pb.TrainStepResponse(policy_version=self.policy_version, metrics=metrics, seconds=seconds)
+
+
+def check_step(step: Step) -> None:
+    """Raises: InvalidRequest: the batch contradicts the protos."""
+    updates = [batch.update_index for batch in step.micro_batches]
+    if updates != sorted(updates) or set(updates) != set(range(step.header.num_updates)):
+        raise InvalidRequest(f"updates come as {updates}, {step.header.num_updates} were announced")
+    ids = [sample_id for batch in step.micro_batches for sample_id in batch.sample_ids]
+    if len(set(ids)) != len(ids) or len(ids) != step.header.num_samples:
+        raise InvalidRequest(f"{len(ids)} samples ({len(set(ids))} distinct), {step.header.num_samples} were announced")
+    for batch in step.micro_batches:
+        sizes = {len(batch.sample_ids), len(batch.prompt_lengths), len(batch.completion_lengths)}
+        sizes |= {len(batch.advantages), len(batch.trainable)}
+        if len(sizes) != 1 or len(batch.token_ids) != sum(batch.prompt_lengths) + sum(batch.completion_lengths):
+            raise InvalidRequest("a micro-batch's fields have different lengths")
+        if len(batch.rollout_logprobs) != sum(batch.completion_lengths):
+            raise InvalidRequest("a micro-batch's log-probs do not fit its completions")

@@ -1,0 +1,192 @@
+"""A replica as a user runs it: its own process, a real Redis, gRPC; and a trainer rank that sends it weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+
+from servicekit.limits import CHANNEL_OPTIONS
+from servicekit.registry import Registry
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.hf_files import load_shards
+from weightsync.layout import Parallel
+from weightsync.model_spec import ModelSpec
+from weightsync.rendezvous import Rendezvous
+from weightsync.round_plan import source_layout
+from weightsync.session import SyncMember
+
+START_S = 150.0
+CALL_S = 60.0
+PHASES = (
+    pb.ROUND_PHASE_PREPARE,
+    pb.ROUND_PHASE_PAUSE,
+    pb.ROUND_PHASE_TRANSFER,
+    pb.ROUND_PHASE_VERIFY,
+    pb.ROUND_PHASE_COMMIT,
+)
+
+
+class Replica:
+    """`python -m rollout_service`, announced and reachable."""
+
+    def __init__(self, folder: Path, model: Path, redis_url: str, **rollout: Any) -> None:
+        self.name = "rollout-0"
+        self.run_id = f"test-{uuid.uuid4().hex[:8]}"
+        self.redis_url = redis_url
+        self.model = model
+        self.tensor_parallel = int(rollout.get("tensor_parallel", 1))
+        self.log = folder / "rollout-0.log"
+        config = {
+            "model": {"path": str(model)},
+            "data": {"train": str(folder / "train.jsonl")},
+            "rollout": {"max_total_tokens": 20000, **rollout},
+        }
+        path = folder / "config.yaml"
+        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        variables = {"REDIS_URL": redis_url, "TANDEM_RUN_ID": self.run_id, "TANDEM_RUN_DIR": str(folder)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_service", "--config", str(path), "--name", self.name],
+                env=os.environ | variables | {"OMP_NUM_THREADS": "1", "TANDEM_TEST_HOOKS": "1"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_up(self) -> "Replica":
+        """Returns once the replica is announced."""
+        registry = Registry(self.redis_url, self.run_id)
+        try:
+            wait_until(lambda: bool(registry.list("rollout")) or self.process.poll() is not None, START_S, "a replica")
+            records = registry.list("rollout")
+        finally:
+            registry.close()
+        if not records:
+            raise RuntimeError(self.log.read_text(encoding="utf-8")[-5000:])
+        self.address = records[0].address
+        self.metrics_address = records[0].metrics_address
+        self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+        return self
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        max_new_tokens: int = 16,
+        stop: tuple[int, ...] = (),
+        version: int = 0,
+    ) -> list[rollout_pb2.GroupResult]:
+        """Groups in the order of `prompts`."""
+        request = rollout_pb2.GenerateGroupsRequest(
+            groups=[
+                rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=ids, num_completions=n)
+                for i, ids in enumerate(prompts)
+            ],
+            sampling=rollout_pb2.SamplingParams(
+                temperature=temperature, top_p=1.0, top_k=-1, max_new_tokens=max_new_tokens, stop_token_ids=stop
+            ),
+            policy_version=version,
+        )
+        replies = list(self.stub.GenerateGroups(request, timeout=CALL_S))
+        by_id = {group.group_id: group for reply in replies for group in reply.groups}
+        return [by_id[str(i)] for i in range(len(prompts))]
+
+    def phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> rollout_pb2.ReloadWeightsResponse:
+        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
+        return self.stub.ReloadWeights(request, timeout=CALL_S)
+
+    def status(self) -> rollout_pb2.GetStatusResponse:
+        return self.stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
+
+    def family(self) -> list[psutil.Process]:
+        """The service's child processes, children of children too."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        """Ends what is left."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+
+
+class Trainer:
+    """Rank 0 of a trainer without parallelism, with a checkpoint's weights."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._group = f"tandem:{replica.run_id}"
+        self._spec = ModelSpec.from_folder(replica.model)
+        self._layout = source_layout(self._spec, Parallel())
+        shapes = self._layout.parameters_of(0)
+        self._tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.member = SyncMember(
+            spec=self._spec,
+            slot="trainer/0",
+            parallel=Parallel(),
+            tensors=self._tensors,
+            redis_url=replica.redis_url,
+            group=self._group,
+            lease_ttl_s=15.0,
+        )
+        self.member.start()
+
+    def load(self, model: Path) -> None:
+        load_shards(model, self._spec, self._layout, 0, self._tensors)
+
+    def round(self, version: int, **fields: Any) -> pb.Round:
+        epoch = Rendezvous(self._replica.redis_url, self._group).snapshot().epoch
+        defaults = {
+            "round_id": uuid.uuid4().hex,
+            "policy_version": version,
+            "group": self._group,
+            "epoch": epoch,
+            "trainer": Parallel().to_proto(),
+            "replicas": [
+                pb.ReplicaSpec(
+                    name=self._replica.name, parallel=Parallel(tensor=self._replica.tensor_parallel).to_proto()
+                )
+            ],
+            "install_mode": pb.INSTALL_MODE_IN_PLACE,
+            "pause_mode": pb.PAUSE_MODE_DRAIN,
+            "bucket_bytes": 1 << 20,
+            "formation_timeout_s": 20.0,
+            "transfer_timeout_s": 20.0,
+        }
+        return pb.Round(**defaults | fields)
+
+    def both(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> rollout_pb2.ReloadWeightsResponse:
+        """A phase on the trainer and on the replica at once."""
+        with ThreadPoolExecutor(1) as pool:
+            own = pool.submit(self.member.run_phase, phase, round_)
+            reply = self._replica.phase(phase, round_)
+            own.result(timeout=CALL_S)
+        return reply
+
+    def sync(self, version: int, **fields: Any) -> dict[int, rollout_pb2.ReloadWeightsResponse]:
+        """A whole round."""
+        round_ = self.round(version, **fields)
+        return {phase: self.both(phase, round_) for phase in PHASES}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Raises: TimeoutError: `what` did not come about."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(0.02)

@@ -1,0 +1,126 @@
+"""Real SGLang behind real gRPC: what it generates is what transformers computes from the same checkpoint."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from servicekit.errors import REASON_KEY
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer
+from tests.integration.rollout.tiny_models import STOP, VOCABULARY, logprobs
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+# Lengths from 1 to 40, so that the batched attention pads.
+PROMPTS = [[(7 * i + 3 * j) % (VOCABULARY - 6) + 5 for j in range(1 + (11 * i) % 40)] for i in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seeded(replica: Replica, trainer: Trainer) -> None:
+    trainer.sync(1)
+
+
+def worst_difference(model: Path, prompts: list[list[int]], groups: list[pb.GroupResult], temperature: float) -> float:
+    differences = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group.completions:
+            ids = list(completion.token_ids)
+            expected = logprobs(model, prompt, ids, temperature).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            differences.append(float((torch.tensor(completion.logprobs) - expected).abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers_at_the_temperature(
+    replica: Replica, model: Path, temperature: float
+) -> None:
+    groups = replica.generate(PROMPTS, n=2, temperature=temperature, max_new_tokens=24, version=1)
+    assert worst_difference(model, PROMPTS, groups, temperature) <= 1e-5
+
+
+def test_greedy_tokens_are_the_argmax_with_logprobs_at_temperature_one(replica: Replica, model: Path) -> None:
+    groups = replica.generate(PROMPTS, temperature=0.0, max_new_tokens=24, version=1)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        ids = list(group.completions[0].token_ids)
+        assert logprobs(model, prompt, ids, 1.0).argmax(-1).tolist() == ids
+    assert worst_difference(model, PROMPTS, groups, 1.0) <= 1e-5
+
+
+def test_a_stop_token_is_the_last_token(replica: Replica) -> None:
+    groups = replica.generate(PROMPTS[:4], n=32, max_new_tokens=64, stop=(STOP,), version=1)
+    completions = [completion for group in groups for completion in group.completions]
+    stopped = [c for c in completions if c.finish_reason == pb.FINISH_REASON_STOP and STOP in c.token_ids]
+    assert stopped
+    for completion in stopped:
+        assert completion.token_ids[-1] == STOP
+        assert list(completion.token_ids).count(STOP) == 1
+        assert len(completion.logprobs) == len(completion.token_ids)
+    for completion in completions:
+        if completion.finish_reason == pb.FINISH_REASON_LENGTH:
+            assert len(completion.token_ids) == 64
+
+
+def test_completions_of_a_group_differ(replica: Replica) -> None:
+    (group,) = replica.generate(PROMPTS[:1], n=8, version=1)
+    assert len({tuple(completion.token_ids) for completion in group.completions}) == 8
+
+
+def test_every_token_carries_the_version(replica: Replica) -> None:
+    (group,) = replica.generate(PROMPTS[:1], version=1)
+    (completion,) = group.completions
+    (span,) = completion.version_spans
+    assert (span.start, span.end, span.policy_version) == (0, len(completion.token_ids), 1)
+
+
+def test_a_repeated_prompt_comes_from_the_prefix_cache(replica: Replica) -> None:
+    prompt = [9] * 40
+    replica.generate([prompt], version=1)
+    (group,) = replica.generate([prompt], version=1)
+    assert group.completions[0].cached_tokens >= len(prompt) - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"prompts": [[]]}, grpc.StatusCode.INVALID_ARGUMENT, "group '0': prompt_ids is empty"),
+        ({"prompts": [[1, VOCABULARY]]}, grpc.StatusCode.INVALID_ARGUMENT, f"prompt_ids[1] is {VOCABULARY}"),
+        ({"temperature": -1.0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature is -1"),
+        ({"max_new_tokens": 10_000}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.max_new_tokens is 10000"),
+        ({"prompts": [[1]] * 1025}, grpc.StatusCode.RESOURCE_EXHAUSTED, "1025 groups in one call"),
+        ({"version": 2}, grpc.StatusCode.FAILED_PRECONDITION, "asked for policy version 2"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(
+    replica: Replica, changes: dict[str, object], code: grpc.StatusCode, says: str
+) -> None:
+    arguments: dict[str, object] = {"prompts": PROMPTS[:1], "version": 1} | changes
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.generate(**arguments)  # type: ignore[arg-type]
+    assert refused.value.code() == code
+    assert says in refused.value.details()
+    assert dict(refused.value.trailing_metadata())[REASON_KEY]
+
+
+def test_pause_refuses_and_resume_serves_again(replica: Replica) -> None:
+    request = pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN)
+    assert replica.stub.PauseGeneration(request, timeout=CALL_S).state == weights_pb2.REPLICA_STATE_PAUSED
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.generate(PROMPTS[:1], version=1)
+    assert "paused" in refused.value.details()
+    resumed = replica.stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=CALL_S)
+    assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
+    assert replica.generate(PROMPTS[:1], version=1)
+
+
+def test_status_and_checksums(replica: Replica) -> None:
+    status = replica.status()
+    assert (status.name, status.state, status.policy_version) == ("rollout-0", weights_pb2.REPLICA_STATE_SERVING, 1)
+    assert status.generated_tokens > 0
+    assert {"sglang", "torch"} <= set(status.versions.packages)
+    reply = replica.stub.GetChecksums(pb.GetChecksumsRequest(), timeout=CALL_S)
+    (rank,) = reply.ranks
+    # SGLang pads the vocabulary to a multiple of 64.
+    assert rank.checksums["model.embed_tokens.weight"].startswith("float32:128x64:")

@@ -1,0 +1,91 @@
+"""How a replica ends: asked to, killed, or because a rank died. Three start at the same time, on one machine."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from servicekit.registry import Registry
+from tandem_api.rollout.v1 import rollout_pb2
+from tests.integration.rollout.replica import Replica, Trainer, wait_until
+from tests.integration.rollout.tiny_models import make_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory, module_redis: str) -> Iterator[dict[str, Replica]]:
+    model = make_model(tmp_path_factory.mktemp("model") / "m")
+    started = {
+        name: Replica(tmp_path_factory.mktemp(name), model, module_redis) for name in ("stopped", "killed", "broken")
+    }
+    try:
+        for replica in started.values():
+            replica.wait_up()
+        yield started
+    finally:
+        for replica in started.values():
+            replica.close()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica]) -> None:
+    replica = replicas["stopped"]
+    trainer = Trainer(replica)
+    trainer.load(replica.model)
+    trainer.sync(1)
+    family = replica.family()
+    assert family
+    groups: list[rollout_pb2.GroupResult] = []
+    call = threading.Thread(
+        target=lambda: groups.extend(replica.generate([[1, 2, 3]], n=4, max_new_tokens=300, version=1))
+    )
+    call.start()
+    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    os.killpg(replica.process.pid, signal.SIGTERM)  # as a terminal does: the ranks get it too
+    assert replica.process.wait(timeout=60) == 0
+    call.join(timeout=10)
+    trainer.member.close()
+    assert [len(completion.token_ids) for completion in groups[0].completions] == [300] * 4
+    wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+    registry = Registry(replica.redis_url, replica.run_id)
+    assert registry.list("rollout") == []
+    registry.close()
+
+
+def test_sigkill_of_the_service_leaves_no_process(replicas: dict[str, Replica]) -> None:
+    replica = replicas["killed"]
+    family = replica.family()
+    assert any("sglang" in " ".join(child.cmdline()) for child in family)
+    replica.process.kill()
+    replica.process.wait(timeout=30)
+    wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+
+
+def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[str, Replica]) -> None:
+    replica = replicas["broken"]
+    family = replica.family()
+    (rank,) = [child for child in family if "sglang::scheduler" in " ".join(child.cmdline())]
+    rank.kill()
+    assert replica.process.wait(timeout=30) == 1
+    assert f"SGLang process {rank.pid} of replica rollout-0 died" in replica.log.read_text(encoding="utf-8")
+    wait_until(lambda: gone(family), 10.0, "the end of the other processes")
+
+
+def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path, module_redis: str) -> None:
+    replica = Replica(tmp_path, make_model(tmp_path / "m"), module_redis)
+    try:
+        wait_until(lambda: len(replica.family()) > 0, 60.0, "the first rank")
+        family = replica.family()
+        replica.process.send_signal(signal.SIGTERM)
+        assert replica.process.wait(timeout=60) == 0
+        wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+    finally:
+        replica.close()

@@ -1,0 +1,164 @@
+"""Weight-sync rounds on a real replica: what they leave in the engine, and what a failed one does."""
+
+import threading
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+
+from servicekit.errors import REASON_KEY
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.integration.rollout.replica import CALL_S, PHASES, Replica, Trainer, wait_until
+from tests.integration.rollout.tiny_models import logprobs, make_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+PROMPT = [7, 8, 9, 10] * 12
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    return str(dict(error.trailing_metadata())[REASON_KEY])
+
+
+def greedy(replica: Replica, version: int) -> rollout_pb2.Completion:
+    (group,) = replica.generate([PROMPT], temperature=0.0, max_new_tokens=12, version=version)
+    return group.completions[0]
+
+
+def argmax_of(model: Path, completion: rollout_pb2.Completion) -> bool:
+    ids = list(completion.token_ids)
+    return bool(logprobs(model, PROMPT, ids, 1.0).argmax(-1).tolist() == ids)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "b", seed=1)
+
+
+def test_an_unseeded_replica_refuses_to_generate(replica: Replica) -> None:
+    assert replica.status().state == pb.REPLICA_STATE_UNSEEDED
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.generate([PROMPT])
+    assert (refused.value.code(), reason_of(refused.value)) == (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY")
+
+
+def test_each_sync_changes_what_is_generated_and_forgets_the_old_prefixes(
+    replica: Replica, trainer: Trainer, model: Path, other_model: Path
+) -> None:
+    replies = trainer.sync(1)
+    (rank,) = replies[pb.ROUND_PHASE_TRANSFER].ranks
+    assert rank.bytes_received == rank.shard_bytes > 0
+    assert replies[pb.ROUND_PHASE_COMMIT].state == pb.REPLICA_STATE_SERVING
+    first = greedy(replica, 1)
+    assert argmax_of(model, first)
+    trainer.load(other_model)
+    trainer.sync(2)
+    second = greedy(replica, 2)
+    assert argmax_of(other_model, second)
+    assert second.cached_tokens == 0
+    assert second.token_ids != first.token_ids
+
+
+def test_a_phase_asked_for_again_gives_the_same_reply(replica: Replica, trainer: Trainer) -> None:
+    round_ = trainer.round(3)
+    for phase in PHASES:
+        assert trainer.both(phase, round_) == replica.phase(phase, round_)
+    assert replica.status().policy_version == 3
+
+
+def test_an_older_version_is_refused(replica: Replica, trainer: Trainer) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.phase(pb.ROUND_PHASE_PREPARE, trainer.round(2))
+    assert reason_of(refused.value) == "STALE_VERSION"
+    assert "version 3" in refused.value.details()
+
+
+def test_a_phase_out_of_order_is_refused(replica: Replica, trainer: Trainer) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.phase(pb.ROUND_PHASE_TRANSFER, trainer.round(4))
+    assert reason_of(refused.value) == "PHASE_ORDER"
+
+
+def test_a_round_given_up_before_its_transfer_leaves_the_old_version_serving(
+    replica: Replica, trainer: Trainer, other_model: Path
+) -> None:
+    round_ = trainer.round(5)
+    for phase in PHASES[:2]:
+        trainer.both(phase, round_)
+    assert replica.status().state == pb.REPLICA_STATE_PAUSED
+    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).state == pb.REPLICA_STATE_SERVING
+    assert argmax_of(other_model, greedy(replica, 3))
+
+
+def test_a_round_given_up_after_its_transfer_poisons_until_the_next_sync(replica: Replica, trainer: Trainer) -> None:
+    round_ = trainer.round(6)
+    for phase in PHASES[:3]:
+        trainer.both(phase, round_)
+    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).state == pb.REPLICA_STATE_POISONED
+    with pytest.raises(grpc.RpcError) as refused:
+        replica.generate([PROMPT], version=3)
+    assert reason_of(refused.value) == "POISONED"
+    trainer.sync(7)
+    assert greedy(replica, 7).token_ids
+
+
+@pytest.mark.parametrize("install", [pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED])
+def test_frozen_requests_go_on_with_the_new_version(
+    replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
+) -> None:
+    version = replica.status().policy_version
+    groups: list[rollout_pb2.GroupResult] = []
+    call = threading.Thread(
+        target=lambda: groups.extend(replica.generate([PROMPT], n=4, max_new_tokens=400, version=version))
+    )
+    call.start()
+    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    trainer.sync(version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
+    call.join(timeout=CALL_S)
+    for completion in groups[0].completions:
+        spans = [(span.policy_version, span.start, span.end) for span in completion.version_spans]
+        versions = [span[0] for span in spans]
+        assert versions in ([version, version + 1], [version + 1])
+        assert spans[-1][2] == len(completion.token_ids) == 400
+
+
+def test_requests_are_aborted_when_the_round_says_so(replica: Replica, trainer: Trainer) -> None:
+    version = replica.status().policy_version
+    groups: list[rollout_pb2.GroupResult] = []
+    call = threading.Thread(
+        target=lambda: groups.extend(replica.generate([PROMPT], n=4, max_new_tokens=400, version=version))
+    )
+    call.start()
+    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    trainer.sync(version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE)
+    call.join(timeout=CALL_S)
+    reasons = {completion.finish_reason for completion in groups[0].completions}
+    assert reasons == {rollout_pb2.FINISH_REASON_ABORT}
+
+
+def test_a_call_that_is_given_up_stops_its_requests(replica: Replica) -> None:
+    version = replica.status().policy_version
+    request = rollout_pb2.GenerateGroupsRequest(
+        groups=[rollout_pb2.PromptGroup(group_id="g", prompt_ids=PROMPT, num_completions=4)],
+        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=400),
+        policy_version=version,
+    )
+    call = replica.stub.GenerateGroups(request, timeout=CALL_S)
+    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    call.cancel()
+    wait_until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")
+    # Draining proves that the engine holds no request any more.
+    pause = rollout_pb2.PauseGenerationRequest(mode=pb.PAUSE_MODE_DRAIN)
+    assert replica.stub.PauseGeneration(pause, timeout=CALL_S).state == pb.REPLICA_STATE_PAUSED
+    replica.stub.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CALL_S)
+
+
+def test_metrics_tell_the_sync_stages(replica: Replica) -> None:
+    with urllib.request.urlopen(f"http://{replica.metrics_address}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    for stage in ("prepare", "pause", "transfer", "verify", "commit"):
+        assert f'tandem_weight_sync_seconds_count{{stage="{stage}"}}' in text
+    assert 'tandem_replica_state{state="serving"} 1.0' in text
+    assert "tandem_generated_tokens_total" in text

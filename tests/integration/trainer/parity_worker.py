@@ -1,0 +1,68 @@
+"""One rank of the parity tests: for each case build an engine, export, log-probs, one train step, export again.
+
+Arguments: rank, world size, file for the store, JSON file of the cases, folder for the results.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from servicekit.errors import NotFinite
+from tandem_config.schema import RunConfig
+from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, read_samples
+from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.samples import Samples
+
+
+def run_case(case: dict, out: Path) -> None:
+    trainer = CONFIG["trainer"] | case["layout"]
+    config = RunConfig.model_validate(CONFIG | {"model": {"path": case["model"]}, "trainer": trainer})
+    engine = MegatronEngine(config, torch.device("cpu"))
+    engine.load(Path(case["model"]))
+    engine.export(out / "before")
+    samples = read_samples(Path(case["samples"]))
+    logprobs, entropies = engine.logprobs(samples)
+    engine.save(out / "checkpoint")
+    result = engine.train_step(samples, NUM_UPDATES)
+    engine.export(out / "after")
+    engine.load_checkpoint(out / "checkpoint")
+    again = engine.train_step(samples, NUM_UPDATES)
+    not_finite = overflow_in_last_update(engine, samples)
+    engine.export(out / "after_not_finite")
+    if dist.get_rank() == 0:
+        np.savez(out / "logprobs.npz", logprobs=logprobs, entropies=entropies)
+        report = {"metrics": dict(result.metrics), "again": dict(again.metrics), "not_finite": not_finite}
+        (out / "report.json").write_text(json.dumps(report))
+    engine.close()
+
+
+def overflow_in_last_update(engine: MegatronEngine, samples: Samples) -> str:
+    """A finite advantage whose gradient is not: the first update is done by then, and must be undone."""
+    advantages = samples.advantages.copy()
+    advantages[-2] = 3e38
+    try:
+        engine.train_step(replace(samples, advantages=advantages), NUM_UPDATES)
+    except NotFinite as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    rank, world_size, store, cases, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    for case in json.loads(Path(cases).read_text()):
+        start = time.perf_counter()
+        run_case(case, Path(out) / case["name"])
+        print(case["name"], f"{time.perf_counter() - start:.2f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Start, stop, resume and failure of a trainer of two ranks."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servicekit.channel import open_channel
+from servicekit.checkpoints import mark_complete, step_folder
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+
+pytestmark = pytest.mark.integration
+TIMEOUT_S = 60.0
+
+
+async def call(address: str, method: str, request: Any) -> Any:
+    async with open_channel(address) as channel:
+        return await getattr(trainer_pb2_grpc.TrainerServiceStub(channel), method)(request, timeout=TIMEOUT_S)
+
+
+async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
+    """One test, since every start costs ten seconds of imports."""
+    first = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
+    second = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
+    try:
+        address = first.start(2).ready().address
+        reply = await call(address, "TrainStep", iter(step_requests("one", 0, [micro_batch(0)])))
+        assert reply.policy_version == 1
+        folder = step_folder(tmp_path, 1)
+        saved = await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(folder / "trainer")))
+        assert saved.bytes == sum(file.stat().st_size for file in (folder / "trainer").glob("*.safetensors"))
+        mark_complete(folder, iteration=1)
+
+        # a follower that is asked to stop stops the whole trainer
+        first.signal(signal.SIGTERM, [1])
+        assert first.exit_codes() == [0, 0]
+
+        # Redis still holds the address of the first start's store
+        address = second.start(2, "--resume").ready().address
+        status = await call(address, "GetStatus", pb.GetStatusRequest())
+        assert status.policy_version == 1
+
+        second.signal(signal.SIGKILL, [1])
+        assert second.exit_codes() == [1, -signal.SIGKILL]
+        assert "rank 1" in second.log(0).read_text().splitlines()[-1]
+    finally:
+        first.kill()
+        second.kill()
+
+
+async def test_sigterm_ends_every_rank_with_0(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
+    trainer = TrainerProcesses(redis_server, tmp_path, tiny_model, data_parallel=2)
+    try:
+        trainer.start(2).ready()
+        trainer.signal(signal.SIGTERM, [0, 1])
+        assert trainer.exit_codes() == [0, 0]
+    finally:
+        trainer.kill()

@@ -1,0 +1,215 @@
+"""The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import load_file
+
+from servicekit.channel import open_channel
+from servicekit.errors import InvalidRequest, TandemError, TooLarge, WrongVersion, from_rpc_error
+from servicekit.registry import ServiceRecord
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.tiny_inputs import VOCAB
+from weightsync.hf_files import load_shards
+from weightsync.layout import Parallel
+from weightsync.model_spec import ModelSpec
+from weightsync.rendezvous import Rendezvous
+from weightsync.session import SyncMember
+from weightsync.sglang_layout import sglang_layout
+
+pytestmark = pytest.mark.integration
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def record(shared_trainer: TrainerProcesses) -> ServiceRecord:
+    return shared_trainer.ready()
+
+
+@pytest_asyncio.fixture
+async def stub(record: ServiceRecord) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
+    async with open_channel(record.address) as channel:
+        yield trainer_pb2_grpc.TrainerServiceStub(channel)
+
+
+async def version(stub: Any) -> int:
+    return int((await stub.GetStatus(pb.GetStatusRequest(), timeout=10)).policy_version)
+
+
+async def refusal(call: Any) -> TandemError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def test_status_and_health(stub: Any, record: ServiceRecord) -> None:
+    status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+    assert (status.world_size, status.parallel.tensor, status.activity) == (2, 2, "idle")
+    assert status.versions.packages["megatron_core"] == "0.16.1"
+    async with open_channel(record.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = await health.Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=10)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
+    before = await version(stub)
+    batches = [micro_batch(0), micro_batch(1)]
+    reply = await stub.TrainStep(iter(step_requests("reports", before, batches)), timeout=TIMEOUT_S)
+    assert reply.policy_version == before + 1 == await version(stub)
+    assert {"loss", "grad_norm", "entropy", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "kl_old"} <= set(
+        reply.metrics
+    )
+    assert reply.metrics["samples"] == 8
+    assert reply.metrics["tokens"] == sum(sum(batch.completion_lengths) for batch in batches)
+    assert {"receive", "pack", "old_logprobs", "forward_backward", "optimizer", "total"} == set(reply.seconds)
+
+
+async def test_repeated_step_id_gets_the_first_reply(stub: Any) -> None:
+    before = await version(stub)
+    requests = step_requests("repeated", before, [micro_batch(0)])
+    first = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
+    again = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
+    assert again == first
+    assert await version(stub) == before + 1
+
+
+async def test_wrong_version_is_refused(stub: Any) -> None:
+    now = await version(stub)
+    error = await refusal(stub.TrainStep(iter(step_requests("late", now + 7, [micro_batch(0)])), timeout=TIMEOUT_S))
+    assert isinstance(error, WrongVersion)
+    assert str(now + 7) in str(error)
+
+
+async def test_token_beyond_the_vocabulary_is_named(stub: Any) -> None:
+    bad = micro_batch(0)
+    bad.token_ids[bad.prompt_lengths[0] + bad.completion_lengths[0]] = VOCAB
+    error = await refusal(stub.TrainStep(iter(step_requests("bad-id", await version(stub), [bad])), timeout=TIMEOUT_S))
+    assert isinstance(error, InvalidRequest)
+    assert "'u0-s1'" in str(error)
+    assert str(VOCAB) in str(error)
+
+
+async def test_step_of_more_samples_than_an_iteration_is_refused(stub: Any) -> None:
+    many = micro_batch(0, num_samples=17)
+    error = await refusal(stub.TrainStep(iter(step_requests("many", await version(stub), [many])), timeout=TIMEOUT_S))
+    assert isinstance(error, TooLarge)
+
+
+async def test_cut_off_stream_is_refused(stub: Any) -> None:
+    requests = step_requests("cut", await version(stub), [micro_batch(0), micro_batch(1)])
+    error = await refusal(stub.TrainStep(iter(requests[:-1]), timeout=TIMEOUT_S))
+    assert isinstance(error, InvalidRequest)
+    assert "8" in str(error)
+
+
+async def test_not_finite_step_names_samples_and_changes_nothing(stub: Any) -> None:
+    now = await version(stub)
+    before = await logprobs(stub)
+    bad = micro_batch(1, advantages=[0.5, 3e38, 0.1, 0.2])
+    error = await refusal(stub.TrainStep(iter(step_requests("nan", now, [micro_batch(0), bad])), timeout=TIMEOUT_S))
+    assert error.reason == "NOT_FINITE"
+    assert "u1-s1" in str(error)
+    assert await version(stub) == now
+    assert np.array_equal(await logprobs(stub), before)
+
+
+async def logprobs(stub: Any) -> np.ndarray:
+    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(micro_batch=micro_batch(0))]), timeout=TIMEOUT_S)
+    return np.concatenate([np.array(reply.logprobs) async for reply in call])
+
+
+async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
+    batches = [micro_batch(i) for i in range(3)]
+    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(micro_batch=b) for b in batches]), timeout=TIMEOUT_S)
+    replies = [reply async for reply in call]
+    assert [len(reply.logprobs) for reply in replies] == [sum(batch.completion_lengths) for batch in batches]
+    assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in reply.entropies)
+
+
+async def test_export_then_export_again(stub: Any, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    for _ in range(2):
+        reply = await stub.ExportModel(pb.ExportModelRequest(path=str(out)), timeout=TIMEOUT_S)
+    assert reply.bytes == sum(file.stat().st_size for file in out.iterdir())
+    assert "model.embed_tokens.weight" in load_file(out / "model.safetensors")
+
+
+async def test_relative_path_is_refused(stub: Any) -> None:
+    error = await refusal(stub.SaveCheckpoint(pb.SaveCheckpointRequest(path="here"), timeout=TIMEOUT_S))
+    assert isinstance(error, InvalidRequest)
+
+
+async def test_unwritable_path_leaves_the_trainer_serving(stub: Any) -> None:
+    error = await refusal(stub.ExportModel(pb.ExportModelRequest(path="/proc/none/hf"), timeout=TIMEOUT_S))
+    assert "/proc/none" in str(error)
+    error = await refusal(stub.SaveCheckpoint(pb.SaveCheckpointRequest(path="/proc/none/ckpt"), timeout=TIMEOUT_S))
+    assert "/proc/none" in str(error)
+    assert await version(stub) >= 0
+
+
+async def test_published_weights_are_the_exported_ones(
+    stub: Any, shared_redis: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    spec, parallel = ModelSpec.from_folder(tiny_model), Parallel()
+    layout = sglang_layout(spec, parallel)
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in layout.parameters_of(0).items()}
+    group = f"tandem:{RUN_ID}"
+    member = SyncMember(
+        spec=spec, slot="rollout-0/0", parallel=parallel, tensors=tensors, redis_url=shared_redis, group=group
+    )
+    member.start()
+    try:
+        slots = ["trainer/0", "trainer/1", "rollout-0/0"]
+        round_ = weights_pb2.Round(
+            round_id="round-1",
+            policy_version=await version(stub),
+            group=group,
+            epoch=Rendezvous(shared_redis, group).wait_for(slots, 10.0).epoch,
+            trainer=Parallel(tensor=2).to_proto(),
+            replicas=[weights_pb2.ReplicaSpec(name="rollout-0", parallel=parallel.to_proto())],
+            install_mode=weights_pb2.INSTALL_MODE_IN_PLACE,
+            bucket_bytes=2**16,
+            formation_timeout_s=20.0,
+            transfer_timeout_s=20.0,
+        )
+        with ThreadPoolExecutor(1) as pool:
+            for phase in ("PREPARE", "TRANSFER", "VERIFY", "COMMIT"):
+                number = weights_pb2.RoundPhase.Value(f"ROUND_PHASE_{phase}")
+                mine = pool.submit(member.run_phase, number, round_)
+                if phase != "VERIFY":
+                    request = pb.PublishWeightsRequest(phase=number, round=round_)
+                    reply = await stub.PublishWeights(request, timeout=TIMEOUT_S)
+                    assert len(reply.ranks) == 2
+                mine.result(timeout=30)
+    finally:
+        member.close()
+    await stub.ExportModel(pb.ExportModelRequest(path=str(tmp_path / "hf")), timeout=TIMEOUT_S)
+    expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    load_shards(tmp_path / "hf", spec, layout, 0, expected)
+    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
+
+
+async def test_round_of_another_version_is_refused(stub: Any) -> None:
+    round_ = weights_pb2.Round(round_id="other", policy_version=await version(stub) + 1)
+    request = pb.PublishWeightsRequest(phase=weights_pb2.ROUND_PHASE_PREPARE, round=round_)
+    assert isinstance(await refusal(stub.PublishWeights(request, timeout=TIMEOUT_S)), WrongVersion)
+
+
+def test_metrics_are_served(record: ServiceRecord) -> None:
+    with urlopen(f"http://{record.metrics_address}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    assert 'tandem_train_step_seconds_count{part="total"}' in text
+    assert "tandem_policy_version" in text

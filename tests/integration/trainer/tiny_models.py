@@ -1,0 +1,97 @@
+"""Tiny Hugging Face checkpoints for the trainer's tests, and the transformers step to compare with."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, VOCAB
+from trainer_service.samples import Samples
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    """4 layers, GQA 4/2, random float32; for qwen3 head_dim is twice hidden / heads."""
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": kind.endswith("tied"),
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **common))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**common))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1, which would hide a mix-up
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.float().eval()
+
+
+def save_model(kind: str, folder: Path) -> PreTrainedModel:
+    """The model, written to a folder."""
+    model = make_model(kind)
+    model.save_pretrained(folder)
+    return model
+
+
+def token_logprobs(model: PreTrainedModel, samples: Samples, rows: Any, temperature: float) -> tuple[Any, Any]:
+    """Log-probs and entropies of the completion tokens of some samples, one sequence at a time."""
+    logprobs, entropies = [], []
+    for i in rows:
+        start, length = int(samples.token_starts[i]), int(samples.lengths[i])
+        ids = torch.from_numpy(samples.token_ids[start : start + length])
+        prompt = int(samples.prompt_lengths[i])
+        full = (model(ids[None]).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+        logprobs.append(full.gather(-1, ids[prompt:, None])[:, 0])
+        entropies.append(-(full.exp() * full).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def with_noisy_rollout(samples: Samples, model: PreTrainedModel) -> Samples:
+    """The samples with log-probs near the model's own, as an engine with other rounding would return them."""
+    with torch.no_grad():
+        exact, _ = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
+    noise = np.random.default_rng(2).normal(0, 0.2, exact.shape).astype(np.float32)
+    return replace(samples, rollout_logprobs=exact.numpy() + noise)
+
+
+def reference_step(model: PreTrainedModel, samples: Samples) -> dict[str, float]:
+    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model. Written from grpo.md, not
+    from our code."""
+    grpo, trainer = CONFIG["grpo"], CONFIG["trainer"]
+    with torch.no_grad():
+        old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
+    rollout = torch.from_numpy(samples.rollout_logprobs)
+    advantages = torch.from_numpy(samples.per_token(samples.advantages))
+    mask = torch.from_numpy(samples.per_token(samples.trainable))
+    update_of_token = torch.from_numpy(samples.per_token(samples.update_index))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=trainer["learning_rate"], weight_decay=0.0, eps=trainer["adam_eps"]
+    )
+    losses, norms = [], []
+    for update in range(NUM_UPDATES):
+        here = update_of_token == update
+        new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
+        a, m = advantages[here], mask[here]
+        rho = (new - old[here]).exp()
+        loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
+        loss = torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
+        loss = loss * (old - rollout)[here].exp().clamp(max=grpo["tis_cap"])
+        total = ((loss - grpo["entropy_coefficient"] * entropy) * m).sum() / here.sum()
+        optimizer.zero_grad()
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}

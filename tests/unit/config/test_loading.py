@@ -1,0 +1,209 @@
+"""From YAML and --set to a RunConfig: what is accepted, where paths lead, and every way to get it wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem_config.loading import draft_config, dump_resolved, load_config
+from tandem_config.problems import ConfigErrors, ConfigProblem
+
+MINIMAL = "model:\n  path: m\ndata:\n  train: rows.jsonl\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def problems_of(path: Path | None, overrides: list[str] | None = None) -> list[ConfigProblem]:
+    with pytest.raises(ConfigErrors) as raised:
+        load_config(path, overrides or [])
+    return raised.value.problems
+
+
+def test_paths_in_the_file_are_relative_to_it_and_results_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load_config(write(tmp_path, MINIMAL.replace("m\n", "../m\n")), ["data.heldout=held.jsonl"])
+    assert config.model.path == tmp_path.parent / "m"
+    assert config.data.train == tmp_path / "rows.jsonl"
+    assert config.data.heldout == elsewhere / "held.jsonl"
+    assert config.run.output_dir == elsewhere / "runs"
+
+
+def test_a_later_override_wins_and_values_are_yaml(tmp_path: Path) -> None:
+    options = ["trainer.learning_rate=1e-3", "trainer.learning_rate=2e-4", "run.name=2026", "data.shuffle=false"]
+    config = load_config(write(tmp_path, MINIMAL + "grpo: {tis_cap: 2}\n"), [*options, "grpo.tis_cap=null"])
+    assert (config.trainer.learning_rate, config.run.name, config.data.shuffle) == (2e-4, "2026", False)
+    assert config.grpo.tis_cap is None
+
+
+def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "trainer: {learning_rate: 3e-4, adam_eps: 1E-9, clip_grad: 2}\n"))
+    assert (config.trainer.learning_rate, config.trainer.adam_eps, config.trainer.clip_grad) == (3e-4, 1e-9, 2.0)
+
+
+def test_a_resolved_file_loads_to_the_same_configuration_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write(tmp_path, MINIMAL), ["reward.kind=regex", r"reward.pattern=is (\d+): 'x'", "run.seed=3"])
+    resolved = tmp_path / "resolved" / "config.resolved.yaml"
+    resolved.parent.mkdir()
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    monkeypatch.chdir(resolved.parent)
+    assert load_config(resolved) == config
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, MINIMAL + "grpo:\n")).grpo.group_size == 16
+
+
+# file after MINIMAL, or --set; expected key, value, part of the message, part of the suggestion.
+BAD_FILES = [
+    ("grpo: {group_sise: 4}", "grpo.group_sise", "4", "unknown key", "did you mean grpo.group_size?"),
+    ("grpo: {learning_rate: 1e-4}", "grpo.learning_rate", "0.0001", "unknown key", "trainer.learning_rate?"),
+    ("rollout: {learnin_rate: 1}", "rollout.learnin_rate", "1", "unknown key", "trainer.learning_rate?"),
+    ("trainr: {learning_rate: 1}", "trainr", "", "unknown section", "did you mean trainer?"),
+    ("group_size: 4", "group_size", "4", "unknown section", "did you mean grpo.group_size?"),
+    ("grpo: {xyzzy: 1}", "grpo.xyzzy", "1", "unknown key", "known keys here: prompts_per_iteration"),
+    ("grpo: {group_size: 1}", "grpo.group_size", "1", "every advantage would be 0", "16"),
+    ("grpo: {group_size: 4.5}", "grpo.group_size", "4.5", "whole number", "write 4"),
+    ("grpo: {group_size: '4'}", "grpo.group_size", "4", "whole number", "remove the quotes"),
+    ("grpo: {group_size: true}", "grpo.group_size", "true", "whole number", "Completions"),
+    ("grpo: {group_size: many}", "grpo.group_size", "many", "whole number", "Completions"),
+    ("grpo: {clip_low: 2}", "grpo.clip_low", "2", "less than 1", "lower bound"),
+    ("grpo: {clip_high: .inf}", "grpo.clip_high", "inf", "finite", ""),
+    ("grpo: {clip_high: .nan}", "grpo.clip_high", "nan", "finite", ""),
+    ("run: {target_accuracy: 1.5}", "run.target_accuracy", "1.5", "at most 1", ""),
+    ("run: {name: 12}", "run.name", "12", "must be text", 'quote it: "12"'),
+    ("run: {name: ../x}", "run.name", "../x", "letters", ""),
+    ("data: {train: x, shuffle: maybe}", "data.shuffle", "maybe", "true or false", ""),
+    ("model: {path: x, dtype: bfloat61}", "model.dtype", "bfloat61", "'float32' or 'bfloat16'", "mean bfloat16?"),
+    ("grpo: {aggregation: token_mean}", "grpo.aggregation", "token_mean", "must be one of", "did you mean token-mean?"),
+    ("model: {dtype: float32}", "model.path", "", "is missing and has no default", "add `path:` under `model:`"),
+    ("model: {path: ''}", "model.path", "", "must be a path", "Hugging Face model folder"),
+    ("trainer: 5", "trainer", "5", "must be a section", "tensor_parallel"),
+    ("trainer: {tensor_parallel: [1, 2]}", "trainer.tensor_parallel", "[1, 2]", "whole number", ""),
+    ("grpo: {old_logprobs: rollout, tis_cap: 2}", "grpo.tis_cap", "2.0", "recompute", "null"),
+    ("reward: {kind: regex}", "reward.pattern", "null", "needs a pattern", "group 1"),
+    ("reward: {kind: regex, pattern: '(a'}", "reward.pattern", "(a", "not a regular expression", "single quotes"),
+    ("grpo: {updates_per_iteration: 7}", "grpo.updates_per_iteration", "7", "does not divide the 1024 samples", "8"),
+    ("trainer: {sequence_parallel: true}", "trainer.sequence_parallel", "true", "tensor_parallel is 1", "false"),
+    ("run: {target_accuracy: 0.9}", "run.target_accuracy", "0.9", "needs data.heldout", "null"),
+    ("rollout: {max_total_tokens: 200}", "rollout.max_total_tokens", "200", "too small for one completion", "512"),
+    ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
+    ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",
+     "only 1 samples in an update", "raise grpo.prompts_per_iteration"),
+]  # fmt: skip
+
+
+def merged(extra: str) -> str:
+    """MINIMAL, without the section that `extra` brings itself."""
+    model = "" if extra.startswith("model:") else "model: {path: m}\n"
+    data = "" if extra.startswith("data:") else "data: {train: rows.jsonl}\n"
+    return f"{model}{data}{extra}\n"
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "value", "message", "suggestion"), BAD_FILES, ids=[row[0] for row in BAD_FILES]
+)
+def test_each_mistake_in_a_file_is_named(
+    tmp_path: Path, extra: str, key: str, value: str, message: str, suggestion: str
+) -> None:
+    file = write(tmp_path, merged(extra))
+    (problem,) = problems_of(file)
+    assert problem.key == key
+    assert value in problem.value
+    assert message in problem.message
+    assert suggestion in problem.suggestion
+
+
+BAD_OPTIONS = [
+    ("grpo.group_size", "grpo.group_size", "has no '='", "--set grpo.group_size=VALUE"),
+    ("grpo=4", "grpo", "is a section, not a key", "grpo.prompts_per_iteration"),
+    ("group_size=4", "group_size", "needs the form section.key", "did you mean grpo.group_size?"),
+    ("trainr.clip_grad=4", "trainr.clip_grad", "no section 'trainr'", "did you mean trainer.clip_grad?"),
+    ("trainr.x=4", "trainr.x", "no section 'trainr'", "did you mean trainer?"),
+    ("grpo.grop_size=4", "grpo.grop_size", "unknown key", "did you mean grpo.group_size?"),
+    ("grpo.group_size=[4", "grpo.group_size", "not valid YAML", "quote it"),
+    ("grpo.group_size=four", "grpo.group_size", "whole number", ""),
+    ("grpo.group_size=", "grpo.group_size", "whole number", ""),
+    ("model.path=", "model.path", "must be a path", ""),
+    ("=4", "--set", "needs the form section.key", "known keys here"),
+]
+
+
+@pytest.mark.parametrize(("option", "key", "message", "suggestion"), BAD_OPTIONS, ids=[row[0] for row in BAD_OPTIONS])
+def test_each_mistake_in_an_option_is_named(
+    tmp_path: Path, option: str, key: str, message: str, suggestion: str
+) -> None:
+    (problem,) = problems_of(write(tmp_path, MINIMAL), [option])
+    assert problem.key == key
+    assert message in problem.message
+    assert suggestion in problem.suggestion
+    assert problem.where == f"--set {option}"
+
+
+def test_all_problems_come_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = "model: {path: m}\ndata:\n  train: a\n  train: b\n"
+    text += "grpo:\n  group_sise: 3\n  tis_cap: 2\n  old_logprobs: rollout\n"
+    found = problems_of(write(tmp_path, text), ["rollout.replicas=0", "oops"])
+    assert [(problem.key, problem.where.rpartition(":")[2]) for problem in found] == [
+        ("data.train", "4"),
+        ("oops", "--set oops"),
+        ("grpo.group_sise", "6"),
+        ("rollout.replicas", "--set rollout.replicas=0"),
+        ("grpo.tis_cap", "7"),
+    ]
+
+
+def test_duplicate_keys_name_both_lines(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, "model: {path: m}\ndata:\n  train: a\n  train: b\n"))
+    assert (problem.key, problem.value) == ("data.train", "b")
+    assert problem.message == "given twice: on line 3 and again on line 4"
+
+
+BROKEN_FILES = [
+    (b"model:\n  path: [m\n", "line 3, column 1: not valid YAML"),
+    (b"model:\n\tpath: m\n", "line 2, column 1: not valid YAML"),
+    (b"", "is empty"),
+    (b"- model\n", "holds a list"),
+    (b"model:\n  path: \xff\n", "line 2 is not UTF-8"),
+    (b"a: 1\n---\nb: 2\n", "line 2, column 1: not valid YAML"),
+    (b"model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN_FILES, ids=[row[1] for row in BROKEN_FILES])
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    (problem,) = problems_of(file)
+    assert problem.value == str(file)
+    assert message in problem.message
+
+
+def test_a_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL)
+    (problem,) = problems_of(tmp_path / "rum.yaml")
+    assert problem.message == "no such configuration file"
+    assert problem.suggestion == "files there: run.yaml"
+
+
+def test_a_draft_keeps_what_is_good_beside_what_is_bad(tmp_path: Path) -> None:
+    draft = draft_config(write(tmp_path, MINIMAL + "trainer: 5\ngrpo: {group_size: 1}\n"))
+    assert draft.config is not None
+    assert draft.config.model.path == tmp_path / "m"
+    assert draft.usable("model.path", "grpo.max_new_tokens")
+    assert not draft.usable("grpo.group_size")
+    assert not draft.usable("trainer.tensor_parallel")
+
+
+def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
+    draft = draft_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"])
+    assert [(problem.key, problem.severity) for problem in draft.problems] == [("grpo.logprob_diff_limit", "warning")]
+    assert load_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"]).model.dtype == "bfloat16"

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from coordinator.advantages import STD_EPSILON, StdKind, group_advantages, zero_variance
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_rows_sum_to_zero(std: StdKind) -> None:
+    advantages = group_advantages(RNG.normal(size=(9, 5)), std=std)
+    assert np.abs(advantages.sum(axis=1)).max() < 1e-12
+
+
+def test_group_std_is_unbiased_per_group() -> None:
+    rewards = np.array([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
+    spread = np.array([[np.sqrt(7.0)], [np.sqrt(3.0)]])
+    expected = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON)
+    np.testing.assert_allclose(group_advantages(rewards, std="group"), expected, rtol=1e-12)
+
+
+def test_batch_std_is_one_number_for_all() -> None:
+    rewards = np.array([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    expected = centred / (np.std(rewards, ddof=1) + STD_EPSILON)
+    np.testing.assert_allclose(group_advantages(rewards, std="batch"), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e9])
+def test_equal_rewards_give_exactly_zero(std: StdKind, value: float) -> None:
+    rewards = np.array([[value] * 7, [0.0] * 6 + [1.0]])
+    advantages = group_advantages(rewards, std=std)
+    assert (advantages[0] == 0.0).all()
+    assert zero_variance(rewards).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_a_group_of_one_is_zero_and_not_nan(std: StdKind) -> None:
+    assert group_advantages(np.array([[2.0], [5.0]]), std=std).tolist() == [[0.0], [0.0]]
+    assert group_advantages(np.array([[2.0]]), std=std).tolist() == [[0.0]]
+
+
+def test_bad_rewards_are_named() -> None:
+    with pytest.raises(ValueError, match="completion 1 of group 0 is nan"):
+        group_advantages(np.array([[0.0, np.nan]]))
+    with pytest.raises(ValueError, match=r"not of shape \(0, 4\)"):
+        group_advantages(np.zeros((0, 4)))

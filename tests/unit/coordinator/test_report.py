@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.prompts import CursorState
+from coordinator.report import MetricsFile
+from coordinator.state import RunState, Totals
+from coordinator.summary import build_summary, merge_versions
+from coordinator.sync_report import RoundReports
+from servicekit.errors import Internal
+from tandem_api.weights.v1 import weights_pb2
+
+
+def test_rows_after_an_iteration_are_cut(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert file.cut_after(3) == 0
+    for iteration in range(1, 6):
+        file.append({"iteration": iteration, "loss": None})
+    assert file.cut_after(3) == 2
+    assert [row["iteration"] for row in file.rows()] == [1, 2, 3]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2, "los')
+    file = MetricsFile(path)
+    assert [row["iteration"] for row in file.rows()] == [1]
+    file.cut_after(5)
+    assert path.read_text() == '{"iteration": 1}\n'
+
+
+def test_rows_hold_no_nan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        MetricsFile(tmp_path / "m").append({"loss": float("nan")})
+
+
+def test_the_summary_has_what_the_issue_asks_for() -> None:
+    state = RunState(
+        iteration=2,
+        policy_version=2,
+        cursor=CursorState(epoch=0, position=0, num_prompts=1),
+        batch_rng={},
+        model_fingerprint="f",
+        initial_accuracy=0.25,
+        last_accuracy=0.5,
+        totals=Totals(weight_sync_s=[0.3, 0.1, 0.2], bytes_per_rollout_rank=64, redundancy=1.0),
+    )
+    rows = [{"iteration_s": 1.0, "overhead_share": 0.1}, {"iteration_s": 3.0, "overhead_share": None}]
+    summary = build_summary(state, rows, {"torch": "2"})
+    json.dumps(summary, allow_nan=False)
+    keys = "iterations initial_accuracy final_accuracy wall_s generated_tokens trained_samples policy_version"
+    assert set(keys.split()) | {"weight_sync", "logprob_abs_diff_max", "versions"} <= set(summary)
+    assert summary["weight_sync"] == {
+        "count": 3,
+        "total_s_median": 0.2,
+        "total_s_max": 0.3,
+        "bytes_per_rollout_rank": 64,
+        "redundancy": 1.0,
+    }
+    assert summary["time"]["iteration_s_median"] == 2.0
+    assert summary["time"]["overhead_share_median"] == 0.1
+    assert summary["time"]["sync_s_median"] is None
+
+
+def test_versions_of_services_that_differ_are_both_kept() -> None:
+    merged = merge_versions({"trainer": {"torch": "2.13"}, "rollout-0": {"torch": "2.12"}})
+    assert (merged["torch"], merged["rollout-0.torch"]) == ("2.13", "2.12")
+
+
+def report(**fields: object) -> weights_pb2.PhaseReport:
+    return weights_pb2.PhaseReport(**fields)
+
+
+def test_stages_are_those_of_the_slowest_participant() -> None:
+    reports = RoundReports()
+    reports.add(
+        {"trainer": [report(seconds={"prepare": 0.1, "rendezvous": 0.5})], "r0": [report(seconds={"prepare": 0.3})]}
+    )
+    reports.add({"r0": [report(seconds={"prepare": 0.1, "install": 0.2})]})
+    reports.check_bytes({"r0": [report(bytes_received=10, shard_bytes=10), report(bytes_received=30, shard_bytes=30)]})
+    result = reports.result(policy_version=4, attempts=1, total_s=1.0)
+    assert result.stages == {"prepare": 0.4, "rendezvous": 0.5, "install": 0.2}
+    assert (result.bytes_per_rollout_rank, result.bytes_received, result.redundancy) == (30, 40, 1.0)
+
+
+def test_a_participant_without_a_plan_is_named() -> None:
+    plans = {"trainer": [report(plan_digest="a"), report(plan_digest="a")], "r0": [report()]}
+    with pytest.raises(Internal, match=r"r0 rank 0 made transfer plan \(none\), but trainer rank 0 made a"):
+        RoundReports().check_plans(plans)

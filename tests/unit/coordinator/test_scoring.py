@@ -1,0 +1,61 @@
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coordinator.rewards.base import Reward, ScoredText, Scores
+from coordinator.rewards.exact_match import ExactMatch
+from coordinator.samples import Completion, Group, Prompt
+from coordinator.scoring import Scorer
+from coordinator.tokenizer import TextCodec
+from servicekit.errors import Internal
+from tests.fakes.tiny_task import EOS, encode, write_model
+
+
+class Failing:
+    """Fails for the first `count` items."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        return Scores(values=[0.0] * len(items), num_errors=self.count, first_error="KeyError: 'x'")
+
+    def close(self) -> None:
+        pass
+
+
+def completion(said: str) -> Completion:
+    ids = [*encode(said), EOS]
+    return Completion(
+        token_ids=array("I", ids), logprobs=array("f", [0.0] * len(ids)), truncated=False, oldest_version=0
+    )
+
+
+def group(answer: str, *said: str) -> Group:
+    prompt = Prompt(row=1, token_ids=[3], answer=answer)
+    return Group(group_id="g", prompt=prompt, completions=tuple(map(completion, said)))
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    return TextCodec.from_folders(write_model(tmp_path / "model"))
+
+
+def scorer(codec: TextCodec, reward: Reward, weight: float = 1.0) -> Scorer:
+    return Scorer(reward=reward, codec=codec, weight=weight)
+
+
+async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> None:
+    groups = [group("12", "12", "13", "12"), group("7", "8", "7", "70")]
+    scored = await scorer(codec, ExactMatch(require_stop=True), weight=2.0).score(groups)
+    assert scored.rewards_PG.tolist() == [[2.0, 0.0, 2.0], [0.0, 2.0, 0.0]]
+    assert scored.accuracy == 0.5
+
+
+async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:
+    groups = [group("1", *["1"] * 20) for _ in range(5)]
+    assert (await scorer(codec, Failing(5)).score(groups)).num_errors == 5
+    with pytest.raises(Internal, match=r"scoring failed for 6 of 100 completions, more than 5%; .* KeyError: 'x'"):
+        await scorer(codec, Failing(6)).score(groups)

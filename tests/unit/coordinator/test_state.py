@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.checkpoint import COORDINATOR_FILE, load_newest
+from coordinator.prompts import CursorState
+from coordinator.state import RunState
+from servicekit.checkpoints import mark_complete, step_folder
+from servicekit.errors import ConfigError
+
+
+def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
+    rng = np.random.default_rng(3)
+    return RunState(
+        iteration=iteration,
+        cursor=CursorState(epoch=1, position=5, num_prompts=9),
+        batch_rng=dict(rng.bit_generator.state),
+        model_fingerprint=fingerprint,
+    )
+
+
+def save_checkpoint(run_dir: Path, state: RunState) -> Path:
+    folder = step_folder(run_dir, state.iteration)
+    folder.mkdir(parents=True)
+    state.save(folder / COORDINATOR_FILE)
+    mark_complete(folder, iteration=state.iteration, model="models/a", model_fingerprint=state.model_fingerprint)
+    return folder
+
+
+def test_a_saved_state_is_the_same_and_its_generator_goes_on(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    rng.permutation(10)
+    state = state_at(4)
+    state.batch_rng = dict(rng.bit_generator.state)
+    state.note_accuracy(0.25)
+    state.note_accuracy(0.75)
+    state.note_accuracy(0.5)
+    state.save(tmp_path / "state.json")
+    loaded = RunState.load(tmp_path / "state.json")
+    assert loaded == state
+    assert (loaded.initial_accuracy, loaded.best_accuracy, loaded.last_accuracy) == (0.25, 0.75, 0.5)
+    other = np.random.default_rng(0)
+    other.bit_generator.state = loaded.batch_rng
+    assert other.permutation(50).tolist() == rng.permutation(50).tolist()
+
+
+def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, state_at(2))
+    save_checkpoint(tmp_path, state_at(4))
+    (save_checkpoint(tmp_path, state_at(6)) / "complete.json").unlink()
+    loaded = load_newest(tmp_path, model="models/a", fingerprint="f00d")
+    assert loaded is not None
+    assert loaded.iteration == 4
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
+    assert load_newest(tmp_path, model="models/a", fingerprint="f00d") is None
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, state_at(2))
+    with pytest.raises(ConfigError) as caught:
+        load_newest(tmp_path, model="models/b", fingerprint="beef")
+    for part in (str(folder), "models/a", "f00d", "models/b", "beef"):
+        assert part in str(caught.value)
+
+
+def test_damaged_states_are_named(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, state_at(2))
+    path = folder / COORDINATOR_FILE
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "iteration": "many"}))
+    with pytest.raises(ConfigError, match=r"coordinator\.json is not a coordinator state: iteration: "):
+        load_newest(tmp_path, model="models/a", fingerprint="f00d")
+    path.unlink()
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_newest(tmp_path, model="models/a", fingerprint="f00d")

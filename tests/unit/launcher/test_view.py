@@ -1,0 +1,170 @@
+"""What a run looks like: progress lines, the closing summary, the reward curve, the last line, the log's reason."""
+
+import io
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher import outcome
+from launcher.follow import show_event
+from launcher.logs import last_error
+from launcher.metric_columns import COLUMNS, heading, line
+from launcher.plot import plot_rewards
+from launcher.summary import print_summary, summary_lines
+from launcher.view import RunView, make_console
+from servicekit.checkpoints import mark_complete, step_folder
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+
+ROW = {
+    "iteration": 3, "reward_mean": 0.5, "response_length_mean": 3.25, "entropy": 0.125, "logprob_abs_diff_max": 3e-6,
+    "tokens_per_s": 4321.0, "generate_s": 0.8, "train_s": 0.5, "sync_s": 0.05, "policy_version": 12,
+    "iteration_s": 1.5, "engine_s": 0.7, "trainer_compute_s": 0.45, "overhead_share": 0.1,
+}  # fmt: skip
+SUMMARY: dict[str, Any] = {
+    "iterations": 3, "initial_accuracy": 0.268, "final_accuracy": 0.962, "wall_s": 61.24, "generated_tokens": 123456,
+    "trained_samples": 3072, "policy_version": 12, "logprob_abs_diff_max": 3.1e-6,
+    "weight_sync": {"count": 4, "total_s_median": 0.0512, "total_s_max": 0.2,
+                    "bytes_per_rollout_rank": 1790208, "redundancy": 1.0},
+    "time": {"overhead_share_median": 0.104},
+}  # fmt: skip
+
+
+def plain_view() -> tuple[RunView, io.StringIO]:
+    stream = io.StringIO()
+    return RunView(Console(file=stream, highlight=False, soft_wrap=True), 40), stream
+
+
+def test_a_line_fits_its_heading() -> None:
+    assert len(line(ROW, 40)) == len(heading()) <= 110
+    assert line(ROW, 40).split() == [
+        "3/40",
+        "0.500",
+        "-",
+        "3.2",
+        "0.125",
+        "3.0e-06",
+        "4321",
+        "0.80",
+        "0.50",
+        "0.050",
+        "12",
+    ]
+    assert set(line({}, 40).split()) == {"-"}
+    assert len(COLUMNS) == 10
+
+
+def test_events_become_plain_lines_without_control_codes() -> None:
+    view, stream = plain_view()
+    events = [
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_STATE, message="running"),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_PROGRESS, message="generate"),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_EVALUATION, message="held-out accuracy 0.268 at version 0"),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_ITERATION, message="iteration 3", values=ROW),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_EVALUATION, message="again", values={"iteration": 3}),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_WARNING, message="look [here]"),
+    ]
+    for event in events:
+        show_event(event, view)
+    view.close()
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "running",
+        "held-out accuracy 0.268 at version 0",
+        heading(),
+        line(ROW, 40),
+        "warning: look [here]",
+    ]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_heading_comes_again_every_twenty_rows() -> None:
+    view, stream = plain_view()
+    for _ in range(21):
+        view.iteration(ROW)
+    assert stream.getvalue().count(heading()) == 2
+
+
+def test_a_terminal_gets_a_spinner_and_is_left_clean() -> None:
+    stream = io.StringIO()
+    view = RunView(Console(file=stream, force_terminal=True, width=120), 40)
+    view.doing("starting Redis")
+    view.doing("waiting for trainer")
+    view.close()
+    assert "\x1b[?25l" in stream.getvalue()  # cursor hidden ...
+    assert stream.getvalue().rstrip().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")  # ... and shown again
+
+
+def test_output_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    make_console().print("x" * 300)
+    assert capsys.readouterr().out == "x" * 300 + "\n"
+
+
+def test_the_summary_says_what_the_run_was_worth(tmp_path: Path) -> None:
+    lines = dict(summary_lines(SUMMARY, [ROW, ROW], tmp_path))
+    assert lines["held-out accuracy"] == "0.268 -> 0.962"
+    assert lines["weight sync"] == "4 rounds, median 0.051 s, longest 0.200 s"
+    assert lines["bytes per rank"] == "1,790,208 per sync, redundancy 1.00"
+    assert lines["added by Tandem"].startswith("10.4% of an iteration")
+    assert lines["time goes to"] == (
+        "engine 47%, trainer 30%, generation beyond the engine 7%, training beyond the model 3%, sync 3%, other 10%"
+    )
+
+
+def test_a_summary_with_holes_leaves_them_out(tmp_path: Path) -> None:
+    assert [name for name, _ in summary_lines({"wall_s": 1.0}, [], tmp_path)] == ["wall time", "results"]
+    console = Console(file=io.StringIO())
+    print_summary(console, tmp_path)
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_the_curve_is_drawn_if_there_is_something_to_draw(tmp_path: Path) -> None:
+    assert plot_rewards(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**ROW, "iteration": n}) + "\n" for n in (1, 2)))
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    path = plot_rewards(tmp_path)
+    assert path == tmp_path / "reward.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_last_line_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"iteration": 12}) + "\n")
+    step_folder(run_dir, 10).mkdir(parents=True)
+    mark_complete(step_folder(run_dir, 10))
+    monkeypatch.chdir(tmp_path)
+    assert outcome.stopped(run_dir, signal.SIGINT) == outcome.Outcome(
+        code=130,
+        text="stopped by Ctrl-C after iteration 12; go on from iteration 10 with: tandem run --resume runs/a",
+    )
+
+
+def test_a_coordinator_that_was_stopped_by_a_signal_has_not_finished(tmp_path: Path) -> None:
+    assert outcome.ended(tmp_path).code == 0
+    (tmp_path / "state.json").write_text('{"status": "interrupted"}')
+    assert outcome.ended(tmp_path).code == 1
+
+
+LOGS = [
+    ("", ""),
+    ("plain text\n\n", "plain text"),
+    ('{"message": "fine", "level": "info"}\n{"message": "no", "level": "error", "error": "rank 1"}\n', "no: rank 1"),
+    ('{"message": "bad", "level": "error"}\n{"message": "stopped", "level": "info"}\n', "bad"),
+    ('{"message": "bad", "level": "error"}\nTraceback (most recent call last):\n  x\nKeyError: 1\n', "KeyError: 1"),
+    ('{"message": "run failed", "level": "error", "exception": "T\\nValueError: x"}\n', "run failed: ValueError: x"),
+    ("x" * 400, "x" * 297 + "..."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reason"), LOGS, ids=[str(number) for number in range(len(LOGS))])
+def test_the_reason_in_a_log(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "log").write_text(text, encoding="utf-8")
+    assert last_error(tmp_path / "log") == reason
+
+
+def test_a_missing_log_has_no_reason(tmp_path: Path) -> None:
+    assert last_error(tmp_path / "log") == ""

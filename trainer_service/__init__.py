@@ -1,0 +1,1 @@
+"""The Megatron trainer service: samples in, a new policy version out."""

@@ -1,0 +1,38 @@
+"""`python -m trainer_service --config FILE [--resume]`: one rank of the trainer (RANK, WORLD_SIZE, LOCAL_RANK)."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError
+from servicekit.lifecycle import EXIT_BAD_CONFIG
+from servicekit.logs import configure_logging, get_logger
+from tandem_config.loading import load_config
+from tandem_config.problems import ConfigErrors
+from trainer_service import app
+from trainer_service.worker import WorkerSettings
+from trainer_service.world import Place
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the rank. Returns: 2 for a bad configuration; otherwise the process ends in app.run."""
+    parser = argparse.ArgumentParser(prog="python -m trainer_service", description="One rank of the Megatron trainer.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration file (YAML)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    options = parser.parse_args(arguments)
+    configure_logging("trainer", rank=os.environ.get("RANK", "0"))
+    try:
+        place = Place.from_env(os.environ)
+        environment = ServiceEnvironment.from_env()
+        config = load_config(options.config)
+    except (ConfigError, ConfigErrors) as error:
+        get_logger(__name__).error("bad configuration", error=str(error))
+        return EXIT_BAD_CONFIG
+    settings = WorkerSettings(config=config, environment=environment, place=place, resume=options.resume)
+    return app.run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Wires a rank together: rank 0 serves gRPC and commands, the others follow."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from typing import Any
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import DeadlineExceeded
+from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
+from servicekit.logs import configure_logging, get_logger
+from servicekit.metrics import serve_metrics
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from trainer_service.ranks import Command, Commander, follow
+from trainer_service.servicer import TrainerServicer
+from trainer_service.worker import Worker, WorkerSettings
+from trainer_service.world import reachable
+
+SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+NAME = "trainer"
+# Running calls may finish for this long after SIGTERM, then all ranks have as long to stop.
+DRAIN_GRACE_S = 30.0
+
+log = get_logger(__name__)
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serves until the process is asked to stop. Returns: its exit code."""
+
+    async def main(stop: asyncio.Event) -> int:
+        configure_logging(NAME, rank=settings.place.rank)
+        return await (_RankZero(settings).run(stop) if settings.place.rank == 0 else _follower(settings, stop))
+
+    code = run_main(NAME, main)
+    sys.stderr.flush()
+    # threads that wait for a dead peer would hold the interpreter up until their timeout
+    os._exit(code)
+
+
+class _RankZero:
+    """Life of the rank that serves."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._environment: ServiceEnvironment = settings.environment
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Live at once, ready when the model is loaded."""
+        loop = asyncio.get_running_loop()
+        registry = await asyncio.to_thread(Registry, self._environment.redis_url, self._environment.run_id)
+        grpo = self._settings.config.grpo
+        commander = Commander()
+        servicer = TrainerServicer(commander, max_samples=grpo.prompts_per_iteration * grpo.group_size)
+
+        def on_stop(why: str) -> None:
+            log.info("stop requested by a rank", why=why)
+            loop.call_soon_threadsafe(stop.set)
+
+        worker = Worker(self._settings, registry, commander.run, on_stop)
+        server = GrpcServer(NAME, bind=self._environment.bind)
+        server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+        address = await server.start()
+        metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
+        worker.start()
+        try:
+            if not await _loaded(worker, stop):
+                return EXIT_OK
+            servicer.serve_engine(worker.loaded.result())
+            await asyncio.to_thread(self._announce, registry, address, metrics_port)
+            server.set_ready(True)
+            await run_until_stopped(stop, [asyncio.create_task(_end_of(worker), name="ranks")])
+            return await self._shut_down(server, commander, worker)
+        finally:
+            server.set_ready(False)
+            await asyncio.to_thread(registry.close)
+            with contextlib.suppress(Exception):
+                await server.drain(0.0)
+
+    def _announce(self, registry: Registry, address: str, metrics_port: int) -> None:
+        host = reachable(self._environment.bind_host)
+        record = ServiceRecord(
+            role="trainer",
+            name=NAME,
+            address=f"{host}:{address.rpartition(':')[2]}",
+            metrics_address=f"{host}:{metrics_port}",
+            worker_id=secrets.token_hex(8),
+        )
+        registry.announce(record, self._settings.config.sync.lease_ttl_s)
+
+    async def _shut_down(self, server: GrpcServer, commander: Commander, worker: Worker) -> int:
+        """Refuse new calls, finish running ones, stop all ranks."""
+        await server.drain(DRAIN_GRACE_S)
+        stopping = commander.submit(Command.STOP)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(stopping), DRAIN_GRACE_S)
+            await asyncio.wait_for(_end_of(worker), DRAIN_GRACE_S)
+        except TimeoutError:
+            log.error("ranks did not stop in time", seconds=DRAIN_GRACE_S, activity=commander.current.name.lower())
+            return EXIT_FAILED
+        log.info("trainer stopped", ranks=self._settings.place.world_size)
+        return EXIT_OK
+
+
+async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
+    """Life of the other ranks: rank 0 says when it is over."""
+    environment = settings.environment
+    registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+    worker = Worker(settings, registry, follow, lambda _: None)
+    worker.start()
+    if not await _loaded(worker, stop):
+        return EXIT_OK
+    ended = asyncio.create_task(_end_of(worker), name="ranks")
+    asked = asyncio.create_task(stop.wait(), name="stop")
+    waits: set[asyncio.Task[Any]] = {ended, asked}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done() and worker.liveness is not None:
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone already
+            worker.liveness.ask_to_stop(f"rank {settings.place.rank} was asked to stop")
+        await asyncio.wait({ended}, timeout=3 * DRAIN_GRACE_S)
+    if not ended.done():
+        raise DeadlineExceeded(f"rank 0 did not stop rank {settings.place.rank} within {3 * DRAIN_GRACE_S:g} s")
+    await ended
+    log.info("trainer rank stopped", rank=settings.place.rank)
+    return EXIT_OK
+
+
+async def _loaded(worker: Worker, stop: asyncio.Event) -> bool:
+    """Waits for the model.
+
+    Returns: False if the process was asked to stop first. Raises: why the model could not be loaded.
+    """
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    loaded = asyncio.ensure_future(asyncio.wrap_future(worker.loaded))
+    waits: set[asyncio.Future[Any]] = {stopped, loaded}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not loaded.done():
+        return False
+    await loaded
+    return True
+
+
+async def _end_of(worker: Worker) -> None:
+    await asyncio.shield(asyncio.wrap_future(worker.ended))

@@ -1,0 +1,32 @@
+"""File work that one rank does and all must know the result of: no rank may wait for one that has failed."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from servicekit.errors import Internal
+
+
+def together(what: str, device: torch.device, action: Callable[[], int] | None) -> int:
+    """Every rank calls this.
+
+    Args:
+        what: the work in words, for errors ("write checkpoint /a/b").
+        action: this rank's part, or None. Its OSErrors are errors of the request, not of the trainer.
+    Returns: the sum of all ranks' results, on every rank.
+    Raises: Internal: on every rank, if any rank's part failed.
+    """
+    error: Exception | None = None
+    result = torch.zeros(2, dtype=torch.int64, device=device)
+    try:
+        result[0] = action() if action is not None else 0
+    except (OSError, SafetensorError) as caught:
+        error, result[1] = caught, 1
+    dist.all_reduce(result)
+    if error is not None:
+        raise Internal(f"cannot {what}: {error}") from error
+    if int(result[1]) > 0:
+        raise Internal(f"cannot {what}: {int(result[1])} trainer ranks failed, their logs say why")
+    return int(result[0])

@@ -1,0 +1,157 @@
+"""`TrainerEngine` on megatron-core."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tandem_config.schema import RunConfig
+from trainer_service.checks import Limits
+from trainer_service.engine import StepResult
+from trainer_service.megatron_engine import build, checkpoint
+from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
+from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
+from trainer_service.megatron_engine.step import StepRunner
+from trainer_service.plan import Ranks, measure_all
+from trainer_service.samples import FloatArray, Samples
+from weightsync.hf_files import gather_tensors, load_shards, write_folder
+from weightsync.layout import Parallel
+from weightsync.megatron_layout import megatron_layout
+from weightsync.model_spec import ModelSpec
+
+
+class MegatronEngine:
+    """One rank of the policy. torch.distributed is initialised before it is made."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        trainer = config.trainer
+        self._config = config
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._version = 0
+        self._spec = ModelSpec.from_folder(config.model.path)
+        self._parallel = Parallel(
+            tensor=trainer.tensor_parallel, pipeline=trainer.pipeline_parallel, data=trainer.data_parallel
+        )
+        # names every problem of model and sizes before anything is built
+        self._layout = megatron_layout(self._spec, self._parallel)
+        build.initialize_parallel(self._parallel, config.run.seed)
+        sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
+        mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
+        model = build.build_model(self._spec, mcore_config, device)
+        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        wrapped = build.wrap(model, mcore_config)
+        optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
+        self._adam = AdamState(self._parameters, optimizer)
+        self._ranks = Ranks(
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel=trainer.data_parallel,
+            pipeline_parallel=trainer.pipeline_parallel,
+            width_multiple=trainer.tensor_parallel if sequence_parallel else 1,
+            max_tokens=trainer.max_tokens_per_micro_batch,
+        )
+        self._schedule = Schedule(wrapped, temperature=config.grpo.temperature, true_vocab=self._spec.vocab_size)
+        self._runner = StepRunner(
+            model=wrapped,
+            optimizer=optimizer,
+            adam=self._adam,
+            schedule=self._schedule,
+            grpo=config.grpo,
+            ranks=self._ranks,
+            clip_grad=trainer.clip_grad,
+            device=device,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """See `TrainerEngine`; as for the rest."""
+        return self._version
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's sizes."""
+        return self._spec
+
+    @property
+    def parallel(self) -> Parallel:
+        """How it is spread."""
+        return self._parallel
+
+    @property
+    def limits(self) -> Limits:
+        """What a sample may be."""
+        return Limits(
+            vocab_size=self._spec.vocab_size,
+            max_positions=self._spec.max_positions,
+            max_tokens=self._ranks.max_tokens,
+        )
+
+    def load(self, folder: Path) -> None:
+        """This rank's slices of a Hugging Face folder's weights."""
+        with torch.no_grad():
+            for parameter in self._parameters.values():
+                # padding of the vocabulary is in no file; it stays zero
+                parameter.zero_()
+        load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+        masters_from_weights(self._parameters)
+
+    def train_step(self, samples: Samples, num_updates: int) -> StepResult:
+        """One GRPO step."""
+        result = self._runner.run(samples, num_updates)
+        self._version += 1
+        return result
+
+    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
+        """Forward only."""
+        out = torch.zeros(2, samples.num_completion_tokens, device=self._device)
+
+        def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
+            out[0, batch.token_index] = logprobs
+            out[1, batch.token_index] = entropies
+
+        self._schedule.measure([to_device(b, self._device) for b in measure_all(samples, self._ranks)], record)
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            out.zero_()
+        dist.all_reduce(out)
+        logprobs, entropies = out.cpu().numpy().astype(np.float32)
+        return logprobs, entropies
+
+    def save(self, folder: Path) -> int:
+        """Weights, AdamW and random states."""
+        meta = self._identity() | {"policy_version": self._version}
+        return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """The reverse of save, at the same layout."""
+        self._version = checkpoint.load(folder, self._adam.tensors(), self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        return {"model": asdict(self._spec), "parallel": asdict(self._parallel), "dtype": self._config.model.dtype}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live parameters by megatron-core's local names."""
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    def export(self, folder: Path) -> int:
+        """Gathers on rank 0, which writes."""
+        gathered = gather_tensors(self._spec, self._parallel, dist.get_rank(), self.tensors(), dist.group.WORLD)
+
+        def write() -> int:
+            if gathered is None:
+                return 0
+            write_folder(gathered, self._config.model.path, folder)
+            return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+        return together(f"write {folder}", self._device, write)
+
+    def close(self) -> None:
+        """Megatron's process groups are given up; another engine can be made in this process."""
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,110 @@
+"""Runs micro-batches through megatron-core's pipeline schedule and hands the last stage its log-probs and entropies."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from trainer_service.megatron_engine.vocab_parallel import logprob_entropy
+from trainer_service.padded import Padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTensors:
+    """`Padded` on the device: B rows, S columns, t completion tokens."""
+
+    input_ids: Tensor  # [B, S]
+    position_ids: Tensor  # [B, S]
+    positions: Tensor  # [t]
+    targets: Tensor  # [t]
+    token_index: Tensor  # [t]
+    counted: bool
+    padded_tokens: int
+
+
+# (micro-batch, log-probs [t], entropies [t]) -> scalar loss; called on the last stage only
+TokenFunction = Callable[[MicroBatchTensors, Tensor, Tensor], Tensor]
+
+
+def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
+    """Copies the index arrays (no copy on a CPU)."""
+
+    def move(array: Any) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    rows, columns = batch.input_ids.shape
+    return MicroBatchTensors(
+        input_ids=move(batch.input_ids),
+        position_ids=torch.arange(columns, device=device).expand(rows, columns),
+        positions=move(batch.positions),
+        targets=move(batch.targets),
+        token_index=move(batch.token_index),
+        counted=batch.counted,
+        padded_tokens=batch.padded_tokens,
+    )
+
+
+class Schedule:
+    """Forward, or forward and backward, of a list of micro-batches on every rank of a data-parallel rank's model."""
+
+    def __init__(self, model: torch.nn.Module, *, temperature: float, true_vocab: int) -> None:
+        self._model = model
+        self._temperature = temperature
+        self._true_vocab = true_vocab
+        self._run = get_forward_backward_func()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+
+    def measure(
+        self, batches: Sequence[MicroBatchTensors], on_tokens: Callable[[MicroBatchTensors, Tensor, Tensor], None]
+    ) -> None:
+        """Forward only, without gradients."""
+
+        def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            on_tokens(batch, logprobs, entropies)
+            return logprobs.new_zeros(())
+
+        with torch.no_grad():
+            self._through(batches, record, forward_only=True)
+
+    def train(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction) -> None:
+        """Forward, backward and the reduction of gradients over data-parallel ranks, tied embeddings and norms.
+
+        Every data-parallel rank calls this together, with at least one micro-batch.
+        """
+        self._through(batches, on_tokens, forward_only=False)
+
+    def _through(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction, *, forward_only: bool) -> None:
+        if not batches:
+            return
+        self._run(
+            forward_step_func=partial(self._forward, on_tokens),
+            data_iterator=iter(batches),
+            model=self._model,
+            num_microbatches=len(batches),
+            # both are ignored: with variable_seq_lengths the stages tell each other the shape of each micro-batch
+            seq_length=batches[0].input_ids.shape[1],
+            micro_batch_size=batches[0].input_ids.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _forward(
+        self, on_tokens: TokenFunction, batches: Iterator[MicroBatchTensors], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+        batch = next(batches)
+        return model(batch.input_ids, batch.position_ids, None), partial(self._loss, on_tokens, batch)
+
+    def _loss(
+        self, on_tokens: TokenFunction, batch: MicroBatchTensors, logits: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """logits [B, S, v] -> (loss, token count that mcore would divide by and does not, nothing)."""
+        # only completion positions: prompts and padding need no softmax over the vocabulary
+        chosen = logits.flatten(0, 1).index_select(0, batch.positions)
+        if self._temperature != 1.0:
+            chosen = chosen / self._temperature
+        logprobs, entropies = logprob_entropy(chosen, batch.targets, group=self._group, true_vocab=self._true_vocab)
+        return on_tokens(batch, logprobs, entropies), torch.zeros((), dtype=torch.int, device=logits.device), {}

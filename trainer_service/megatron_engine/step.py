@@ -1,0 +1,129 @@
+"""One GRPO step on this rank: old log-probs, then per update forward, backward, finiteness check and AdamW."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from servicekit.errors import NotFinite
+from tandem_config.schema import GrpoSection
+from trainer_service.engine import StepResult
+from trainer_service.megatron_engine.adam_state import AdamState
+from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
+from trainer_service.megatron_engine.token_state import SUMS, TokenState
+from trainer_service.padded import Padded
+from trainer_service.plan import Ranks, plan_step
+from trainer_service.samples import Samples
+from trainer_service.step_metrics import step_metrics
+from trainer_service.stopwatch import Stopwatch
+
+MAX_NAMED_SAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRunner:
+    """What a step needs of the engine; the same on every rank."""
+
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    adam: AdamState
+    schedule: Schedule
+    grpo: GrpoSection
+    ranks: Ranks
+    clip_grad: float
+    device: torch.device
+
+    def run(self, samples: Samples, num_updates: int) -> StepResult:
+        """Every rank calls this together with the same samples.
+
+        Raises: NotFinite: on every rank alike; the weights and AdamW's state are what they were before.
+        """
+        watch = Stopwatch()
+        with watch.part("pack"):
+            plan = plan_step(samples, num_updates, self.grpo, self.ranks)
+            state = TokenState.of(samples, self.grpo, self.device)
+            measured, updates = self._load(plan.measured), [self._load(batches) for batches in plan.updates]
+            if num_updates > 1:
+                self.adam.remember()
+        with watch.part("old_logprobs"):
+            self.schedule.measure(measured, state.measure)
+        sums, norms = [], []
+        for update, batches in enumerate(updates):
+            with watch.part("forward_backward"):
+                self._gradients(batches, state)
+            with watch.part("optimizer"):
+                norm = self._gradient_norm()
+                sums.append(self._reduced(state.take_sums(), norm))
+                self._check_finite(sums[-1], norm, samples, state, update)
+                self._apply(norm)
+            norms.append(norm)
+            state.measures_old = False
+        highest = self._reduced_max(state.abs_diff_max)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        return StepResult(
+            metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples),
+            seconds=watch.seconds,
+        )
+
+    def _load(self, batches: list[Padded]) -> list[MicroBatchTensors]:
+        return [to_device(batch, self.device) for batch in batches]
+
+    def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:
+        """Leaves the update's gradients in the model's main_grad buffers; zeros where no sample has a gradient."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.schedule.train(batches, state.loss)
+
+    def _gradient_norm(self) -> float:
+        """Global L2 norm before clipping; NaN or inf if any gradient is."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def _reduced(self, sums: Tensor, norm: float) -> Tensor:
+        """Sums over all tokens of the update: one rank of each model counts, the last stage's first tensor rank."""
+        if not self._counts:
+            sums.zero_()
+        if not math.isfinite(norm):
+            sums[SUMS.index("not_finite")] += 1
+        dist.all_reduce(sums)
+        return sums
+
+    def _reduced_max(self, value: Tensor) -> float:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    @property
+    def _counts(self) -> bool:
+        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def _check_finite(self, sums: Tensor, norm: float, samples: Samples, state: TokenState, update: int) -> None:
+        if float(sums[SUMS.index("not_finite")]) == 0:
+            return
+        if update > 0:
+            self.adam.restore()
+        bad = state.not_finite.to(torch.uint8)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        raise NotFinite(_describe(bad.cpu(), norm, samples, update))
+
+    def _apply(self, norm: float) -> None:
+        """Clip by the global norm, then AdamW."""
+        clip_grad_by_total_norm_fp32(self.optimizer.chained_optimizers[0].get_parameters(), self.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+
+
+def _describe(bad: Tensor, norm: float, samples: Samples, update: int) -> str:
+    """Names the samples with a log-prob or loss that is not finite; without one, the gradient's whole update."""
+    tokens = torch.nonzero(bad).flatten().numpy()
+    owners = sorted(set((samples.completion_starts.searchsorted(tokens, side="right") - 1).tolist()))
+    what = "loss"
+    if not owners:
+        owners, what = samples.of_update(update).tolist(), f"gradient (norm {norm})"
+    names = ", ".join(samples.sample_ids[i] for i in owners[:MAX_NAMED_SAMPLES])
+    more = f" and {len(owners) - MAX_NAMED_SAMPLES} more" if len(owners) > MAX_NAMED_SAMPLES else ""
+    return f"the {what} of update {update} is not finite; samples: {names}{more}; the weights are unchanged"

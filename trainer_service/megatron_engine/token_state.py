@@ -1,0 +1,121 @@
+"""What a step knows of every completion token, as [T] tensors on the device, and the sums that become its metrics."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem_config.schema import GrpoSection
+from trainer_service.loss import clipped_ratio_loss, importance_weights, kl_k3, sample_weights
+from trainer_service.megatron_engine.schedule import MicroBatchTensors
+from trainer_service.samples import FloatArray, Samples
+
+# Order of the values in the vector that is summed over ranks.
+SUMS = (
+    "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "tis_weight", "tis_capped",
+    "measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens", "not_finite",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class TokenState:
+    """[T] tensors of one step. `weights` belong to the current update and are 0 for tokens in no loss."""
+
+    grpo: GrpoSection
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    not_finite: Tensor  # bool
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    abs_diff_max: Tensor = field(default_factory=lambda: torch.zeros(()))
+    measures_old: bool = True  # the policy is still the one that the step started from
+
+    @classmethod
+    def of(cls, samples: Samples, grpo: GrpoSection, device: torch.device) -> "TokenState":
+        """The state at the step's start."""
+        rollout = torch.from_numpy(samples.rollout_logprobs).to(device)
+        return cls(
+            grpo=grpo,
+            rollout_logprobs=rollout,
+            old_logprobs=rollout.clone(),
+            advantages=torch.from_numpy(samples.per_token(samples.advantages)).to(device),
+            weights=torch.from_numpy(samples.per_token(update_weights(samples, grpo))).to(device),
+            not_finite=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
+            abs_diff_max=torch.zeros((), device=device),
+        )
+
+    def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
+        """Log-probs [t] and entropies [t] of the policy that the step started from."""
+        index = batch.token_index
+        if self.grpo.old_logprobs == "recompute":
+            self.old_logprobs[index] = logprobs
+        difference = (logprobs - self.rollout_logprobs[index]).abs()
+        self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())
+        self._count("padded_tokens", batch.padded_tokens)
+        self._count("measured_tokens", difference.numel())
+        self._add("logprob_abs_diff", difference)
+        self._add("entropy", entropies)
+        self._note_not_finite(index, logprobs)
+
+    def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """This micro-batch's part of the update's loss; scalar, differentiable."""
+        if not batch.counted:
+            return logprobs.sum() * 0.0
+        if self.measures_old:
+            self.measure(batch, logprobs.detach(), entropies.detach())
+        else:
+            self._count("padded_tokens", batch.padded_tokens)
+        index, grpo = batch.token_index, self.grpo
+        old, weights = self.old_logprobs[index], self.weights[index]
+        tokens = clipped_ratio_loss(
+            logprobs, old, self.advantages[index],
+            clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip,
+        )  # fmt: skip
+        loss = tokens.loss
+        if grpo.tis_cap is not None:
+            importance = importance_weights(old, self.rollout_logprobs[index], grpo.tis_cap)
+            self._add("tis_weight", importance)
+            self._add("tis_capped", importance >= grpo.tis_cap)
+            loss = loss * importance
+        if grpo.entropy_coefficient != 0:
+            loss = loss - grpo.entropy_coefficient * entropies
+        self._count("trained_tokens", old.numel())
+        self._add("ratio", tokens.ratio)
+        self._add("kl_old", kl_k3(old, logprobs.detach()))
+        self._add("clipped_low", tokens.clipped_low)
+        self._add("clipped_high", tokens.clipped_high)
+        self._note_not_finite(index, loss.detach())
+        total = (weights * loss).sum()
+        self._add("loss", total.detach())
+        return total
+
+    def _note_not_finite(self, index: Tensor, values: Tensor) -> None:
+        bad = ~torch.isfinite(values)
+        self.not_finite[index] |= bad
+        self._add("not_finite", bad)
+
+    def _add(self, name: str, values: Tensor) -> None:
+        total = values.sum(dtype=torch.float64)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def _count(self, name: str, amount: int) -> None:
+        self._add(name, torch.tensor(amount, device=self.weights.device))
+
+    def take_sums(self) -> Tensor:
+        """[len(SUMS)] float64 of the update, in order; starts anew."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.weights.device)
+        out = torch.stack([self.sums.get(name, zero) for name in SUMS])
+        self.sums = {}
+        return out
+
+
+def update_weights(samples: Samples, grpo: GrpoSection) -> FloatArray:
+    """[S] weight of each completion token of a sample in its update's loss; 0 where the sample is masked."""
+    weights = np.zeros(len(samples), np.float32)
+    for update in np.unique(samples.update_index):
+        rows = samples.of_update(int(update))
+        lengths = torch.from_numpy(samples.completion_lengths[rows])
+        weights[rows] = sample_weights(lengths, grpo.aggregation, max_new_tokens=grpo.max_new_tokens).numpy()
+    return np.where(samples.trainable, weights, np.float32(0))

@@ -1,0 +1,49 @@
+"""Prometheus metrics of the trainer, served by rank 0."""
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge, Histogram
+
+STEP_SECONDS = Histogram(
+    "tandem_train_step_seconds",
+    "Wall seconds of a train step by part: receive, pack, old_logprobs, forward_backward, optimizer, total.",
+    ["part"],
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
+)
+STEPS = Counter("tandem_train_steps_total", "Train steps by result.", ["result"])
+TOKENS = Counter("tandem_train_tokens_total", "Completion tokens of the samples of all train steps.")
+SAMPLES = Counter("tandem_train_samples_total", "Samples of all train steps.")
+POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the trainer holds.")
+GRAD_NORM = Gauge("tandem_grad_norm", "Gradient norm before clipping, mean over the last step's updates.")
+LOSS = Gauge("tandem_loss", "Loss of the last step, mean over its updates.")
+ENTROPY = Gauge("tandem_entropy", "Mean entropy per completion token at the start of the last step, in nats.")
+KL_OLD = Gauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step.")
+CLIP_FRACTION = Gauge("tandem_clip_fraction", "Share of trained tokens whose ratio was clipped, by bound.", ["bound"])
+LOGPROB_DIFF = Gauge("tandem_logprob_abs_diff", "|log pi_trainer - log pi_engine| of the last step.", ["statistic"])
+PUBLISH_SECONDS = Histogram(
+    "tandem_trainer_publish_seconds",
+    "Wall seconds of a weight-sync phase on the trainer.",
+    ["phase"],
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+)
+CHECKPOINT_SECONDS = Histogram(
+    "tandem_checkpoint_seconds", "Wall seconds to write a checkpoint.", buckets=(0.01, 0.1, 1, 10, 100, 1000)
+)
+
+
+def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], policy_version: int) -> None:
+    """A step that worked."""
+    for part, value in seconds.items():
+        STEP_SECONDS.labels(part=part).observe(value)
+    STEPS.labels(result="ok").inc()
+    TOKENS.inc(metrics["tokens"])
+    SAMPLES.inc(metrics["samples"])
+    POLICY_VERSION.set(policy_version)
+    GRAD_NORM.set(metrics["grad_norm"])
+    LOSS.set(metrics["loss"])
+    ENTROPY.set(metrics["entropy"])
+    KL_OLD.set(metrics["kl_old"])
+    CLIP_FRACTION.labels(bound="low").set(metrics["clip_fraction_low"])
+    CLIP_FRACTION.labels(bound="high").set(metrics["clip_fraction_high"])
+    LOGPROB_DIFF.labels(statistic="mean").set(metrics["logprob_abs_diff_mean"])
+    LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])

@@ -1,0 +1,210 @@
+"""Rank 0 commands the other ranks: protobuf bytes broadcast over a gloo control group, every rank's outcome gathered.
+
+One command at a time, on one thread per rank, so that the order of all collectives is the same everywhere:
+
+    rank 0       header [kind, parts, bytes] -> lengths -> body   run   <- outcome of each rank
+    followers    header <- lengths <- body                        run   outcome -> rank 0
+
+An idle rank 0 sends a NOOP every HEARTBEAT_S, so a follower never waits longer than the group's timeout, and both sides
+notice a dead peer. Outcomes: OK and bytes, or a TandemError, which goes to the caller and leaves the trainer serving.
+Any other exception is a failure of the trainer: it ends every rank.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from servicekit.errors import ERRORS, Internal, TandemError
+from servicekit.logs import get_logger
+
+HEARTBEAT_S = 2.0
+
+log = get_logger(__name__)
+
+
+class Command(IntEnum):
+    """What ranks do together."""
+
+    NOOP = 0
+    STOP = 1
+    TRAIN_STEP = 2
+    LOGPROBS = 3
+    PUBLISH = 4
+    SAVE = 5
+    EXPORT = 6
+
+
+# (parts of the request, serialised) -> serialised reply
+Handler = Callable[[Sequence[bytes]], bytes]
+Handlers = Mapping[Command, Handler]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rank has to say. error: None for success."""
+
+    body: bytes = b""
+    error: TandemError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    command: Command
+    parts: Sequence[bytes] = ()
+    replies: "Future[list[bytes]]" = field(default_factory=Future)
+
+
+class Wire:
+    """Moves commands and outcomes over the control group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def broadcast(self, command: Command, parts: Sequence[bytes]) -> None:
+        """On rank 0."""
+        if self.world_size == 1:
+            return
+        body = b"".join(parts)
+        self._share(torch.tensor([command, len(parts), len(body)], dtype=torch.int64))
+        if parts:
+            self._share(torch.tensor([len(part) for part in parts], dtype=torch.int64))
+        if body:
+            self._share(_as_tensor(body))
+
+    def next_command(self) -> tuple[Command, list[bytes]]:
+        """On a follower: waits for rank 0."""
+        command, num_parts, size = self._share(torch.empty(3, dtype=torch.int64)).tolist()
+        lengths = self._share(torch.empty(num_parts, dtype=torch.int64)).tolist() if num_parts else []
+        body = bytes(self._share(torch.empty(size, dtype=torch.uint8)).numpy()) if size else b""
+        parts, start = [], 0
+        for length in lengths:
+            parts.append(body[start : start + length])
+            start += length
+        return Command(command), parts
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, 0, group=self._group)
+        return tensor
+
+    def send_outcome(self, outcome: Outcome) -> None:
+        """On a follower."""
+        failed = outcome.error is not None
+        body = f"{outcome.error.reason}\n{outcome.error}".encode() if outcome.error is not None else outcome.body
+        dist.send(torch.tensor([failed, len(body)], dtype=torch.int64), 0, group=self._group)
+        if body:
+            dist.send(_as_tensor(body), 0, group=self._group)
+
+    def outcome_of(self, rank: int) -> Outcome:
+        """On rank 0: waits for a follower."""
+        header = torch.empty(2, dtype=torch.int64)
+        dist.recv(header, rank, group=self._group)
+        failed, size = header.tolist()
+        body = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(body, rank, group=self._group)
+        data = bytes(body.numpy())
+        return Outcome(error=_error_from(data.decode())) if failed else Outcome(body=data)
+
+
+def _as_tensor(body: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _error_from(text: str) -> TandemError:
+    reason, _, message = text.partition("\n")
+    classes = {error.reason: error for error in ERRORS}
+    return classes.get(reason, Internal)(message)
+
+
+def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) -> Outcome:
+    """A TandemError is an outcome; anything else ends the trainer."""
+    if command not in handlers:
+        return Outcome()
+    try:
+        return Outcome(body=handlers[command](parts))
+    except TandemError as error:
+        return Outcome(error=error)
+
+
+def follow(wire: Wire, handlers: Handlers) -> None:
+    """A follower's life: until rank 0 says STOP."""
+    while True:
+        command, parts = wire.next_command()
+        wire.send_outcome(run_handler(handlers, command, parts))
+        if command is Command.STOP:
+            return
+
+
+class Commander:
+    """Rank 0's side. `run` is the life of its command thread; `submit` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[_Job] = queue.Queue()
+        self._closed = threading.Lock()
+        self._ended = False
+        self.current: Command = Command.NOOP
+
+    def submit(self, command: Command, parts: Sequence[bytes] = ()) -> "Future[list[bytes]]":
+        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError."""
+        job = _Job(command=command, parts=parts)
+        with self._closed:
+            if self._ended:
+                job.replies.set_exception(Internal("the trainer has stopped"))
+            else:
+                self._jobs.put(job)
+        return job.replies
+
+    def run(self, wire: Wire, handlers: Handlers) -> None:
+        """Until STOP. Raises: whatever is no TandemError; jobs that wait then fail too."""
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=HEARTBEAT_S)
+                except queue.Empty:
+                    job = _Job(command=Command.NOOP)
+                self._execute(job, wire, handlers)
+                if job.command is Command.STOP:
+                    return
+        finally:
+            self._close()
+
+    def _execute(self, job: _Job, wire: Wire, handlers: Handlers) -> None:
+        self.current = job.command
+        try:
+            wire.broadcast(job.command, job.parts)
+            outcomes = [run_handler(handlers, job.command, job.parts)]
+            outcomes += [wire.outcome_of(rank) for rank in range(1, wire.world_size)]
+        except BaseException as error:
+            job.replies.set_exception(Internal(f"the trainer failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self.current = Command.NOOP
+        refusal = _first_error(outcomes)
+        if refusal is not None:
+            job.replies.set_exception(refusal)
+        else:
+            job.replies.set_result([outcome.body for outcome in outcomes])
+
+    def _close(self) -> None:
+        with self._closed:
+            self._ended = True
+        while not self._jobs.empty():
+            self._jobs.get_nowait().replies.set_exception(Internal("the trainer has stopped"))
+
+
+def _first_error(outcomes: Sequence[Outcome]) -> TandemError | None:
+    """The error to tell the caller; it names the rank unless all ranks say the same."""
+    errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if not errors:
+        return None
+    rank, first = errors[0]
+    if len(errors) == len(outcomes) and len({str(error) for _, error in errors}) == 1:
+        return first
+    return type(first)(f"trainer rank {rank}: {first}")

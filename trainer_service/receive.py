@@ -1,0 +1,53 @@
+"""Reads the stream of a TrainStep call: a header, then micro-batches, never more than the run can send."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from servicekit.errors import InvalidRequest, TooLarge
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+
+
+@dataclass(kw_only=True)
+class ReceivedStep:
+    """Messages of one step, and when the first of them came."""
+
+    header: pb.TrainStepHeader
+    micro_batches: list[pb.MicroBatch] = field(default_factory=list)
+    started_s: float = field(default_factory=time.perf_counter)
+
+
+async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_samples: int) -> ReceivedStep:
+    """The first message.
+
+    Raises: InvalidRequest: it is no header; TooLarge: it announces more samples than an iteration has.
+    """
+    async for request in requests:
+        if request.WhichOneof("part") != "header":
+            raise InvalidRequest("the first message of TrainStep must be the header")
+        header = request.header
+        if not header.step_id:
+            raise InvalidRequest("step_id is empty; it makes a repeated call safe")
+        if header.num_samples > max_samples:
+            raise TooLarge(
+                f"step {header.step_id!r} announces {header.num_samples} samples; the configuration has {max_samples} "
+                "(grpo.prompts_per_iteration x group_size)"
+            )
+        return ReceivedStep(header=header)
+    raise InvalidRequest("TrainStep got no message; send a header and micro-batches")
+
+
+async def receive_batches(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep) -> None:
+    """The messages after the header. Raises: InvalidRequest: a second header, or more samples than announced."""
+    num_samples = 0
+    async for request in requests:
+        if request.WhichOneof("part") != "micro_batch":
+            raise InvalidRequest(
+                f"message {len(step.micro_batches) + 1} of step {step.header.step_id!r} is no micro-batch"
+            )
+        num_samples += len(request.micro_batch.sample_ids)
+        if num_samples > step.header.num_samples:
+            raise InvalidRequest(
+                f"step {step.header.step_id!r} announces {step.header.num_samples} samples, at least {num_samples} came"
+            )
+        step.micro_batches.append(request.micro_batch)

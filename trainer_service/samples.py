@@ -1,0 +1,77 @@
+"""The samples of one train step as flat arrays, and their checks.
+
+Legend: S samples, T completion tokens of all samples, N tokens (prompts and completions) of all samples.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+def starts(lengths: IntArray) -> IntArray:
+    """First index of each of the consecutive spans with these lengths.
+
+    >>> starts(np.array([3, 1, 2])).tolist()
+    [0, 3, 4]
+    """
+    return np.cumsum(lengths) - lengths
+
+
+def span_indices(first: IntArray, lengths: IntArray) -> IntArray:
+    """The indices of the spans [first_i, first_i + length_i), one span after the other.
+
+    >>> span_indices(np.array([10, 20]), np.array([2, 3])).tolist()
+    [10, 11, 20, 21, 22]
+    """
+    return np.repeat(first - starts(lengths), lengths) + np.arange(int(lengths.sum()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples of one step, in the order in which they came; ragged fields are flattened in sample order."""
+
+    sample_ids: tuple[str, ...]
+    update_index: IntArray  # [S] optimizer update, 0-based
+    prompt_lengths: IntArray  # [S]
+    completion_lengths: IntArray  # [S]
+    token_ids: IntArray  # [N] each sample's prompt, then its completion
+    rollout_logprobs: FloatArray  # [T] at the sampling temperature
+    advantages: FloatArray  # [S]
+    trainable: BoolArray  # [S] False: in no loss, but in the denominators
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """[S] tokens of prompt and completion."""
+        return self.prompt_lengths + self.completion_lengths
+
+    @cached_property
+    def token_starts(self) -> IntArray:
+        """[S] index of each sample's first token in `token_ids`."""
+        return starts(self.lengths)
+
+    @cached_property
+    def completion_starts(self) -> IntArray:
+        """[S] index of each sample's first completion token in [T] arrays."""
+        return starts(self.completion_lengths)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """T."""
+        return int(self.rollout_logprobs.size)
+
+    def of_update(self, update: int) -> IntArray:
+        """Indices of the samples of one optimizer update, ascending."""
+        return np.flatnonzero(self.update_index == update)
+
+    def per_token(self, values: NDArray) -> NDArray:
+        """[S] values repeated for each completion token: [T]."""
+        return np.repeat(values, self.completion_lengths)

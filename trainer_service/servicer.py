@@ -1,0 +1,168 @@
+"""TrainerService of rank 0: checks what can be checked here, then commands all ranks.
+
+Nothing that can be wrong with a request reaches a collective: a refused request leaves the trainer serving.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError
+from servicekit.logs import get_logger
+from servicekit.versions import software_versions
+from tandem_api.common.v1 import common_pb2
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from trainer_service import metrics
+from trainer_service.batch import merge
+from trainer_service.checks import check_updates
+from trainer_service.engine import TrainerEngine
+from trainer_service.handlers import check_version
+from trainer_service.ranks import Command, Commander
+from trainer_service.receive import ReceivedStep, receive_batches, receive_header
+
+# A step is repeated right after its reply was lost, so few replies need to be kept.
+KEPT_REPLIES = 4
+PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
+
+log = get_logger(__name__)
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Until `serve_engine` is called every RPC is refused with NOT_READY."""
+
+    def __init__(self, commander: Commander, *, max_samples: int) -> None:
+        self._commander = commander
+        self._max_samples = max_samples
+        self._engine: TrainerEngine | None = None
+        self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
+
+    def serve_engine(self, engine: TrainerEngine) -> None:
+        """The model is loaded."""
+        self._engine = engine
+        metrics.POLICY_VERSION.set(engine.policy_version)
+
+    @property
+    def _ready(self) -> TrainerEngine:
+        if self._engine is None:
+            raise NotReady("the trainer is still loading its model")
+        return self._engine
+
+    async def TrainStep(
+        self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
+    ) -> pb.TrainStepResponse:
+        """One GRPO step; a repeated step_id gets the first reply."""
+        engine = self._ready
+        step = await receive_header(request_iterator, self._max_samples)
+        step_id = step.header.step_id
+        if step_id not in self._steps:
+            check_version(step.header.policy_version, engine.policy_version)
+            await receive_batches(request_iterator, step)
+            # in a thread: a large batch must not hold up health checks
+            await asyncio.to_thread(_check_step, step, engine)
+        if step_id not in self._steps:  # nor did another call bring it meanwhile
+            self._steps[step_id] = asyncio.create_task(self._train(step), name=f"step-{step_id}")
+            while len(self._steps) > KEPT_REPLIES:
+                self._steps.popitem(last=False)
+        # a caller that goes away does not stop a step that other ranks have begun
+        return await asyncio.shield(self._steps[step_id])
+
+    async def _train(self, step: ReceivedStep) -> pb.TrainStepResponse:
+        received_s = time.perf_counter() - step.started_s
+        parts = [step.header.SerializeToString(), *(batch.SerializeToString() for batch in step.micro_batches)]
+        try:
+            replies = await asyncio.wrap_future(self._commander.submit(Command.TRAIN_STEP, parts))
+        except TandemError as error:
+            self._steps.pop(step.header.step_id, None)
+            metrics.STEPS.labels(result="not_finite" if isinstance(error, NotFinite) else "failed").inc()
+            raise
+        response = pb.TrainStepResponse.FromString(replies[0])
+        response.seconds["receive"] = received_s
+        response.seconds["total"] = time.perf_counter() - step.started_s
+        metrics.observe_step(response.metrics, response.seconds, response.policy_version)
+        log.info(
+            "train step done",
+            step_id=step.header.step_id,
+            policy_version=response.policy_version,
+            loss=response.metrics["loss"],
+            grad_norm=response.metrics["grad_norm"],
+            seconds=round(response.seconds["total"], 4),
+        )
+        return response
+
+    async def ComputeLogprobs(
+        self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
+    ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
+        """A reply per message, in order."""
+        engine = self._ready
+        async for request in request_iterator:
+            await asyncio.to_thread(merge, [request.micro_batch], engine.limits)
+            body = request.micro_batch.SerializeToString()
+            replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, [body]))
+            yield pb.ComputeLogprobsResponse.FromString(replies[0])
+
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+        """A phase of a sync round on every rank."""
+        self._ready  # noqa: B018
+        if request.phase not in weights_pb2.RoundPhase.values() or request.phase == 0:
+            raise InvalidRequest(f"phase {request.phase} is no phase of a round")
+        phase = weights_pb2.RoundPhase.Name(request.phase).removeprefix("ROUND_PHASE_").lower()
+        with metrics.PUBLISH_SECONDS.labels(phase=phase).time():
+            replies = await self._command(Command.PUBLISH, request.SerializeToString())
+        return pb.PublishWeightsResponse(ranks=[weights_pb2.PhaseReport.FromString(reply) for reply in replies])
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+        """Weights, optimizer and random states."""
+        self._ready  # noqa: B018
+        _check_folder(request.path)
+        with metrics.CHECKPOINT_SECONDS.time():
+            replies = await self._command(Command.SAVE, request.SerializeToString())
+        response = pb.SaveCheckpointResponse.FromString(replies[0])
+        log.info("checkpoint saved", path=request.path, policy_version=response.policy_version, bytes=response.bytes)
+        return response
+
+    async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
+        """A Hugging Face folder."""
+        self._ready  # noqa: B018
+        _check_folder(request.path)
+        replies = await self._command(Command.EXPORT, request.SerializeToString())
+        response = pb.ExportModelResponse.FromString(replies[0])
+        log.info("model exported", path=request.path, policy_version=response.policy_version)
+        return response
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        """What the trainer has and does."""
+        engine = self._ready
+        current = self._commander.current
+        return pb.GetStatusResponse(
+            policy_version=engine.policy_version,
+            parallel=engine.parallel.to_proto(),
+            world_size=engine.parallel.world_size,
+            activity="idle" if current is Command.NOOP else current.name.lower(),
+            versions=common_pb2.SoftwareVersions(packages=software_versions(PACKAGES)),
+        )
+
+    async def _command(self, command: Command, body: bytes) -> list[bytes]:
+        """A caller that goes away does not cancel what the ranks have begun."""
+        return await asyncio.shield(asyncio.wrap_future(self._commander.submit(command, [body])))
+
+
+def _check_step(step: ReceivedStep, engine: TrainerEngine) -> None:
+    samples = merge(step.micro_batches, engine.limits)
+    check_updates(samples, step.header.num_updates, step.header.num_samples)
+
+
+def _check_folder(path: str) -> None:
+    """Raises: InvalidRequest: the path is relative, or a file is in the way."""
+    folder = Path(path)
+    if not folder.is_absolute():
+        raise InvalidRequest(f"path {path!r} is not absolute; trainer and caller have different working directories")
+    for each in (folder, *folder.parents):
+        if each.exists():
+            if not each.is_dir():
+                raise InvalidRequest(f"path {path!r}: {each} is a file")
+            break

@@ -1,0 +1,151 @@
+"""The thread of a rank that owns torch: joins the world, loads the model, then obeys commands until STOP.
+
+All torch.distributed calls of a rank come from this thread, so that their order is that of the commands. The main
+thread keeps the event loop: health, RPCs, signals.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from servicekit import checkpoints
+from servicekit.environment import ServiceEnvironment
+from servicekit.logs import get_logger
+from servicekit.registry import Registry
+from tandem_config.schema import RunConfig
+from trainer_service.engine import TrainerEngine
+from trainer_service.handlers import CommandHandlers
+from trainer_service.liveness import Liveness
+from trainer_service.publish import Publisher
+from trainer_service.ranks import Handlers, Wire
+from trainer_service.world import Place, connect, device_of, meet, reachable
+from weightsync.participants import trainer_slot
+from weightsync.session import SyncMember
+
+CHECKPOINT = "trainer"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a rank is started with."""
+
+    config: RunConfig
+    environment: ServiceEnvironment
+    place: Place
+    resume: bool
+
+
+# (wire, handlers): rank 0 issues commands, a follower obeys; returns at STOP
+Serve = Callable[[Wire, Handlers], None]
+
+
+class Worker:
+    """Runs in a daemon thread; `loaded` and `ended` carry what happens in it."""
+
+    def __init__(
+        self, settings: WorkerSettings, registry: Registry, serve: Serve, on_stop: Callable[[str], None]
+    ) -> None:
+        self._settings, self._registry, self._serve, self._on_stop = settings, registry, serve, on_stop
+        self.loaded: Future[TrainerEngine] = Future()
+        self.ended: Future[None] = Future()
+        self.liveness: Liveness | None = None
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the boundary of the thread
+            failure = self._explained(error)
+            if not self.loaded.done():
+                self.loaded.set_exception(failure)
+            self.ended.set_exception(failure)
+        else:
+            self.ended.set_result(None)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Leaves word for the other ranks; rank 0 finds out which rank failed first."""
+        if self.liveness is None:
+            return error
+        try:
+            self.liveness.report(error)
+            if self._settings.place.rank == 0:
+                return TrainerFailed(self.liveness.diagnose(error))
+        except RuntimeError:  # the store went with rank 0
+            log.warning("no word left for the other ranks: rank 0 is gone")
+        return error
+
+    def _work(self) -> None:
+        place, trainer = self._settings.place, self._settings.config.trainer
+        environment = self._settings.environment
+        device = device_of(place)
+        if device.type == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        store = meet(place, self._registry, environment.bind_host, self._settings.config.run.startup_timeout_s)
+        self.liveness = Liveness(store, place.rank, place.world_size)
+        self.liveness.start(self._on_stop)
+        group = connect(place, store, device, environment.bind_host, trainer.collective_timeout_s)
+        engine = self._load(store, device)
+        member = self._member(engine)
+        member.start()
+        self.loaded.set_result(engine)
+        try:
+            self._serve(Wire(group), CommandHandlers(engine, Publisher(member)).table())
+            self.liveness.end()
+        finally:
+            member.close()
+        dist.barrier(group=group)
+        dist.destroy_process_group()
+
+    def _load(self, store: dist.Store, device: torch.device) -> TrainerEngine:
+        # the import takes seconds and prepares megatron for the device: not at the top, where tests would pay for it
+        from trainer_service.megatron_engine.engine import MegatronEngine
+
+        config = self._settings.config
+        engine = MegatronEngine(config, device)
+        folder = self._checkpoint(store)
+        if folder is None:
+            engine.load(config.model.path)
+        else:
+            engine.load_checkpoint(folder)
+        source = str(config.model.path if folder is None else folder)
+        log.info("model loaded", source=source, policy_version=engine.policy_version, device=str(device))
+        return engine
+
+    def _checkpoint(self, store: dist.Store) -> Path | None:
+        """Rank 0 looks for the newest checkpoint, for all: two looks could see different ones."""
+        if not self._settings.resume:
+            return None
+        if self._settings.place.rank == 0:
+            complete = checkpoints.list_complete(self._settings.environment.run_dir)
+            store.set("checkpoint", str(complete[-1][1] / CHECKPOINT) if complete else "")
+        found = store.get("checkpoint").decode()
+        return Path(found) if found else None
+
+    def _member(self, engine: TrainerEngine) -> SyncMember:
+        environment = self._settings.environment
+        return SyncMember(
+            spec=engine.spec,
+            slot=trainer_slot(self._settings.place.rank),
+            parallel=engine.parallel,
+            tensors=engine.tensors(),
+            redis_url=environment.redis_url,
+            group=f"tandem:{environment.run_id}",
+            host=reachable(environment.bind_host),
+            lease_ttl_s=self._settings.config.sync.lease_ttl_s,
+        )
+
+
+class TrainerFailed(Exception):
+    """The trainer cannot go on; the message names the rank and its error."""
