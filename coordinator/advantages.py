@@ -1,4 +1,4 @@
-"""Rewards to advantages: centred in each prompt's group, optionally divided by a standard deviation. Pure NumPy.
+"""Step 5: rewards to advantages: centred in each prompt's group, divided by a standard deviation. Pure NumPy.
 
 Legend: P prompts, G completions per prompt. Source: DeepSeekMath (GRPO); `none` is the mean-baseline form of Dr. GRPO.
 """

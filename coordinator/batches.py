@@ -1,4 +1,4 @@
-"""Scored groups to a train step: choose samples, split them into optimizer updates, cut those into micro-batches.
+"""Step 6: scored groups to a train step: chosen samples, optimizer updates, micro-batches.
 
 Legend: P prompts, G completions per prompt, S samples. Lengths and plans are NumPy; the wire messages are filled from
 the samples' arrays at the end, the only place that knows protobuf.

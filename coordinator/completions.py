@@ -39,5 +39,5 @@ def _read(item: rollout_pb2.Completion, place: str) -> Completion:
         token_ids=token_ids,
         logprobs=logprobs,
         truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
-        oldest_version=min(span.policy_version for span in item.version_spans),
+        oldest_version=min([span.policy_version for span in item.version_spans]),
     )

@@ -1,7 +1,8 @@
 """One GRPO iteration, from top to bottom: start reading here.
 
 `GrpoLoop.iterate` is the table of contents; each of its lines is a step, lives in the file that the step names, takes
-data and returns data. Legend: P prompts, G completions per prompt, S samples.
+data and returns data. Steps are numbered as in ARCHITECTURE.md (3 and 9 happen in the rollout services).
+Legend: P prompts, G completions per prompt, S samples.
 """
 
 from collections.abc import Mapping

@@ -40,11 +40,16 @@ class Replica:
             response = await self._stub.ReloadWeights(request, timeout=timeout_s)
         return list(response.ranks)
 
-    async def status(self, *, wait_for_ready: bool = False) -> rollout_pb2.GetStatusResponse:
-        """State, version, parallel sizes, software versions; may wait for a service that is coming back."""
+    async def status(self, *, come_back_s: float | None = None) -> rollout_pb2.GetStatusResponse:
+        """State, version, parallel sizes, software versions.
+
+        come_back_s: wait so long for a service that cannot be reached; None: fail at once.
+        """
         with rpc_errors(self.name):
             return await self._stub.GetStatus(
-                rollout_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S, wait_for_ready=wait_for_ready
+                rollout_pb2.GetStatusRequest(),
+                timeout=STATUS_TIMEOUT_S if come_back_s is None else come_back_s,
+                wait_for_ready=come_back_s is not None,
             )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Step 8: report. An iteration as a row of metrics.jsonl: what it learnt, and where its time went.
+"""The last step: report. An iteration as a row of metrics.jsonl: what it learnt, and where its time went.
 
 The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - engine_s - trainer_compute_s`, i.e. all
 that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync, waiting).
@@ -6,7 +6,6 @@ that Tandem adds to the engine's generation and the trainer's model work (RPCs, 
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,11 +132,9 @@ class MetricsFile:
         self._path = path
 
     def append(self, row: Row) -> None:
-        """Add a row; it is on disk when this returns."""
+        """Add a row; it outlives the process when this returns (not a power cut: see RunState.note)."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
         """All whole rows; a last line that a crash has torn is left out."""

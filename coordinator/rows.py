@@ -108,7 +108,7 @@ def _read_jsonl(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | 
 
 def _jsonl_row(path: Path, number: int, raw: bytes, prompt_key: str, answer_key: str) -> Row | RowProblem:
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return _problem(
             path, number, f"is not valid UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start} of the line"

@@ -218,4 +218,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.save(self.run_dir / STATE_FILE)
+        self.state.note(self.run_dir / STATE_FILE)

@@ -19,8 +19,7 @@ _STATES = {
     State.PAUSED: pb.RUN_STATE_PAUSED,
     State.FINISHED: pb.RUN_STATE_FINISHED,
     State.FAILED: pb.RUN_STATE_FAILED,
-    # A watcher must not take an interrupted run for a finished one; the event's message says "interrupted".
-    State.INTERRUPTED: pb.RUN_STATE_FAILED,
+    State.INTERRUPTED: pb.RUN_STATE_INTERRUPTED,
 }
 _KINDS = {
     EventKind.STATE: pb.EVENT_KIND_STATE,

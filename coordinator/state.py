@@ -60,8 +60,17 @@ class RunState(BaseModel):
     totals: Totals = Field(default_factory=Totals)
 
     def save(self, path: Path) -> None:
-        """Write the state; a reader sees the old or the new file, never a part."""
+        """Write the state for good; a reader, also one after a power cut, sees the old or the new file."""
         write_bytes_atomic(path, self.model_dump_json(indent=1).encode())
+
+    def note(self, path: Path) -> None:
+        """Write the state for watchers: atomic, but not forced to disk, which costs 5-10 ms an iteration.
+
+        A restart goes on from a checkpoint, whose copy is written with `save`.
+        """
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "RunState":

@@ -1,4 +1,4 @@
-"""Step 6: client of the trainer service. Its errors say "trainer", its calls always have a deadline."""
+"""Step 7: client of the trainer service. Its errors say "trainer", its calls always have a deadline."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +86,16 @@ class Trainer:
             response = await self._stub.ExportModel(request, timeout=SAVE_TIMEOUT_S)
         return int(response.policy_version)
 
-    async def status(self, *, wait_for_ready: bool = False) -> trainer_pb2.GetStatusResponse:
-        """Version, parallel sizes, activity, software versions; may wait for a service that is coming back."""
+    async def status(self, *, come_back_s: float | None = None) -> trainer_pb2.GetStatusResponse:
+        """Version, parallel sizes, activity, software versions.
+
+        come_back_s: wait so long for a service that cannot be reached; None: fail at once.
+        """
         with rpc_errors(self.name):
             return await self._stub.GetStatus(
-                trainer_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S, wait_for_ready=wait_for_ready
+                trainer_pb2.GetStatusRequest(),
+                timeout=STATUS_TIMEOUT_S if come_back_s is None else come_back_s,
+                wait_for_ready=come_back_s is not None,
             )
 
     async def close(self) -> None:

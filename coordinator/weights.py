@@ -1,4 +1,4 @@
-"""Step 7: publish weights. A sync round as a transaction, tried again in a new epoch while the budget lasts.
+"""Step 8: publish weights. A sync round as a transaction, tried again in a new epoch while the budget lasts.
 
 A round that fails is given up everywhere before the next one starts, and its error says what state every replica is
 in: an RPC error alone says that a reply was lost, not what has happened.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator import metrics
-from coordinator.replica import Replica
+from coordinator.replica import STATUS_TIMEOUT_S, Replica
 from coordinator.sync_report import RoundReports, SyncResult
 from coordinator.sync_round import SyncRound
 from coordinator.trainer import Trainer
@@ -76,29 +76,35 @@ class WeightSync:
         Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help; the
             message names the participant. Every participant has been told to give the round up.
         """
-        start = time.perf_counter()
-        for attempt in range(1, MAX_ROUNDS + 1):
+        start_s = time.perf_counter()
+        failures: list[TandemError] = []
+        while len(failures) < MAX_ROUNDS:
             try:
-                reports = await self._round(policy_version)
+                description = await self._describe(policy_version)
+            except TandemError as error:
+                # A service has not come back, or a slot is empty: waited for already.
+                raise _given_up(policy_version, [*failures, error]) from error
+            try:
+                reports = await self._round(description)
             except TandemError as error:
                 metrics.SYNC_ROUNDS.labels(result="aborted").inc()
-                log.warning("weight sync round failed", version=policy_version, attempt=attempt, error=str(error))
-                if attempt == MAX_ROUNDS or not isinstance(error, _RETRIABLE):
-                    raise type(error)(f"weight sync of version {policy_version}, round {attempt}: {error}") from error
-                continue
-            result = reports.result(
-                policy_version=policy_version, attempts=attempt, total_s=time.perf_counter() - start
-            )
-            metrics.observe_sync(result, [replica.name for replica in self._replicas])
-            return result
-        raise AssertionError("the loop above returns or raises")
+                log.warning("weight sync round failed", round_id=description.round_id, error=str(error))
+                failures.append(error)
+                self._layout = None
+                if not isinstance(error, _RETRIABLE):
+                    break
+            else:
+                total_s = time.perf_counter() - start_s
+                result = reports.result(policy_version=policy_version, attempts=len(failures) + 1, total_s=total_s)
+                metrics.observe_sync(result, [replica.name for replica in self._replicas])
+                return result
+        raise _given_up(policy_version, failures) from failures[-1]
 
-    async def _round(self, policy_version: int) -> RoundReports:
-        sync_round = SyncRound(await self._describe(policy_version), self._trainer, self._replicas)
+    async def _round(self, description: weights_pb2.Round) -> RoundReports:
+        sync_round = SyncRound(description, self._trainer, self._replicas)
         try:
             return await sync_round.run()
         except TandemError as error:
-            self._layout = None
             unconfirmed = await sync_round.abort()
             state = await self._state_of_replicas()
             told = "; ".join([str(error), *state, *(f"abort: {text}" for text in unconfirmed)])
@@ -125,9 +131,10 @@ class WeightSync:
 
     async def _ask_layout(self) -> weights_pb2.Round:
         """Parallel sizes of trainer and replicas; a service that is just coming back is waited for."""
+        come_back_s = min(self._settings.formation_timeout_s, STATUS_TIMEOUT_S)
         trainer, replicas = await asyncio.gather(
-            self._trainer.status(wait_for_ready=True),
-            asyncio.gather(*(replica.status(wait_for_ready=True) for replica in self._replicas)),
+            self._trainer.status(come_back_s=come_back_s),
+            asyncio.gather(*(replica.status(come_back_s=come_back_s) for replica in self._replicas)),
         )
         specs = [
             weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
@@ -165,3 +172,9 @@ class WeightSync:
                 state = weights_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_").lower()
                 told.append(f"{replica.name} is {state} at version {answer.policy_version}")
         return told
+
+
+def _given_up(policy_version: int, failures: Sequence[TandemError]) -> TandemError:
+    """The error that ends a publication: the last failure, after the first if that was another one."""
+    told = " | then: ".join(dict.fromkeys([str(failures[0]), str(failures[-1])]))
+    return type(failures[-1])(f"weight sync of version {policy_version}, try {len(failures)}: {told}")

@@ -10,7 +10,7 @@ from rich.text import Text
 from launcher.preflight import preflight
 from launcher.preflight_resume import note_model
 from launcher.report import headline, print_problems
-from launcher.run_folder import RESOLVED_CONFIG, locked, new_run_dir
+from launcher.run_folder import RESOLVED_CONFIG, claimed, locked
 from launcher.view import RunView, make_console
 from servicekit.errors import ConfigError
 from servicekit.files import write_bytes_atomic
@@ -42,9 +42,11 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
         return BAD_CONFIGURATION
     try:
-        run_dir = new_run_dir(draft.config.run.output_dir, draft.config.run.name) if resume is None else resume
-        with locked(run_dir):
-            return _run_in(run_dir, draft.config, console, resume=resume is not None)
+        if resume is not None:
+            with locked(resume):
+                return _run_in(resume, draft.config, console, resume=True)
+        with claimed(draft.config.run.output_dir, draft.config.run.name) as run_dir:
+            return _run_in(run_dir, draft.config, console, resume=False)
     except (ConfigError, OSError) as error:
         complaints.print(Text(f"not started: {error}", style="bold red"))
         return BAD_CONFIGURATION

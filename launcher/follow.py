@@ -49,8 +49,11 @@ async def _watch_arrivals(
     """Say who is up, as they come; ends when all are."""
     started = time.monotonic()
     missing = {(role, name) for role, names in roles.items() for name in names}
+    shown: set[tuple[str, str]] = set()
     while missing:
-        view.doing("waiting for " + ", ".join(sorted(name for _, name in missing)))
+        if missing != shown:  # only then: the coordinator's events say meanwhile what else is going on
+            shown = set(missing)
+            view.doing("waiting for " + ", ".join(sorted(name for _, name in missing)))
         for role in sorted({role for role, _ in missing}):
             try:
                 records = await asyncio.to_thread(registry.list, role)

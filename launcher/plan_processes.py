@@ -32,6 +32,9 @@ class Launch:
             "TANDEM_RUN_ID": self.run_id,
             "TANDEM_RUN_DIR": str(self.run_dir),
             "TANDEM_BIND_HOST": "127.0.0.1",
+            # Whatever the user's shell says: with fixed ports, two processes could not share this machine.
+            "TANDEM_GRPC_PORT": "0",
+            "TANDEM_METRICS_PORT": "0",
             # Several processes share the cores: more threads each only fight (10 times slower when they do).
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
@@ -53,6 +56,8 @@ def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePla
         command=_module(launch, "trainer_service", resume=True),
         log=launch.run_dir / "logs" / f"trainer-{rank}.log",
         stage=_SERVICE_STAGE,
+        # Without them the ranks meet through the registry; left over from a torchrun they would point elsewhere.
+        unset=("MASTER_ADDR", "MASTER_PORT"),
         env={**launch.environment(), **env, **_visible(devices, devices.trainer)},
         grace_s=_SERVICE_GRACE_S,
     )

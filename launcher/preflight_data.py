@@ -1,4 +1,4 @@
-"""Checks the data files row by row, and that prompts and completions fit into model and KV cache."""
+"""Checks the data files row by row."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -7,11 +7,11 @@ from typing import Literal
 
 from coordinator.rows import Row, read_rows
 from coordinator.tokenizer import TextCodec
+from launcher.preflight_lengths import check_lengths, check_limits
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from weightsync.model_spec import ModelSpec
 
-_ENCODE_BATCH = 4096
 # Lines of one file that are shown; the rest is counted.
 _SHOWN = 10
 
@@ -31,11 +31,11 @@ def check_data(
         if part == "train" and rows and usable("grpo.prompts_per_iteration"):
             problems += _check_enough(config, len(rows))
         if codec is not None and usable("data.max_prompt_tokens", "data.overlong_prompts"):
-            length, found = _check_lengths(config, f"data.{part}", path, rows, codec)
+            length, found = check_lengths(config, path, rows, codec, key=f"data.{part}")
             longest = max(longest, length)
             problems += found
     if usable("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length"):
-        problems += _check_limits(config, spec, longest)
+        problems += check_limits(config, spec, longest)
     if usable("reward.kind"):
         problems += _check_reward(config.reward.kind)
     return problems
@@ -56,69 +56,6 @@ def _check_rows(config: RunConfig, key: str, path: Path) -> tuple[list[Row], lis
             ConfigProblem(key=key, value=str(path), message=f"{result.more_problems} more rows with problems")
         )
     return result.rows, problems
-
-
-def _check_lengths(
-    config: RunConfig, key: str, path: Path, rows: list[Row], codec: TextCodec
-) -> tuple[int, list[ConfigProblem]]:
-    """The longest prompt that will be used, in tokens; over-long ones by the policy of data.overlong_prompts."""
-    limit, drop = config.data.max_prompt_tokens, config.data.overlong_prompts == "drop"
-    lengths = [
-        len(ids)
-        for start in range(0, len(rows), _ENCODE_BATCH)
-        for ids in codec.encode([row.prompt for row in rows[start : start + _ENCODE_BATCH]])
-    ]
-    over = [(row.number, length) for row, length in zip(rows, lengths, strict=True) if length > limit]
-    longest = max((length for length in lengths if length <= limit), default=0)
-    if not over:
-        return longest, []
-    line, length = over[0]
-    everything = len(over) == len(rows)
-    message = (
-        f"{len(over)} of {len(rows)} prompts exceed data.max_prompt_tokens ({limit}); the first has {length} tokens"
-    )
-    return longest, [
-        ConfigProblem(
-            key=key,
-            value=f"{path}:{line}",
-            message=f"{message}; they are left out" if drop and not everything else message,
-            suggestion=""
-            if drop and not everything
-            else f"raise it to {max(lengths)}" + ("" if drop else ", or set data.overlong_prompts: drop"),
-            severity="warning" if drop and not everything else "error",
-        )
-    ]
-
-
-def _check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
-    """`longest` is 0 if the data could not be measured; a completion alone can still be too long for the model.
-
-    For the other two limits the cross checks of the configuration have looked at that case already.
-    """
-    new = config.grpo.max_new_tokens
-    if spec is not None and longest + new > spec.max_positions:
-        yield _too_long(
-            "grpo.max_new_tokens", new, "the model's max_position_embeddings", spec.max_positions, longest, new
-        )
-    if longest == 0:
-        return
-    for key, limit in (
-        ("rollout.context_length", config.rollout.context_length),
-        ("rollout.max_total_tokens", config.rollout.max_total_tokens),
-    ):
-        if limit is not None and longest + new > limit:
-            what = "the KV cache" if key == "rollout.max_total_tokens" else key
-            yield _too_long(key, limit, what, limit, longest, new)
-
-
-def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:
-    room = limit - longest
-    return ConfigProblem(
-        key=key,
-        value=str(value),
-        message=f"the longest prompt ({longest} tokens) and grpo.max_new_tokens ({new}) exceed {what} ({limit} tokens)",
-        suggestion=f"set grpo.max_new_tokens to at most {room}" if room > 0 else "lower data.max_prompt_tokens",
-    )
 
 
 def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:

@@ -61,7 +61,8 @@ async def _launch(request: RunRequest, view: RunView) -> Outcome:
             drive.cancel()
             await asyncio.gather(drive, stop, return_exceptions=True)
             view.doing("stopping services")
-            await supervisor.stop()
+            for ended in await supervisor.stop():
+                view.warning(f"{ended.name} did not end when asked to and was killed; its log: {ended.log}")
             view.close()
 
 

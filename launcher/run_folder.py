@@ -1,10 +1,11 @@
 """The folder of a run: its name, its lock, and what the launcher notes in it."""
 
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,22 +26,34 @@ class LauncherNotes:
     coordinator: str = ""
 
 
-def new_run_dir(output_dir: Path, name: str) -> Path:
-    """Make the folder of a new run: `name`, or `name-2`, `name-3`, ... if there are results under that name.
+@contextmanager
+def claimed(output_dir: Path, name: str) -> Iterator[Path]:
+    """Make and lock the folder of a new run: `name`, or `name-2`, `name-3`, ... if that one is in use or has results.
 
     Earlier results are never touched. An existing empty folder is used as it is.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = output_dir / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            if folder.is_dir() and not any(folder.iterdir()):
-                return folder
-        number += 1
+        with ExitStack() as stack:
+            # The lock is taken before the second look: two launchers at once must not both find it empty.
+            if _is_free(folder) and _try_lock(folder, stack) and _is_free(folder):
+                yield folder
+                return
+
+
+def _is_free(folder: Path) -> bool:
+    """Nothing there, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and all(entry.name == _LOCK for entry in folder.iterdir()))
+
+
+def _try_lock(folder: Path, stack: ExitStack) -> bool:
+    try:
+        folder.mkdir(exist_ok=True)
+        stack.enter_context(locked(folder))
+    except (ConfigError, FileExistsError):
+        return False
+    return True
 
 
 @contextmanager

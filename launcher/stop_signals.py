@@ -12,15 +12,17 @@ class StopSignals:
 
     def __init__(self, on_second: Callable[[], None]) -> None:
         self._on_second = on_second
+        # Under nohup, SIGHUP arrives ignored and has to stay so.
+        self._numbers = [number for number in _NUMBERS if not (number == signal.SIGHUP and _is_ignored(number))]
         self._first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> "StopSignals":
-        for number in _NUMBERS:
+        for number in self._numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._received, number)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in _NUMBERS:
+        for number in self._numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     async def wait(self) -> signal.Signals:
@@ -32,3 +34,7 @@ class StopSignals:
             self._on_second()
         else:
             self._first.set_result(signal.Signals(number))
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN

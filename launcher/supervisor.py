@@ -14,6 +14,7 @@ from launcher.logs import last_error
 
 # What a guard needs, after its own grace period, to SIGKILL and reap what is left.
 _GUARD_MARGIN_S = 6.0
+_KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class ProcessSpec:
     Attributes:
         name: unique in the run; also the name of its log.
         stage: processes are stopped by descending stage, those of one stage together.
-        env: added to the launcher's environment.
+        env, unset: variables that are added to, and left out of, the launcher's environment.
         grace_s: seconds from SIGTERM to SIGKILL.
         remove: folder that goes away with the process.
     """
@@ -33,6 +34,7 @@ class ProcessSpec:
     log: Path
     stage: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
+    unset: Sequence[str] = ()
     grace_s: float = 10.0
     remove: Path | None = None
 
@@ -83,7 +85,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **spec.env},
+                env={name: text for name, text in os.environ.items() if name not in spec.unset} | dict(spec.env),
                 start_new_session=True,
             )
         self._specs[spec.name], self._processes[spec.name] = spec, process
@@ -103,12 +105,17 @@ class Supervisor:
         """The exit of one process."""
         return await asyncio.shield(self._waiters[name])
 
-    async def stop(self) -> None:
-        """SIGTERM stage by stage, highest first; every process is gone when this returns."""
+    async def stop(self) -> list[ProcessExit]:
+        """SIGTERM stage by stage, highest first; every process is gone when this returns.
+
+        Returns: those that did not heed it and had to be killed.
+        """
+        before = {ended.name for ended in self.ended()}
         async with self._starting:
             specs = list(self._specs.values())
         for stage in sorted({spec.stage for spec in specs}, reverse=True):
             await asyncio.gather(*(self._stop_one(spec.name) for spec in specs if spec.stage == stage))
+        return [ended for ended in self.ended() if ended.code == _KILLED and ended.name not in before]
 
     def kill(self) -> None:
         """SIGKILL everything now. `stop` must still be awaited to collect what is left."""

@@ -5,10 +5,12 @@ import contextlib
 import os
 import secrets
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import DeadlineExceeded
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import serve_metrics
@@ -24,6 +26,7 @@ SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
 # Running calls may finish for this long after SIGTERM, then all ranks have as long to stop.
 DRAIN_GRACE_S = 30.0
+ANNOUNCE_RETRY_S = 0.5
 
 log = get_logger(__name__)
 
@@ -70,9 +73,11 @@ class _RankZero:
             if not await _loaded(worker, stop):
                 return EXIT_OK
             servicer.serve_engine(worker.loaded.result())
-            await asyncio.to_thread(self._announce, registry, address, metrics_port)
+            lost: asyncio.Future[None] = loop.create_future()
+            await asyncio.to_thread(self._announce, registry, address, metrics_port, _failing(lost))
             server.set_ready(True)
-            await run_until_stopped(stop, [asyncio.create_task(_end_of(worker), name="ranks")])
+            tasks = [asyncio.create_task(_end_of(worker), name="ranks"), asyncio.create_task(_wait(lost), name="name")]
+            await run_until_stopped(stop, tasks)
             return await self._shut_down(server, commander, worker)
         finally:
             server.set_ready(False)
@@ -80,7 +85,8 @@ class _RankZero:
             with contextlib.suppress(Exception):
                 await server.drain(0.0)
 
-    def _announce(self, registry: Registry, address: str, metrics_port: int) -> None:
+    def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
+        """Waits for the lease of a predecessor that was killed."""
         host = reachable(self._environment.bind_host)
         record = ServiceRecord(
             role="trainer",
@@ -89,7 +95,20 @@ class _RankZero:
             metrics_address=f"{host}:{metrics_port}",
             worker_id=secrets.token_hex(8),
         )
-        registry.announce(record, self._settings.config.sync.lease_ttl_s)
+        ttl_s = self._settings.config.sync.lease_ttl_s
+        deadline = time.monotonic() + 2 * ttl_s
+        told = False
+        while True:
+            try:
+                registry.announce(record, ttl_s, on_lost)
+                return
+            except AlreadyExists as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not told:
+                    log.info("waiting for the name", why=str(error))
+                told = True
+                time.sleep(ANNOUNCE_RETRY_S)
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, worker: Worker) -> int:
         """Refuse new calls, finish running ones, stop all ranks."""
@@ -142,6 +161,20 @@ async def _loaded(worker: Worker, stop: asyncio.Event) -> bool:
         return False
     await loaded
     return True
+
+
+def _failing(future: "asyncio.Future[None]") -> Callable[[str], None]:
+    """A callback for other threads that fails the future with what it is told."""
+    loop = future.get_loop()
+
+    def fail(why: str) -> None:
+        loop.call_soon_threadsafe(lambda: None if future.done() else future.set_exception(Aborted(why)))
+
+    return fail
+
+
+async def _wait(future: "asyncio.Future[None]") -> None:
+    await future
 
 
 async def _end_of(worker: Worker) -> None:

@@ -134,9 +134,12 @@ def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) ->
 
 
 def follow(wire: Wire, handlers: Handlers) -> None:
-    """A follower's life: until rank 0 says STOP."""
+    """A follower's life: until rank 0 says STOP. Raises: RuntimeError: rank 0 is gone, or a handler has failed."""
     while True:
-        command, parts = wire.next_command()
+        try:
+            command, parts = wire.next_command()
+        except RuntimeError as error:
+            raise RuntimeError(f"no command from rank 0, it is gone or hangs: {error}") from error
         wire.send_outcome(run_handler(handlers, command, parts))
         if command is Command.STOP:
             return

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from servicekit import checkpoints
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from servicekit.registry import Registry
 from tandem_config.schema import RunConfig
@@ -75,12 +76,15 @@ class Worker:
             self.ended.set_result(None)
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Leaves word for the other ranks; rank 0 finds out which rank failed first."""
+        """Leaves word for the other ranks; rank 0 finds out which rank failed first.
+
+        A TandemError (a configuration that does not fit the model, say) speaks for itself.
+        """
         if self.liveness is None:
             return error
         try:
             self.liveness.report(error)
-            if self._settings.place.rank == 0:
+            if self._settings.place.rank == 0 and not isinstance(error, TandemError):
                 return TrainerFailed(self.liveness.diagnose(error))
         except RuntimeError:  # the store went with rank 0
             log.warning("no word left for the other ranks: rank 0 is gone")

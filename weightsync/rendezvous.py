@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import redis
-
-from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
+from servicekit.errors import Aborted, DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
-from servicekit.redis_client import connect
+from servicekit.redis_client import connect, redis_errors
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
 
@@ -46,7 +44,8 @@ class Rendezvous:
         self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state")]
 
     def _call(self, *args: str | int) -> list[Any]:
-        reply = self._script(keys=self._keys, args=list(args))
+        with redis_errors():
+            reply = self._script(keys=self._keys, args=list(args))
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
     def join(self, slot: str, worker_id: str, ttl_s: float) -> int:
@@ -133,14 +132,14 @@ class Lease:
         self._thread.join(timeout=5.0)
         try:
             self.rendezvous.leave(self.slot, self.worker_id)
-        except redis.RedisError as error:
+        except Unavailable as error:
             log.warning("could not leave weight group", slot=self.slot, error=str(error))
 
     def _renew(self) -> None:
         while not self._stop.wait(self._ttl_s / 3):
             try:
                 self._beat()
-            except redis.RedisError as error:
+            except Unavailable as error:
                 log.warning("heartbeat failed", slot=self.slot, error=str(error))
             if self.evicted:
                 log.error("evicted from weight group", slot=self.slot)
@@ -154,7 +153,3 @@ class Lease:
             log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
         self.evicted = status == "evicted"
 
-
-def missing_peer(slot: str, phase: str, cause: Exception) -> PeerLost:
-    """The error for a peer that went away in the middle of a phase."""
-    return PeerLost(f"{slot}: a peer was lost during {phase}: {cause}")

@@ -147,7 +147,10 @@ class SyncMember:
 
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
         if self._state is not _State.IDLE and round_.round_id != self._round_id:
-            raise PhaseOrder(f"{self._slot}: round {self._round_id} is {self._state.value}; abort or commit it first")
+            # Its coordinator is gone: it would have ended the round before it began another.
+            log.warning("round superseded", slot=self._slot, old=self._round_id, state=self._state.value)
+            self._communicators.drop()
+            self._end_round()
         started = time.monotonic()
         participants = Participants.of_round(round_)
         rank = self._communicator_rank(participants)

@@ -2,59 +2,21 @@
 
 The upstream backend calls scaled_dot_product_attention once per sequence and layer (its own TODO); with hundreds of
 short sequences that loop is most of a decode step. Here sequences of similar length are padded together, within a bound
-on the padded size, and one call serves them all. Letters in names: N sequences of a chunk, Q padded new tokens,
-K padded keys, H query heads, J key heads, G = H / J, D head size.
+on the padded size, and one call serves them all (padding.py).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from torch.nn.functional import scaled_dot_product_attention
 
-# Padded keys of a chunk: 64 Ki tokens x 8 key heads x 128 x 4 bytes = 256 MiB for K, the same for V; a layer at a time.
-MAX_CHUNK_KEYS = 65536
-# Elements of a chunk's mask [N, Q, K]; a single sequence beyond it goes to the upstream code, which needs no mask.
-MAX_CHUNK_MASK = 1 << 24
+from rollout_service.sglang_cpu.padding import MAX_CHUNK_MASK, Chunk, attend, decode_chunks, extend_chunks
 
 
 def register() -> None:
     """Serve the backend name `torch_native` in this process; SGLang tests that name in several places."""
     register_attention_backend("torch_native")(BatchedTorchAttention)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Sequences that are computed together."""
-
-    slots_NK: torch.Tensor  # KV cache slot of each key; padding points at slot 0, which holds no sequence
-    mask_NQK: torch.Tensor  # True where a query may look
-    index_NQ: torch.Tensor  # rows of the flat query; -1 is padding
-
-
-def plan_chunks(lengths: list[int], queries: list[int]) -> list[list[int]]:
-    """Cut the batch into chunks of similar length whose padded sizes keep the two bounds above.
-
-    Args:
-        lengths: keys per sequence, prefix and new tokens together; > 0.
-        queries: new tokens per sequence; > 0.
-    Returns: positions in the batch, every one in exactly one chunk; a sequence too large for any bound is alone.
-    """
-    chunks: list[list[int]] = []
-    current: list[int] = []
-    longest_q = 0
-    for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], queries[i])):
-        num, longest_q = len(current) + 1, max(longest_q, queries[row])
-        keys = num * lengths[row]  # ascending order: this one is the chunk's longest
-        if current and (keys > MAX_CHUNK_KEYS or keys * longest_q > MAX_CHUNK_MASK):
-            chunks.append(current)
-            current, longest_q = [], queries[row]
-        current.append(row)
-    if current:
-        chunks.append(current)
-    return chunks
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -65,89 +27,30 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self.chunks: dict[bool, list[Chunk]] = {}  # is_extend -> chunks; the same for every layer of this forward
 
     def _run_sdpa_forward_decode(self, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> Any:
-        if _is_special(options) or len(cache) < 5:
+        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = cache
+        if encoder_lens is not None or _is_special(options):
             return super()._run_sdpa_forward_decode(query, output, *cache, **options)
-        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens = cache[:5]
         if False not in self.chunks:
-            self.chunks[False] = _decode_chunks(req_to_token, req_pool_indices, seq_lens)
+            self.chunks[False] = decode_chunks(req_to_token, req_pool_indices, seq_lens)
         for chunk in self.chunks[False]:
-            part = _attend(query[chunk.index_NQ], k_cache, v_cache, chunk, options["scaling"])
+            part = attend(query[chunk.index_NQ], k_cache, v_cache, chunk, options["scaling"])
             output[chunk.index_NQ] = part
         return output
 
     def _run_sdpa_forward_extend(self, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> Any:
-        if _is_special(options) or not options.get("causal") or len(cache) < 7:
+        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, extend_lens, encoder_lens = cache
+        if encoder_lens is not None or _is_special(options) or not options["causal"]:
             return super()._run_sdpa_forward_extend(query, output, *cache, **options)
-        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, extend_lens = cache[:7]
         if int((extend_lens * seq_lens).max()) > MAX_CHUNK_MASK:
             return super()._run_sdpa_forward_extend(query, output, *cache, **options)
         if True not in self.chunks:
-            self.chunks[True] = _extend_chunks(req_to_token, req_pool_indices, seq_lens, prefix_lens, extend_lens)
+            self.chunks[True] = extend_chunks(req_to_token, req_pool_indices, seq_lens, prefix_lens, extend_lens)
         for chunk in self.chunks[True]:
             valid_NQ = chunk.index_NQ >= 0
-            part = _attend(query[chunk.index_NQ.clamp(min=0)], k_cache, v_cache, chunk, options["scaling"])
+            part = attend(query[chunk.index_NQ.clamp(min=0)], k_cache, v_cache, chunk, options["scaling"])
             output[chunk.index_NQ[valid_NQ]] = part[valid_NQ]
         return output
 
 
 def _is_special(options: dict[str, Any]) -> bool:
     return bool(options.get("is_cross_attn")) or options.get("sliding_window_size") is not None
-
-
-def _decode_chunks(req_to_token: torch.Tensor, pool_index: torch.Tensor, seq_lens: torch.Tensor) -> list[Chunk]:
-    lengths = seq_lens.tolist()
-    chunks = []
-    for rows in plan_chunks(lengths, [1] * len(lengths)):
-        rows_N = torch.tensor(rows)
-        slots_NK, valid_NK = _slots(req_to_token, pool_index[rows_N], seq_lens[rows_N])
-        chunks.append(Chunk(slots_NK=slots_NK, mask_NQK=valid_NK.unsqueeze(1), index_NQ=rows_N.unsqueeze(1)))
-    return chunks
-
-
-def _extend_chunks(
-    req_to_token: torch.Tensor,
-    pool_index: torch.Tensor,
-    seq_lens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-) -> list[Chunk]:
-    starts = extend_lens.cumsum(0) - extend_lens
-    chunks = []
-    for rows in plan_chunks(seq_lens.tolist(), extend_lens.tolist()):
-        rows_N = torch.tensor(rows)
-        slots_NK, valid_NK = _slots(req_to_token, pool_index[rows_N], seq_lens[rows_N])
-        step_Q = torch.arange(int(extend_lens[rows_N].max()))
-        # Query a of a sequence with prefix p sits at position p + a and sees the keys 0..p + a. A padded query sees
-        # real keys too, so no row of the softmax is empty.
-        position_NQ = prefix_lens[rows_N].unsqueeze(1) + step_Q
-        causal_NQK = torch.arange(slots_NK.shape[1]) <= position_NQ.unsqueeze(2)
-        index_NQ = torch.where(
-            step_Q < extend_lens[rows_N].unsqueeze(1), starts[rows_N].unsqueeze(1) + step_Q, torch.tensor(-1)
-        )
-        mask_NQK = causal_NQK & valid_NK.unsqueeze(1)
-        chunks.append(Chunk(slots_NK=slots_NK, mask_NQK=mask_NQK, index_NQ=index_NQ))
-    return chunks
-
-
-def _slots(req_to_token: torch.Tensor, pool_N: torch.Tensor, len_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = int(len_N.max())
-    valid_NK = torch.arange(longest) < len_N.unsqueeze(1)
-    # Whatever lies behind a sequence's end in req_to_token is stale; a NaN there would survive a softmax weight of 0.
-    return req_to_token[pool_N, :longest].masked_fill(~valid_NK, 0).long(), valid_NK
-
-
-def _attend(
-    query_NQHD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, chunk: Chunk, scaling: float | None
-) -> torch.Tensor:
-    """Grouped-query attention of a chunk: returns [N, Q, H, D]."""
-    n, q, h, d = query_NQHD.shape
-    j = k_cache.shape[1]
-    keys = k_cache[chunk.slots_NK].transpose(1, 2)  # [N, J, K, D]
-    values = v_cache[chunk.slots_NK].transpose(1, 2)
-    # The G query heads of a key head become further query rows: keys are read once, not repeated G times.
-    query = query_NQHD.view(n, q, j, h // j, d).permute(0, 2, 3, 1, 4).reshape(n, j, (h // j) * q, d)
-    mask = chunk.mask_NQK.unsqueeze(1).expand(n, h // j, q, -1).reshape(n, 1, (h // j) * q, -1)
-    out = scaled_dot_product_attention(
-        query, keys.to(query.dtype), values.to(query.dtype), attn_mask=mask, scale=scaling
-    )
-    return out.view(n, j, h // j, q, -1).permute(0, 3, 1, 2, 4).reshape(n, q, h, -1)

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,6 +26,8 @@ _log = get_logger(__name__)
 
 # A control call takes milliseconds; an engine that is silent for longer is lost.
 CONTROL_S = 30.0
+WARM_UP_S = 120.0
+LEAVE_S = 5.0
 
 
 class SglangEngine:
@@ -67,8 +71,11 @@ class SglangEngine:
         self._manager.signal_handler_class = self._signal_handlers
         self._manager.auto_create_handle_loop()
         self._watch = ChildWatch(self._engine.get_all_child_pids(), self._rank_died)
-        await self._manager.freeze_gc()
+        gc.collect()
+        gc.freeze()  # a full collection of what start-up made would stop the loop for 0.3 s
+        gc.enable()
         self.limits = self._read_limits()
+        await self._warm_up()
 
     def _start_blocking(self) -> None:
         import torch
@@ -83,6 +90,13 @@ class SglangEngine:
 
             if not self._stopping:
                 self._engine = launch_engine(arguments)
+
+    async def _warm_up(self) -> None:
+        """One generation, with whatever weights: the first loads what SGLang loads late, and proves that it can."""
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=())
+        async with asyncio.timeout(WARM_UP_S):
+            async for _ in self.generate([Group(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)], sampling):
+                pass
 
     def _read_limits(self) -> EngineLimits:
         info = self._engine._scheduler_init_result.scheduler_infos[0]
@@ -147,9 +161,19 @@ class SglangEngine:
         self._stopping = True
         if self._watch is not None:
             self._watch.stop()
+        if self._engine is not None and not self.failed.done():
+            await self._let_ranks_leave()
         await asyncio.to_thread(self._end_processes)
         self._starter.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _let_ranks_leave(self) -> None:
+        """For up to LEAVE_S: ranks give back their slots; killed one by one they would report each other's death."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        await asyncio.to_thread(self._manager._subprocess_watchdog.stop)
+        self._manager._dispatch_to_scheduler(ShutdownReq())
+        await asyncio.to_thread(_join_children, LEAVE_S)
 
     def _end_processes(self) -> None:
         """Blocks. A start under way fails as soon as its ranks are gone, but may start further ones until then."""
@@ -183,6 +207,12 @@ class _SignalHandlers:
 
     def running_phase_sigquit_handler(self, *args: Any) -> None:
         self._on_failure(RuntimeError("an SGLang rank reported a failure; its log says which"))
+
+
+def _join_children(timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for child in multiprocessing.active_children():
+        child.join(timeout=max(0.0, deadline_s - time.monotonic()))
 
 
 def _kill_children() -> None:

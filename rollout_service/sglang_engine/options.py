@@ -64,7 +64,7 @@ def engine_environment(config: RunConfig, socket_folder: Path, cuda: bool) -> di
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{socket_folder}/ranks",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
-    if not cuda:
+    if not cuda and config.rollout.tensor_parallel > 1:
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(config.rollout.tensor_parallel)
     return variables
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 import threading
 from typing import Any
 
@@ -10,8 +11,10 @@ from rollout_service.sglang_engine.processes import bind_to_service
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+# SGLang's CPU path pads FFN and KV heads to what AMX kernels like. We use plain torch, and the same shapes as on a GPU.
+_CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_kept: list[Any] = []  # servers and members of this process, for its lifetime
+_kept: list[tuple[Any, Any]] = []  # (member, server) of this rank, for its lifetime
 
 
 def register() -> None:
@@ -20,10 +23,14 @@ def register() -> None:
     if settings is None or os.environ.get("TANDEM_SERVICE_PID") == str(os.getpid()):
         return
     bind_to_service()
+    # SGLang's debug dumper imports Megatron where it is installed: seconds of start-up, for nothing.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(_CPU_PADDING, _keep_config, HookType.REPLACE)
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
+    HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _leave, HookType.AFTER)
     HookRegistry.register(
         f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER
     )
@@ -65,13 +72,25 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         ShardReceiver(member, lambda folder: load_with_sglang(runner.model, folder)),
         settings.address(parallel.tp_rank),
     )
-    _kept.extend((member, server))
+    _kept.append((member, server))
+
+
+def _leave(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """The rank was asked to end: give its slot back now, not when its lease runs out."""
+    for member, server in _kept:
+        server.stop(grace=0)
+        member.close()
+
+
+def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
 
 
 def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Keep the garbage collector off what start-up made: a full collection of it stops generation for 0.3 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _sleep_while_paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

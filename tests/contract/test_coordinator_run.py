@@ -11,6 +11,7 @@ import pytest
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
+from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
@@ -174,3 +175,43 @@ async def test_dropping_every_group_skips_the_step_and_the_sync(
         (8, None, 0),
     ]
     assert fleet.trainer_service.steps == []
+
+
+async def test_a_lost_train_reply_is_asked_for_again_and_trains_once(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of(environment, FakeTrainer(lost_replies=1)) as fleet:
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert fleet.trainer_service.policy_version == 6
+    assert [row["policy_version"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_nothing_to_train_on_has_a_budget(config: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(config, grpo={"zero_variance": "drop"}, run={"iterations": 50})
+    async with fleet_of(environment) as fleet:
+        for service in fleet.rollout_services:
+            service.first_skill, service.skill_per_version = 0.0, 0.0
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert "11 iterations in a row had nothing to train on" in saved_state(environment)["error"]
+
+
+async def test_samples_of_an_older_policy_are_not_trained_on(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    def backdate(result: rollout_pb2.GroupResult) -> None:
+        result.completions[-1].version_spans[0].policy_version = 0
+
+    async with fleet_of(environment) as fleet:
+        for service in fleet.rollout_services:
+            service.damage = backdate
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert "8 samples are older than version 1; the first is i2.g0.row" in saved_state(environment)["error"]
+    assert len(fleet.trainer_service.steps) == 1
+
+
+async def test_a_micro_batch_too_small_for_a_sample_is_refused_before_the_start(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, trainer={"max_tokens_per_micro_batch": 9})
+    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch = 9 is less than .* = 10 tokens"):
+        await conduct(config, environment, resume=False, stop=asyncio.Event())

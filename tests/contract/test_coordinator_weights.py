@@ -1,13 +1,25 @@
 """The weight-sync round as a transaction, over real gRPC: order of phases, checks, abort, retry, names in errors."""
 
+import time
+from collections.abc import Iterable
+
 import pytest
 
 from coordinator.weights import MAX_ROUNDS, WeightSync
-from servicekit.errors import Aborted, DigestMismatch, InvalidRequest, PeerLost, StaleVersion, TandemError, Unavailable
+from servicekit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    DigestMismatch,
+    InvalidRequest,
+    PeerLost,
+    StaleVersion,
+    TandemError,
+    Unavailable,
+)
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
-from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeGroup, Fault
+from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeGroup, FakeMembership, Fault
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]
 ON_TRAINER = [PREPARE, TRANSFER, COMMIT]
@@ -73,7 +85,7 @@ async def test_the_budget_ends_and_the_error_names_participant_and_states() -> N
         fleet.rollout_services[1].sync.faults.extend([Fault(TRANSFER, PeerLost("no route"))] * MAX_ROUNDS)
         with pytest.raises(PeerLost) as caught:
             await sync_of(fleet, group).publish(3)
-    assert str(caught.value).startswith("weight sync of version 3, round 3: rollout-1: no route; ")
+    assert str(caught.value).startswith("weight sync of version 3, try 3: rollout-1: no route; ")
     assert "rollout-0 is poisoned at version 0" in str(caught.value)
     assert group.epoch == MAX_ROUNDS
 
@@ -106,11 +118,27 @@ async def test_a_rank_must_receive_exactly_its_shard(received: int) -> None:
         assert all(COMMIT not in service.sync.phases() for service in fleet.rollout_services)
 
 
-async def test_a_replica_that_is_gone_is_named() -> None:
+async def test_a_replica_that_is_gone_is_named_and_waited_for_once() -> None:
     async with fake_fleet() as fleet:
         sync = sync_of(fleet, FakeGroup())
         await sync.publish(0)
         await fleet.servers["rollout-1"].drain(0.0)
-        fleet.rollout_services[0].sync.faults.extend([Fault(PREPARE, InvalidRequest("stop here"))])
-        with pytest.raises(TandemError, match=r"rollout-1 does not answer"):
+        start_s = time.monotonic()
+        with pytest.raises(TandemError) as caught:
             await sync.publish(1)
+        # sync.formation_timeout_s is 1 s here.
+        assert time.monotonic() - start_s < 5.0
+    assert str(caught.value).startswith("weight sync of version 1, try 2: rollout-1: ")
+    assert "rollout-1 does not answer" in str(caught.value)
+    assert "rollout-0 is serving at version 0" in str(caught.value)
+
+
+async def test_an_empty_slot_is_named() -> None:
+    class Missing(FakeGroup):
+        def wait_for(self, slots: Iterable[str], timeout_s: float) -> FakeMembership:
+            raise DeadlineExceeded("slots missing from tandem:test: rollout-1/0")
+
+    async with fake_fleet() as fleet:
+        with pytest.raises(DeadlineExceeded, match="slots missing from tandem:test: rollout-1/0"):
+            await sync_of(fleet, Missing()).publish(0)
+        assert fleet.trainer_service.sync.seen == []

@@ -79,6 +79,8 @@ class StepRunner:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.schedule.train(batches, state.loss)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the optimizer's part would be charged for it
 
     def _gradient_norm(self) -> float:
         """Global L2 norm before clipping; NaN or inf if any gradient is."""

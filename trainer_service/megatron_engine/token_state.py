@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
-from trainer_service.loss import clipped_ratio_loss, importance_weights, kl_k3, sample_weights
+from trainer_service.loss import clipped_ratio_loss, importance_weights, kl_k3
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
-from trainer_service.samples import FloatArray, Samples
+from trainer_service.samples import Samples
+from trainer_service.update_weights import update_weights
 
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
@@ -109,13 +109,3 @@ class TokenState:
         out = torch.stack([self.sums.get(name, zero) for name in SUMS])
         self.sums = {}
         return out
-
-
-def update_weights(samples: Samples, grpo: GrpoSection) -> FloatArray:
-    """[S] weight of each completion token of a sample in its update's loss; 0 where the sample is masked."""
-    weights = np.zeros(len(samples), np.float32)
-    for update in np.unique(samples.update_index):
-        rows = samples.of_update(int(update))
-        lengths = torch.from_numpy(samples.completion_lengths[rows])
-        weights[rows] = sample_weights(lengths, grpo.aggregation, max_new_tokens=grpo.max_new_tokens).numpy()
-    return np.where(samples.trainable, weights, np.float32(0))

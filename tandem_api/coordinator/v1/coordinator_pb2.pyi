@@ -32,6 +32,8 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_PAUSED: _RunState.ValueType  # 3
     RUN_STATE_FINISHED: _RunState.ValueType  # 4
     RUN_STATE_FAILED: _RunState.ValueType  # 5
+    RUN_STATE_INTERRUPTED: _RunState.ValueType  # 6
+    """Stopped by a signal; `tandem run --resume` goes on."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper): ...
 
@@ -41,6 +43,8 @@ RUN_STATE_RUNNING: RunState.ValueType  # 2
 RUN_STATE_PAUSED: RunState.ValueType  # 3
 RUN_STATE_FINISHED: RunState.ValueType  # 4
 RUN_STATE_FAILED: RunState.ValueType  # 5
+RUN_STATE_INTERRUPTED: RunState.ValueType  # 6
+"""Stopped by a signal; `tandem run --resume` goes on."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 class _EventKind:

@@ -1,5 +1,6 @@
 """Fixtures of the trainer's integration tests: one tiny model and one running trainer for all tests of a module."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def shared_redis() -> Iterator[str]:
 def shared_trainer(
     shared_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrainerProcesses]:
-    """TP 2, running."""
+    """TP 2, running; ends as `kill PID` ends it, which is a test too."""
     trainer = TrainerProcesses(shared_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
     trainer.start(2)
-    yield trainer
-    trainer.kill()
+    try:
+        yield trainer
+        trainer.signal(signal.SIGTERM, [0, 1])
+        assert trainer.exit_codes() == [0, 0]
+    finally:
+        trainer.kill()

@@ -6,6 +6,7 @@ Arguments: rank, world size, file for the store, JSON file of the cases, folder 
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from servicekit.errors import NotFinite
+from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, read_samples
 from trainer_service.megatron_engine.engine import MegatronEngine
@@ -21,8 +22,9 @@ from trainer_service.samples import Samples
 
 
 def run_case(case: dict, out: Path) -> None:
-    trainer = CONFIG["trainer"] | case["layout"]
-    config = RunConfig.model_validate(CONFIG | {"model": {"path": case["model"]}, "trainer": trainer})
+    model = {"path": case["model"], "dtype": case["dtype"]}
+    sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"], "grpo": case["grpo"]}
+    config = RunConfig.model_validate(CONFIG | sections)
     engine = MegatronEngine(config, torch.device("cpu"))
     engine.load(Path(case["model"]))
     engine.export(out / "before")
@@ -33,11 +35,17 @@ def run_case(case: dict, out: Path) -> None:
     engine.export(out / "after")
     engine.load_checkpoint(out / "checkpoint")
     again = engine.train_step(samples, NUM_UPDATES)
+    foreign = refusal(lambda: engine.load_checkpoint(Path(case["foreign"])))
     not_finite = overflow_in_last_update(engine, samples)
     engine.export(out / "after_not_finite")
     if dist.get_rank() == 0:
         np.savez(out / "logprobs.npz", logprobs=logprobs, entropies=entropies)
-        report = {"metrics": dict(result.metrics), "again": dict(again.metrics), "not_finite": not_finite}
+        report = {
+            "metrics": dict(result.metrics),
+            "again": dict(again.metrics),
+            "not_finite": not_finite,
+            "foreign": foreign,
+        }
         (out / "report.json").write_text(json.dumps(report))
     engine.close()
 
@@ -46,10 +54,15 @@ def overflow_in_last_update(engine: MegatronEngine, samples: Samples) -> str:
     """A finite advantage whose gradient is not: the first update is done by then, and must be undone."""
     advantages = samples.advantages.copy()
     advantages[-2] = 3e38
+    return refusal(lambda: engine.train_step(replace(samples, advantages=advantages), NUM_UPDATES))
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """What the engine says instead of doing it."""
     try:
-        engine.train_step(replace(samples, advantages=advantages), NUM_UPDATES)
-    except NotFinite as error:
-        return str(error)
+        action()
+    except TandemError as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

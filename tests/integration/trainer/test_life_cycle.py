@@ -49,13 +49,3 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
     finally:
         first.kill()
         second.kill()
-
-
-async def test_sigterm_ends_every_rank_with_0(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
-    trainer = TrainerProcesses(redis_server, tmp_path, tiny_model, data_parallel=2)
-    try:
-        trainer.start(2).ready()
-        trainer.signal(signal.SIGTERM, [0, 1])
-        assert trainer.exit_codes() == [0, 0]
-    finally:
-        trainer.kill()

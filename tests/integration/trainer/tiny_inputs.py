@@ -24,9 +24,17 @@ CONFIG: dict[str, Any] = {
         "tis_cap": 1.2,
         "entropy_coefficient": 0.01,
         "aggregation": "token-mean",
+        "old_logprobs": "recompute",
     },
     # eps well above rounding: AdamW's first steps divide gradients by their own size, rounding included
     "trainer": {"learning_rate": 1e-3, "adam_eps": 1e-5, "max_tokens_per_micro_batch": 64, "clip_grad": 0.5},
+}
+
+# What of "grpo" differs. Without an entropy bonus samples of advantage 0 are left out of training.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "skips": {"entropy_coefficient": 0.0},
+    "rollout": {"entropy_coefficient": 0.0, "old_logprobs": "rollout", "tis_cap": None},
 }
 
 

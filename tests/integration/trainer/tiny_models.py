@@ -66,13 +66,17 @@ def with_noisy_rollout(samples: Samples, model: PreTrainedModel) -> Samples:
     return replace(samples, rollout_logprobs=exact.numpy() + noise)
 
 
-def reference_step(model: PreTrainedModel, samples: Samples) -> dict[str, float]:
-    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model. Written from grpo.md, not
-    from our code."""
-    grpo, trainer = CONFIG["grpo"], CONFIG["trainer"]
-    with torch.no_grad():
-        old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
+def reference_step(model: PreTrainedModel, samples: Samples, grpo: dict[str, Any]) -> dict[str, float]:
+    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
+
+    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
+    """
+    trainer = CONFIG["trainer"]
     rollout = torch.from_numpy(samples.rollout_logprobs)
+    old = rollout
+    if grpo["old_logprobs"] == "recompute":
+        with torch.no_grad():
+            old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
     advantages = torch.from_numpy(samples.per_token(samples.advantages))
     mask = torch.from_numpy(samples.per_token(samples.trainable))
     update_of_token = torch.from_numpy(samples.per_token(samples.update_index))
@@ -87,7 +91,8 @@ def reference_step(model: PreTrainedModel, samples: Samples) -> dict[str, float]
         rho = (new - old[here]).exp()
         loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
         loss = torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
-        loss = loss * (old - rollout)[here].exp().clamp(max=grpo["tis_cap"])
+        if grpo["tis_cap"] is not None:
+            loss = loss * (old - rollout)[here].exp().clamp(max=grpo["tis_cap"])
         total = ((loss - grpo["entropy_coefficient"] * entropy) * m).sum() / here.sum()
         optimizer.zero_grad()
         total.backward()

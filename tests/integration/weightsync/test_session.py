@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PhaseOrder
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PhaseOrder, Unavailable
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
 from tests.weight_stores import same, tiny_spec
 from weightsync.layout import Parallel
@@ -149,3 +150,20 @@ def test_phases_out_of_order_are_refused(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     with pytest.raises(PhaseOrder, match="not prepared"):
         them.members["trainer/0"].run_phase(pb.ROUND_PHASE_TRANSFER, them.round(1))
+
+
+def test_a_round_left_open_by_a_lost_coordinator_gives_way(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), TWO_REPLICAS)
+    abandoned = them.round(1)
+    them.run(pb.ROUND_PHASE_PREPARE, abandoned)
+    them.run(pb.ROUND_PHASE_TRANSFER, abandoned)
+    them.sync(them.round(2))
+    assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
+
+
+def test_redis_that_is_gone_is_a_tandem_error(redis_process: Callable[..., RedisProcess]) -> None:
+    server = redis_process()
+    rendezvous = Rendezvous(server.url, GROUP)
+    server.kill()
+    with pytest.raises(Unavailable, match="Redis"):
+        rendezvous.snapshot()

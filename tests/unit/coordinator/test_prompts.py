@@ -19,7 +19,7 @@ def taken(cursor: DataCursor, *counts: int) -> list[list[int]]:
 
 def test_an_epoch_takes_every_prompt_once() -> None:
     cursor = DataCursor(PROMPTS, seed=3, shuffle=True)
-    rows = sum(taken(cursor, 3, 3, 3, 5), [])
+    rows = [row for part in taken(cursor, 3, 3, 3, 5) for row in part]
     assert Counter(rows[:7]) == Counter(rows[7:]) == Counter(range(1, 8))
     assert rows[:7] != rows[7:]
 
@@ -48,7 +48,7 @@ def test_a_restored_cursor_goes_on_exactly(before: int) -> None:
 
 def test_other_data_is_refused_on_restore() -> None:
     cursor = DataCursor(PROMPTS, seed=0, shuffle=True)
-    with pytest.raises(ValueError, match="data.train has 7 usable prompts, but the checkpoint was made with 8"):
+    with pytest.raises(ValueError, match=r"data.train has 7 usable prompts, but the checkpoint was made with 8"):
         cursor.restore(CursorState(epoch=0, position=0, num_prompts=8))
 
 
@@ -115,7 +115,7 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_tokenizer_files_that_cannot_be_used(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match="set model.tokenizer_path"):
+    with pytest.raises(FileNotFoundError, match=r"set model.tokenizer_path"):
         TextCodec.from_folders(model, tmp_path)
     (model / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="is not a tokenizer"):

@@ -93,5 +93,5 @@ def test_the_registry_builds_what_the_configuration_names() -> None:
     assert set(REWARDS) == {"exact_match", "regex", "math_verify"}
     assert isinstance(build_reward(RewardSection()), ExactMatch)
     assert isinstance(build_reward(RewardSection(kind="regex", pattern="a")), RegexMatch)
-    with pytest.raises(ValueError, match="reward.pattern is not set"):
+    with pytest.raises(ValueError, match=r"reward.pattern is not set"):
         build_reward(RewardSection(kind="regex"))

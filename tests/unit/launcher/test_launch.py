@@ -28,7 +28,8 @@ config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
 
 def plan(config, shared, devices):
     (folder / "redis_url").write_text(shared.redis_url)
-    return [processes.spec(folder, name, getattr(processes, script), grace_s=0.5)
+    return [processes.spec(folder, name, getattr(processes, script.removesuffix("_LONG")),
+                           grace_s=60.0 if script.endswith("_LONG") else 0.5)
             for name, _, script in (pair.partition("=") for pair in sys.argv[3:])]
 
 view = RunView(make_console(), config.run.iterations)
@@ -119,6 +120,26 @@ def test_a_signal_ends_everything(
     assert launcher.end() == (code, expected)
     assert not any(alive(pid) for pid in pids)
     assert not launcher.redis_socket().parent.exists()
+
+
+def test_a_service_that_had_to_be_killed_is_mentioned(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "rollout-0=IGNORES_SIGTERM", "coordinator=WAITS")
+    read_pid(launcher.folder, "rollout-0")
+    launcher.process.send_signal(signal.SIGTERM)
+    output, _ = launcher.process.communicate(timeout=30)
+    assert "warning: rollout-0 did not end when asked to and was killed" in output
+
+
+def test_a_second_signal_does_not_wait_for_grace_periods(tmp_path: Path, launched: list[Launched]) -> None:
+    launcher = start(launched, tmp_path, "coordinator=IGNORES_SIGTERM_LONG")
+    pid = read_pid(launcher.folder, "coordinator")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.process.stdout is not None
+    while "once more to kill at once" not in launcher.process.stdout.readline():
+        pass
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] == 130
+    assert not alive(pid)
 
 
 def test_a_killed_launcher_takes_redis_and_services_along(tmp_path: Path, launched: list[Launched]) -> None:

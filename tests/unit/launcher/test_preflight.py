@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Strip
 
 from launcher.preflight import preflight
 from tandem_config.loading import draft_config
@@ -193,10 +195,33 @@ def test_long_prompts_are_an_error_or_are_left_out_by_policy(tmp_path: Path) -> 
     assert (stops.key, stops.severity) == ("data.train", "error")
     assert stops.value.endswith("train.jsonl:9")
     assert stops.message == "1 of 9 prompts exceed data.max_prompt_tokens (6); the first has 11 tokens"
-    assert stops.suggestion == "raise it to 11, or set data.overlong_prompts: drop"
+    assert stops.suggestion == "raise data.max_prompt_tokens to 11, or set data.overlong_prompts: drop"
     dropped = only(config, "data.overlong_prompts=drop")
     assert dropped.severity == "warning"
     assert dropped.message.endswith("they are left out")
+
+
+def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer.normalizer = Strip()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "train.jsonl").write_text(GOOD_ROW * 4 + '{"prompt": " ", "answer": "3"}\n', encoding="utf-8")
+    problem = only(file)
+    assert problem.value.endswith("train.jsonl:5")
+    assert "makes nothing of this prompt" in problem.message
+
+
+def test_a_tokenizer_that_fails_on_a_prompt_is_named(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    content["model"]["unk_token"] = "<none>"
+    tokenizer.write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "?", "answer": "3"}\n' * 4, encoding="utf-8")
+    problem = only(file)
+    assert problem.key == "data.train"
+    assert "the tokenizer fails on a prompt" in problem.message
 
 
 def test_no_prompt_left_is_an_error_even_with_drop(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from launcher.preflight_resume import check_resume, note_model
 from launcher.run_folder import (
     RESOLVED_CONFIG,
     LauncherNotes,
+    claimed,
     is_locked,
     locked,
     metrics_rows,
-    new_run_dir,
     read_notes,
     write_notes,
 )
@@ -28,18 +28,32 @@ from tests.unit.launcher.model_folder import write_config, write_model
 from weightsync.model_spec import ModelSpec
 
 
+def claim(output_dir: Path, name: str) -> Path:
+    """A new run's folder, with something in it."""
+    with claimed(output_dir, name) as folder:
+        (folder / "summary.json").write_text("{}")
+    return folder
+
+
 def test_a_name_with_results_gets_the_next_number(tmp_path: Path) -> None:
-    first = new_run_dir(tmp_path / "runs", "a")
-    (first / "summary.json").write_text("{}")
-    second = new_run_dir(tmp_path / "runs", "a")
-    (second / "summary.json").write_text("{}")
-    assert (first.name, second.name, new_run_dir(tmp_path / "runs", "a").name) == ("a", "a-2", "a-3")
-    assert (first / "summary.json").exists()
+    names = [claim(tmp_path / "runs", "a").name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+    assert (tmp_path / "runs" / "a" / "summary.json").read_text() == "{}"
 
 
 def test_an_empty_folder_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    assert new_run_dir(tmp_path, "a") == tmp_path / "a"
+    assert claim(tmp_path, "a") == tmp_path / "a"
+
+
+def test_a_folder_that_is_still_empty_but_claimed_is_left_alone(tmp_path: Path) -> None:
+    with claimed(tmp_path, "a") as first, claimed(tmp_path, "a") as second:
+        assert (first.name, second.name) == ("a", "a-2")
+
+
+def test_a_file_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    assert claim(tmp_path, "a").name == "a-2"
 
 
 def test_a_second_launcher_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""What every RolloutEngine does, on the fake that other tests use and on real SGLang."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollout_service.engine import Finish, FinishedGroup, Group, RolloutEngine, Sampling
+from tandem_config.schema import RunConfig
+from tests.conftest import RedisProcess
+from tests.integration.rollout.tiny_models import VOCABULARY, make_model
+from tests.unit.rollout.fake_engine import FakeEngine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+DEADLINE_S = 30.0
+
+
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["fake", pytest.param("sglang", marks=pytest.mark.integration)],
+)
+async def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RolloutEngine]:
+    if request.param == "fake":
+        yield FakeEngine(num_ranks=1)
+        return
+    from rollout_service.sglang_engine.engine import SglangEngine
+
+    environment = dict(os.environ)
+    server = RedisProcess()
+    server.start()
+    model: Path = make_model(tmp_path_factory.mktemp("model") / "m")
+    config = RunConfig.model_validate(
+        {"model": {"path": str(model)}, "data": {"train": "unused"}, "rollout": {"max_total_tokens": 20000}}
+    )
+    made = SglangEngine(
+        config, "rollout-0", redis_url=server.url, group="contract", host="127.0.0.1", on_terminate=lambda: None
+    )
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.shutdown()
+        await made.shutdown()  # idempotent
+        server.close()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def sampling(max_new_tokens: int = 4) -> Sampling:
+    return Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=max_new_tokens, stop_token_ids=())
+
+
+def groups(num: int, completions: int = 2) -> list[Group]:
+    return [Group(group_id=str(i), prompt_ids=[7, 8, 9 + i], num_completions=completions) for i in range(num)]
+
+
+async def collect(engine: RolloutEngine, asked: list[Group], max_new_tokens: int = 4) -> list[FinishedGroup]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [group async for part in engine.generate(asked, sampling(max_new_tokens)) for group in part]
+
+
+async def test_limits_are_known(engine: RolloutEngine) -> None:
+    assert engine.limits.vocab_size in (100, VOCABULARY)
+    assert engine.limits.longest_request > 0
+    assert len(engine.rank_addresses) == 1
+
+
+async def test_each_group_comes_once_and_whole(engine: RolloutEngine) -> None:
+    found = await collect(engine, groups(5))
+    assert sorted(group.group_id for group in found) == ["0", "1", "2", "3", "4"]
+    for completion in (c for group in found for c in group.completions):
+        assert len(completion.token_ids) == len(completion.logprobs) == 4
+        assert completion.finish is Finish.LENGTH
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+    assert {len(group.completions) for group in found} == {2}
+
+
+async def test_calls_run_side_by_side(engine: RolloutEngine) -> None:
+    found = await asyncio.gather(*(collect(engine, groups(2)) for _ in range(4)))
+    assert [len(each) for each in found] == [2] * 4
+
+
+async def test_tokens_carry_the_version_that_was_set(engine: RolloutEngine) -> None:
+    await engine.set_version(7)
+    (group,) = await collect(engine, groups(1))
+    for completion in group.completions:
+        (span,) = completion.spans
+        assert (span.start, span.end, span.policy_version) == (0, 4, 7)
+
+
+async def test_an_idle_engine_updates_and_flushes(engine: RolloutEngine) -> None:
+    await engine.begin_update()
+    await engine.end_update()
+    assert await engine.flush_cache()
+    assert await collect(engine, groups(1))
+
+
+async def test_aborted_requests_end_with_abort(engine: RolloutEngine) -> None:
+    if isinstance(engine, FakeEngine):
+        engine.hold()
+    running = asyncio.create_task(collect(engine, groups(2), max_new_tokens=400))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_S):
+        while not running.done():  # an abort may come before the requests
+            await engine.abort_running()
+            await asyncio.wait({running}, timeout=0.05)
+    assert {c.finish for group in await running for c in group.completions} == {Finish.ABORT}
+
+
+async def test_a_closed_iterator_leaves_nothing_running(engine: RolloutEngine) -> None:
+    if isinstance(engine, FakeEngine):
+        engine.hold()
+    running = asyncio.create_task(collect(engine, groups(2), max_new_tokens=400))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    async with asyncio.timeout(DEADLINE_S):
+        # True only when no request is held; the engine tells only when asked.
+        while not await engine.flush_cache():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    if isinstance(engine, FakeEngine):
+        engine.release()
+
+
+async def test_frozen_requests_go_on_after_thaw(engine: RolloutEngine) -> None:
+    if isinstance(engine, FakeEngine):
+        engine.hold()
+    running = asyncio.create_task(collect(engine, groups(2), max_new_tokens=200))
+    await asyncio.sleep(0.05)
+    await engine.freeze()
+    if isinstance(engine, FakeEngine):
+        engine.release()
+    await engine.begin_update()
+    await engine.end_update()
+    assert not await engine.flush_cache()
+    await engine.thaw()
+    assert {len(c.token_ids) for group in await running for c in group.completions} == {200}

@@ -1,0 +1,145 @@
+"""The cases of the parity tests: their references by transformers, their results by processes of our engine."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.trainer.tiny_inputs import CONFIG, KINDS, VARIANTS, make_samples, write_samples
+from tests.integration.trainer.tiny_models import make_model, reference_step, save_model, token_logprobs
+from tests.integration.trainer.tiny_models import with_noisy_rollout as noisy
+from trainer_service.samples import FloatArray, Samples
+
+REPOSITORY = Path(__file__).parents[3]
+TIMEOUT_S = 180.0
+# (tensor, pipeline, data)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tensor_parallel": 2},
+    "tp2-sequence": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel": 2},
+    "dp2": {"data_parallel": 2},
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine: model kind, layout, variant of the algorithm, parameter type."""
+
+    kind: str
+    layout: str
+    variant: str = "full"
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.layout}-{self.variant}-{self.dtype}"
+
+    @property
+    def world_size(self) -> int:
+        sizes = LAYOUTS[self.layout]
+        return int(np.prod([sizes.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline", "data")]))
+
+
+EXACT = [
+    *(Case(kind=kind, layout=layout) for layout in LAYOUTS for kind in KINDS),
+    *(Case(kind="qwen3", layout=layout, variant="skips") for layout in ("tp1", "dp2", "tp2-pp2")),
+    *(Case(kind="qwen3", layout=layout, variant="rollout") for layout in ("tp1", "dp2")),
+]
+BFLOAT16 = [Case(kind="qwen3", layout="tp2", dtype="bfloat16"), Case(kind="qwen2-tied", layout="pp2", dtype="bfloat16")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What transformers computes."""
+
+    samples: Samples
+    logprobs: FloatArray
+    entropies: FloatArray
+    metrics: dict[str, float]
+    after: dict[str, torch.Tensor]
+
+
+def references(folder: Path) -> dict[tuple[str, str], Reference]:
+    """By kind and variant; writes each kind's model and samples into the folder."""
+    out = {}
+    for kind in KINDS:
+        model = save_model(kind, folder / kind)
+        samples = noisy(make_samples(), model)
+        write_samples(samples, folder / f"{kind}.npz")
+        with torch.no_grad():
+            logprobs, entropies = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
+        for variant, changes in VARIANTS.items():
+            trained = make_model(kind)
+            metrics = reference_step(trained, samples, CONFIG["grpo"] | changes)
+            out[kind, variant] = Reference(
+                samples=samples,
+                logprobs=logprobs.numpy(),
+                entropies=entropies.numpy(),
+                metrics=metrics,
+                after={name: tensor.detach() for name, tensor in trained.state_dict().items()},
+            )
+    return out
+
+
+def run(cases: list[Case], folder: Path) -> None:
+    """Results of every case into folder / its name; cases of one world size share their processes."""
+    for size in sorted({case.world_size for case in cases}):
+        of_size = [case for case in cases if case.world_size == size]
+        described = [_describe(case, folder, _before(case, of_size)) for case in of_size]
+        (folder / f"cases-{size}.json").write_text(json.dumps(described))
+        _launch(size, folder)
+
+
+def _before(case: Case, cases: list[Case]) -> str:
+    """Name of an earlier case whose checkpoint does not fit this one; for the first case there is none."""
+    earlier = cases[: cases.index(case)]
+    others = [each for each in earlier if (each.kind, each.layout, each.dtype) != (case.kind, case.layout, case.dtype)]
+    return others[-1].name if others else "none"
+
+
+def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
+    return {
+        "foreign": str(folder / foreign / "checkpoint"),
+        "name": case.name,
+        "model": str(folder / case.kind),
+        "dtype": case.dtype,
+        "samples": str(folder / f"{case.kind}.npz"),
+        "layout": LAYOUTS[case.layout],
+        "grpo": CONFIG["grpo"] | VARIANTS[case.variant],
+    }
+
+
+def _launch(size: int, folder: Path) -> None:
+    """Raises: RuntimeError: with the last output of the rank that failed."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.parity_worker"]
+    files = [str(folder / f"store-{size}"), str(folder / f"cases-{size}.json"), str(folder)]
+    logs = [folder / f"world{size}-rank{rank}.log" for rank in range(size)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            arguments = [*command, str(rank), str(size), *files]
+            processes.append(subprocess.Popen(arguments, cwd=REPOSITORY, env=environment, stdout=output, stderr=output))
+    try:
+        codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if failed:
+        texts = "\n".join(logs[rank].read_text()[-3000:] for rank in failed)
+        raise RuntimeError(f"ranks {failed} of {size} ended with {codes}:\n{texts}")
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}

@@ -1,0 +1,82 @@
+import math
+from typing import Any
+
+import pytest
+
+from rollout_service import sampling
+from rollout_service.engine import EngineLimits
+from rollout_service.sampling import read_request
+from servicekit.errors import InvalidRequest, TandemError, TooLarge
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+
+LIMITS = EngineLimits(vocab_size=100, longest_request=64)
+
+
+def request(**changes: Any) -> pb.GenerateGroupsRequest:
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "stop_token_ids": [1]}
+    groups = changes.pop("groups", [pb.PromptGroup(group_id="g", prompt_ids=[1, 2], num_completions=3)])
+    return pb.GenerateGroupsRequest(groups=groups, sampling=pb.SamplingParams(**params | changes))
+
+
+def group(**changes: Any) -> list[pb.PromptGroup]:
+    return [pb.PromptGroup(**{"group_id": "g", "prompt_ids": [1, 2], "num_completions": 3} | changes)]
+
+
+def test_a_good_request_becomes_data() -> None:
+    groups, params = read_request(request(), LIMITS, 8)
+    assert [(each.group_id, each.prompt_ids, each.num_completions) for each in groups] == [("g", [1, 2], 3)]
+    assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (1,))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.7, 100.0])
+def test_temperatures_in_range_pass(temperature: float) -> None:
+    assert read_request(request(temperature=temperature), LIMITS, 8)[1].temperature == pytest.approx(temperature)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"temperature": -0.5}, "sampling.temperature is -0.5"),
+        ({"temperature": 1e-6}, "sampling.temperature is 1e-06"),
+        ({"temperature": 101.0}, "sampling.temperature is 101"),
+        ({"temperature": math.nan}, "sampling.temperature is nan"),
+        ({"temperature": math.inf}, "sampling.temperature is inf"),
+        ({"top_p": 0.0}, "sampling.top_p is 0"),
+        ({"top_p": 1.5}, "sampling.top_p is 1.5"),
+        ({"top_p": math.nan}, "sampling.top_p is nan"),
+        ({"top_k": 0}, "sampling.top_k is 0"),
+        ({"top_k": -2}, "sampling.top_k is -2"),
+        ({"max_new_tokens": 0}, "sampling.max_new_tokens is 0"),
+        ({"max_new_tokens": 64}, "sampling.max_new_tokens is 64; it must be from 1 to 63"),
+        ({"stop_token_ids": [1, 100]}, "sampling.stop_token_ids[1] is 100"),
+        ({"groups": []}, "groups is empty"),
+        ({"groups": group(group_id="")}, "groups[0].group_id is empty"),
+        ({"groups": group() + group()}, "group_id 'g' comes twice"),
+        ({"groups": group(num_completions=0)}, "group 'g': num_completions is 0"),
+        ({"groups": group(prompt_ids=[])}, "group 'g': prompt_ids is empty"),
+        ({"groups": group(prompt_ids=[5, 100])}, "group 'g': prompt_ids[1] is 100; the vocabulary has 100 tokens"),
+        ({"groups": group(prompt_ids=[1] * 61)}, "61 prompt tokens and max_new_tokens 4 are 65 tokens; at most 64"),
+    ],
+)
+def test_each_bad_value_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_request(request(**changes), LIMITS, 8)
+    assert says in str(refused.value)
+
+
+def test_the_longest_request_passes() -> None:
+    read_request(request(groups=group(prompt_ids=[1] * 60)), LIMITS, 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ([pb.PromptGroup(group_id=str(i), prompt_ids=[1], num_completions=1) for i in range(9)], "9 groups"),
+        (group(num_completions=sampling.MAX_COMPLETIONS_PER_CALL + 1), "completions in one call"),
+    ],
+)
+def test_too_much_in_one_call_is_refused(groups: list[pb.PromptGroup], says: str) -> None:
+    with pytest.raises(TooLarge) as refused:
+        read_request(request(groups=groups), LIMITS, 8)
+    assert says in str(refused.value)
+    assert isinstance(refused.value, TandemError)

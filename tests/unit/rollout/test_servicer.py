@@ -1,0 +1,133 @@
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rollout_service import servicer as servicer_module
+from rollout_service.admission import Admission
+from rollout_service.metrics import RolloutMetrics
+from rollout_service.pauses import Pauses
+from rollout_service.servicer import RolloutServicer
+from rollout_service.updates import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, WeightUpdates
+from servicekit.channel import open_channel
+from servicekit.errors import REASON_KEY
+from servicekit.server import GrpcServer
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_api.rollout.v1 import rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
+from tests.unit.rollout.test_updates import a_round
+
+NAME = "tandem_api.rollout.v1.RolloutService"
+
+
+class Served:
+    """RolloutService over real gRPC, around a fake engine that has version 1."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.registry = CollectorRegistry()
+        self.server = GrpcServer("rollout")
+        admission = Admission()
+        metrics = RolloutMetrics(self.registry)
+        ranks = FakeRanks()
+        self.updates = WeightUpdates(
+            self.engine, ranks, Pauses(self.engine, admission), metrics.observe_state, metrics.observe_reports
+        )
+        self.servicer = RolloutServicer(
+            name="rollout-0",
+            tensor_parallel=2,
+            max_groups=4,
+            engine=self.engine,
+            ranks=ranks,
+            admission=admission,
+            updates=self.updates,
+            metrics=metrics,
+        )
+        self.server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, NAME)
+
+    async def start(self) -> None:
+        for phase in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT):
+            await self.updates.run_phase(phase, a_round("seed", 1))
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(open_channel(await self.server.start()))
+
+    async def generate(self, num_groups: int = 2, version: int = 1) -> list[Any]:
+        request = pb.GenerateGroupsRequest(
+            groups=[pb.PromptGroup(group_id=str(i), prompt_ids=[1, 2], num_completions=3) for i in range(num_groups)],
+            sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4),
+            policy_version=version,
+        )
+        return [reply async for reply in self.stub.GenerateGroups(request, timeout=5.0)]
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = Served()
+    await made.start()
+    yield made
+    await made.server.drain(0.0)
+
+
+async def test_groups_come_back_whole(served: Served) -> None:
+    replies = await served.generate()
+    groups = [group for reply in replies for group in reply.groups]
+    assert [group.group_id for group in groups] == ["0", "1"]
+    for completion in (c for group in groups for c in group.completions):
+        assert list(completion.token_ids) == [1] * 4
+        assert completion.finish_reason == pb.FINISH_REASON_LENGTH
+        (span,) = completion.version_spans
+        assert (span.start, span.end, span.policy_version) == (0, 4, 1)
+    assert replies[-1].engine_s > 0
+    assert served.registry.get_sample_value("tandem_generated_tokens_total") == 2 * 3 * 4
+
+
+def _draining(served: Served) -> None:
+    served.servicer.refuse_new_calls()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "code", "reason"),
+    [
+        (None, {"version": 2}, grpc.StatusCode.FAILED_PRECONDITION, "WRONG_VERSION"),
+        (None, {"num_groups": 5}, grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
+        (_draining, {}, grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
+    ],
+)
+async def test_refusals_carry_status_and_reason(
+    served: Served,
+    prepare: Callable[[Served], None] | None,
+    arguments: dict[str, int],
+    code: grpc.StatusCode,
+    reason: str,
+) -> None:
+    if prepare is not None:
+        prepare(served)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.generate(**arguments)
+    assert refused.value.code() == code
+    assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == reason
+
+
+async def test_pause_status_and_checksums(served: Served) -> None:
+    pause = pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN)
+    assert (await served.stub.PauseGeneration(pause, timeout=5.0)).state == weights_pb2.REPLICA_STATE_PAUSED
+    status = await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+    assert (status.state, status.policy_version, status.parallel.tensor) == (weights_pb2.REPLICA_STATE_PAUSED, 1, 2)
+    checksums = await served.stub.GetChecksums(pb.GetChecksumsRequest(), timeout=5.0)
+    assert len(checksums.ranks) == 2
+    resumed = await served.stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=5.0)
+    assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
+
+
+async def test_a_round_without_an_id_is_refused(served: Served) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.ReloadWeights(pb.ReloadWeightsRequest(phase=PREPARE), timeout=5.0)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_replies_stay_below_a_token_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_module, "MAX_TOKENS_PER_REPLY", 12)
+    replies = await served.generate(num_groups=4)
+    assert [len(reply.groups) for reply in replies] == [1, 1, 1, 1]

@@ -1,0 +1,286 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollout_service.admission import Admission
+from rollout_service.engine import Group, Sampling
+from rollout_service.pauses import Pauses
+from rollout_service.updates import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, WeightUpdates
+from servicekit.errors import NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
+
+UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
+PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
+IN_PLACE, STAGED = pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED
+DRAIN, KEEP_KV = pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV
+
+
+class Rig:
+    """A replica's parts around a fake engine."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.ranks = FakeRanks()
+        self.admission = Admission()
+        self.pauses = Pauses(self.engine, self.admission, drain_s=0.05)
+        self.states: list[int] = []
+        self.reports: list[list[pb.PhaseReport]] = []
+        self.updates = WeightUpdates(
+            self.engine,
+            self.ranks,
+            self.pauses,
+            lambda state, version: self.states.append(state),
+            self.reports.append,
+        )
+
+    async def run(self, *phases: pb.RoundPhase.ValueType, round_: pb.Round) -> int:
+        state = 0
+        for phase in phases:
+            _, state = await self.updates.run_phase(phase, round_)
+        return state
+
+    async def seed(self, version: int = 1) -> None:
+        await self.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round("seed", version))
+        self.engine.calls.clear()
+        self.ranks.phases.clear()
+
+    def call(self) -> "asyncio.Task[int]":
+        """A generate call under way; returns its number of tokens."""
+
+        async def generate() -> int:
+            sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=())
+            groups = [Group(group_id="g", prompt_ids=[1], num_completions=1)]
+            with self.admission.inside(1):
+                items = self.admission.until_evicted(self.engine.generate(groups, sampling))
+                return sum([len(c.token_ids) async for part in items for g in part for c in g.completions])
+
+        return asyncio.create_task(generate())
+
+
+def a_round(round_id: str = "r", version: int = 2, **fields: Any) -> pb.Round:
+    defaults: dict[str, Any] = {"install_mode": IN_PLACE, "pause_mode": DRAIN, "transfer_timeout_s": 1.0}
+    return pb.Round(round_id=round_id, policy_version=version, **defaults | fields)
+
+
+async def test_a_round_seeds_an_unseeded_replica() -> None:
+    rig = Rig()
+    assert rig.updates.state == UNSEEDED
+    with pytest.raises(NotReady):
+        rig.updates.check_can_generate()
+    assert await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round(version=0)) == SERVING
+    assert rig.ranks.phases == ["PREPARE", "TRANSFER", "VERIFY", "COMMIT"]
+    assert rig.engine.calls == [
+        "flush_cache",
+        "begin_update",
+        "end_update",
+        "set_version 0",
+        "flush_cache",
+    ]
+    rig.updates.check_can_generate()
+
+
+async def test_the_replica_is_paused_from_pause_to_commit() -> None:
+    rig = Rig()
+    await rig.seed()
+    round_ = a_round()
+    assert await rig.run(PREPARE, round_=round_) == SERVING
+    assert await rig.run(PAUSE, TRANSFER, VERIFY, round_=round_) == PAUSED
+    assert rig.updates.policy_version == 1
+    assert await rig.run(COMMIT, round_=round_) == SERVING
+    assert rig.updates.policy_version == 2
+
+
+async def test_staged_bytes_travel_while_generation_goes_on() -> None:
+    rig = Rig()
+    await rig.seed()
+    assert await rig.run(PREPARE, TRANSFER, VERIFY, round_=a_round(install_mode=STAGED)) == SERVING
+    assert rig.engine.calls == []
+    assert await rig.run(COMMIT, round_=a_round(install_mode=STAGED)) == SERVING
+    assert rig.engine.calls == ["flush_cache", "begin_update", "end_update", "set_version 2", "flush_cache"]
+
+
+@pytest.mark.parametrize(
+    ("install", "done", "phase"),
+    [
+        (IN_PLACE, (), PAUSE),
+        (IN_PLACE, (), TRANSFER),
+        (IN_PLACE, (PREPARE,), TRANSFER),
+        (IN_PLACE, (PREPARE, PAUSE), VERIFY),
+        (IN_PLACE, (PREPARE, PAUSE), COMMIT),
+        (IN_PLACE, (PREPARE, PAUSE, TRANSFER), COMMIT),
+        (STAGED, (PREPARE,), VERIFY),
+        (STAGED, (PREPARE, TRANSFER), COMMIT),
+        (STAGED, (PREPARE,), pb.ROUND_PHASE_UNSPECIFIED),
+    ],
+)
+async def test_a_phase_out_of_order_changes_nothing(
+    install: pb.InstallMode.ValueType, done: tuple[pb.RoundPhase.ValueType, ...], phase: pb.RoundPhase.ValueType
+) -> None:
+    rig = Rig()
+    await rig.seed()
+    round_ = a_round(install_mode=install)
+    await rig.run(*done, round_=round_)
+    before = (rig.updates.state, list(rig.ranks.phases), list(rig.engine.calls))
+    with pytest.raises(PhaseOrder):
+        await rig.run(phase, round_=round_)
+    assert (rig.updates.state, rig.ranks.phases, rig.engine.calls) == before
+    remaining = [each for each in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT) if each not in done]
+    assert await rig.run(*remaining, round_=round_) == SERVING
+
+
+@pytest.mark.parametrize(
+    ("done", "state"),
+    [
+        ((), SERVING),
+        ((PREPARE,), SERVING),
+        ((PREPARE, PAUSE), SERVING),
+        ((PREPARE, PAUSE, TRANSFER), POISONED),
+        ((PREPARE, PAUSE, TRANSFER, VERIFY), POISONED),
+        ((PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT), SERVING),
+    ],
+)
+async def test_what_an_abort_leaves(done: tuple[pb.RoundPhase.ValueType, ...], state: int) -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(*done, round_=a_round())
+    assert await rig.run(ABORT, round_=a_round()) == state
+    assert rig.engine.calls.count("begin_update") == rig.engine.calls.count("end_update")
+
+
+async def test_a_staged_round_aborted_before_commit_leaves_the_old_version() -> None:
+    rig = Rig()
+    await rig.seed()
+    staged = a_round(install_mode=STAGED)
+    assert await rig.run(PREPARE, TRANSFER, VERIFY, PAUSE, ABORT, round_=staged) == SERVING
+    assert rig.updates.policy_version == 1
+
+
+async def test_a_poisoned_replica_serves_again_after_a_round() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(PREPARE, PAUSE, TRANSFER, ABORT, round_=a_round("bad"))
+    with pytest.raises(Poisoned):
+        rig.updates.check_can_generate()
+    with pytest.raises(Poisoned):
+        await rig.updates.resume()
+    assert await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round("good")) == SERVING
+
+
+async def test_a_phase_that_failed_fails_its_round() -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.ranks.fail_at = {TRANSFER: PeerLost("rank 1: trainer/0 went away")}
+    await rig.run(PREPARE, PAUSE, round_=a_round())
+    for _ in range(2):  # asked again, it gives the same answer
+        with pytest.raises(PeerLost):
+            await rig.run(TRANSFER, round_=a_round())
+    assert rig.ranks.phases.count("TRANSFER") == 1
+    with pytest.raises(PhaseOrder, match="trainer/0 went away"):
+        await rig.run(VERIFY, round_=a_round())
+    assert await rig.run(ABORT, round_=a_round()) == POISONED
+
+
+async def test_a_phase_asked_for_twice_runs_once() -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.ranks.gate.clear()
+    first = asyncio.create_task(rig.updates.run_phase(PREPARE, a_round()))
+    second = asyncio.create_task(rig.updates.run_phase(PREPARE, a_round()))
+    await asyncio.sleep(0)
+    first.cancel()  # a caller that gives up does not stop the phase
+    await asyncio.sleep(0)
+    rig.ranks.gate.set()
+    reports, _ = await second
+    again, _ = await rig.updates.run_phase(PREPARE, a_round())
+    assert again == reports
+    assert rig.ranks.phases == ["PREPARE"]
+    assert len(rig.reports) == 5 + 1  # the seeding round's five phases, and this one
+
+
+async def test_an_older_version_is_refused_and_an_equal_one_is_not() -> None:
+    rig = Rig()
+    await rig.seed(version=5)
+    with pytest.raises(StaleVersion, match="version 4"):
+        await rig.run(PREPARE, round_=a_round("old", 4))
+    await rig.run(PREPARE, round_=a_round("same", 5))
+
+
+async def test_a_new_round_takes_the_place_of_one_that_its_coordinator_left() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(PREPARE, PAUSE, round_=a_round("left"))
+    assert await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round("new", 3)) == SERVING
+    assert rig.ranks.phases[:3] == ["PREPARE", "ABORT", "PREPARE"]
+    with pytest.raises(PhaseOrder):
+        await rig.run(TRANSFER, round_=a_round("left"))
+
+
+async def test_a_prepare_that_comes_after_its_abort_does_not_open_the_round() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(ABORT, round_=a_round("late"))
+    with pytest.raises(PhaseOrder, match="over"):
+        await rig.run(PREPARE, round_=a_round("late"))
+
+
+async def test_frozen_calls_fail_when_the_weights_are_poisoned() -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.engine.hold()
+    call = rig.call()
+    await asyncio.sleep(0)
+    await rig.run(PREPARE, PAUSE, TRANSFER, round_=a_round(pause_mode=KEEP_KV))
+    assert rig.engine.calls == ["freeze", "begin_update"]
+    await rig.run(ABORT, round_=a_round(pause_mode=KEEP_KV))
+    with pytest.raises(Poisoned):
+        await call
+    assert "thaw" not in rig.engine.calls
+
+
+async def test_draining_waits_for_what_runs() -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.engine.hold()
+    call = rig.call()
+    await asyncio.sleep(0)
+    pause = asyncio.create_task(rig.updates.pause(DRAIN))
+    await asyncio.sleep(0.01)
+    rig.engine.release()
+    await pause
+    assert await call == 4
+    assert "abort_running" not in rig.engine.calls
+
+
+@pytest.mark.parametrize("mode", [DRAIN, pb.PAUSE_MODE_ABORT_REQUEUE])
+async def test_what_does_not_drain_is_aborted(mode: pb.PauseMode.ValueType) -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.engine.hold()
+    call = rig.call()
+    await asyncio.sleep(0)
+    await rig.updates.pause(mode)
+    assert await call == 0
+    assert rig.updates.state == PAUSED
+
+
+async def test_an_unknown_pause_mode_is_refused() -> None:
+    rig = Rig()
+    with pytest.raises(TandemError, match="pause mode 0"):
+        await rig.updates.pause(pb.PAUSE_MODE_UNSPECIFIED)
+    assert rig.updates.state == UNSEEDED
+
+
+async def test_resume_is_refused_while_a_round_holds_the_pause() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(PREPARE, PAUSE, round_=a_round())
+    with pytest.raises(PhaseOrder):
+        await rig.updates.resume()
+
+
+async def test_states_are_told_as_they_change() -> None:
+    rig = Rig()
+    await rig.seed()
+    assert rig.states == [UNSEEDED] * 4 + [SERVING]

@@ -1,0 +1,63 @@
+"""What of the ranks' protocol needs no processes."""
+
+import pytest
+
+from servicekit.errors import ConfigError, Internal, NotFinite, WrongVersion
+from trainer_service.ranks import Command, Commander, Outcome, _error_from, _first_error, run_handler
+from trainer_service.world import Place
+
+
+def test_error_travels_with_its_class() -> None:
+    error = _error_from("WRONG_VERSION\nthe step\nstarts from 3")
+    assert isinstance(error, WrongVersion)
+    assert str(error) == "the step\nstarts from 3"
+    assert isinstance(_error_from("SOMETHING_NEW\nx"), Internal)
+
+
+def test_equal_errors_of_all_ranks_are_one_error() -> None:
+    error = _first_error([Outcome(error=NotFinite("s1")), Outcome(error=NotFinite("s1"))])
+    assert isinstance(error, NotFinite)
+    assert str(error) == "s1"
+
+
+def test_error_of_one_rank_names_it() -> None:
+    assert str(_first_error([Outcome(body=b"x"), Outcome(error=Internal("disk full"))])) == "trainer rank 1: disk full"
+    assert _first_error([Outcome(body=b"x"), Outcome()]) is None
+
+
+def test_refusal_is_an_outcome_and_a_bug_is_not() -> None:
+    def refuse(_: object) -> bytes:
+        raise WrongVersion("no")
+
+    def fail(_: object) -> bytes:
+        raise KeyError("bug")
+
+    assert isinstance(run_handler({Command.SAVE: refuse}, Command.SAVE, []).error, WrongVersion)
+    with pytest.raises(KeyError):
+        run_handler({Command.SAVE: fail}, Command.SAVE, [])
+    assert run_handler({}, Command.NOOP, []) == Outcome()
+
+
+def test_commands_after_the_end_fail_at_once() -> None:
+    commander = Commander()
+    commander._close()
+    with pytest.raises(Internal, match="stopped"):
+        commander.submit(Command.SAVE).result(timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
+        ({"RANK": "one"}, "RANK='one'"),
+        ({"MASTER_ADDR": "host"}, "MASTER_PORT"),
+    ],
+)
+def test_bad_environment_is_named(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Place.from_env(environ)
+    assert said in str(error.value)
+
+
+def test_rank_0_of_1_without_an_environment() -> None:
+    assert Place.from_env({}) == Place(rank=0, world_size=1, local_rank=0, master=None)

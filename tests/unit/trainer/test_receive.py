@@ -1,0 +1,51 @@
+"""The stream of a TrainStep call."""
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from servicekit.errors import InvalidRequest, TooLarge
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tests.unit.trainer.batches import message
+from trainer_service.receive import receive_batches, receive_header
+
+
+async def stream(requests: Sequence[pb.TrainStepRequest]) -> AsyncIterator[pb.TrainStepRequest]:
+    for request in requests:
+        yield request
+
+
+def header(**fields: object) -> pb.TrainStepRequest:
+    return pb.TrainStepRequest(header=pb.TrainStepHeader(**{"step_id": "s", "num_samples": 2, **fields}))
+
+
+BATCH = pb.TrainStepRequest(micro_batch=message())
+
+
+async def test_header_then_batches() -> None:
+    requests = stream([header(num_samples=4), BATCH, BATCH])
+    step = await receive_header(requests, 4)
+    await receive_batches(requests, step)
+    assert len(step.micro_batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("requests", "error"),
+    [
+        ([], InvalidRequest),
+        ([BATCH], InvalidRequest),
+        ([header(step_id="")], InvalidRequest),
+        ([header(num_samples=5)], TooLarge),
+    ],
+)
+async def test_bad_start_is_refused(requests: list[pb.TrainStepRequest], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await receive_header(stream(requests), 4)
+
+
+@pytest.mark.parametrize("extra", [header(), BATCH, pb.TrainStepRequest()])
+async def test_what_was_not_announced_is_refused(extra: pb.TrainStepRequest) -> None:
+    requests = stream([header(), BATCH, extra])
+    step = await receive_header(requests, 4)
+    with pytest.raises(InvalidRequest):
+        await receive_batches(requests, step)

@@ -1,0 +1,22 @@
+"""Denominators are global over an update, and only over it."""
+
+import numpy as np
+import pytest
+
+from tandem_config.schema import GrpoSection
+from tests.unit.trainer.batches import random_samples
+from trainer_service.update_weights import update_weights
+
+
+def test_masked_sample_keeps_its_place_in_the_denominators() -> None:
+    lengths = np.array([1, 3, 4, 4])
+    samples = random_samples(
+        4,
+        updates=2,
+        prompt_lengths=np.ones(4, np.int64),
+        completion_lengths=lengths,
+        trainable=np.array([True, False, True, True]),
+    )
+    assert update_weights(samples, GrpoSection()).tolist() == pytest.approx([1 / 4, 0, 1 / 8, 1 / 8])
+    grpo = GrpoSection(aggregation="seq-mean-token-sum-norm", max_new_tokens=10)
+    assert update_weights(samples, grpo).tolist() == pytest.approx([1 / 20, 0, 1 / 20, 1 / 20])
