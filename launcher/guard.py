@@ -8,7 +8,7 @@ The launcher starts one guard per service, each in a session of its own, so that
 |--------------------------------------------|------------------------------------------------------------------|
 | SIGTERM, SIGINT                            | SIGTERM to the service; after the grace period SIGKILL to all    |
 | the launcher is gone (PR_SET_PDEATHSIG)    | the same                                                         |
-| SIGQUIT                                    | SIGKILL to all at once                                           |
+| SIGUSR1                                    | SIGKILL to all at once                                           |
 | the service has ended                      | SIGKILL to whatever it left behind, then exit with its code      |
 
 "All" is every descendant, whatever session it moved to: the guard is their subreaper, so orphans become its children.
@@ -85,7 +85,7 @@ class Guard:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop())
-        signal.signal(signal.SIGQUIT, lambda *_: self._kill())
+        signal.signal(signal.SIGUSR1, lambda *_: self._kill())
         signal.signal(signal.SIGALRM, lambda *_: self._kill())
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self._parent:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -120,10 +121,13 @@ class Supervisor:
     def kill(self) -> None:
         """SIGKILL everything now. `stop` must still be awaited to collect what is left."""
         for name in self._specs:
-            self._signal(name, signal.SIGQUIT)
+            self._signal(name, signal.SIGUSR1)
 
     async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> ProcessExit:
         code = await process.wait()
+        if spec.remove is not None:
+            # The guard does this too, for when we are gone; but a signal may have ended it before it was listening.
+            shutil.rmtree(spec.remove, ignore_errors=True)
         return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log)
 
     async def _stop_one(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -120,7 +119,6 @@ def tandem(tmp_path: Path) -> Iterator[Callable[..., Tandem]]:
     yield start
     for process in started:
         if process.process.poll() is None:
-            process.process.send_signal(signal.SIGQUIT)
             process.process.kill()
             process.process.wait(10)
         process.assert_nothing_left()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,16 @@ async def test_the_folder_of_a_process_goes_with_it(tmp_path: Path) -> None:
         ProcessSpec(name="server", command=[sys.executable, "-c", "pass"], log=tmp_path / "log", remove=folder)
     )
     await supervisor.wait("server")
+    assert not folder.exists()
+
+
+async def test_a_stop_before_the_guard_listens_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "socket"
+    folder.mkdir()
+    supervisor = Supervisor()
+    early = spec(tmp_path, "server", WAITS)
+    await supervisor.start(replace(early, remove=folder))
+    await supervisor.stop()
     assert not folder.exists()
 
 
