@@ -110,8 +110,8 @@ class RolloutEngine(Protocol):
     async def set_version(self, policy_version: int) -> None:
         """Tokens sampled from now on belong to this version."""
 
-    async def flush_cache(self) -> bool:
-        """Forget cached prefixes. Returns: False if running requests did not allow it."""
+    async def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        """Forget cached prefixes. Returns: False if requests are still held after `timeout_s`."""
 
     async def shutdown(self) -> None:
         """End every process of the engine. Idempotent."""

@@ -1,6 +1,5 @@
 """Stops generation at a token boundary, by one of three modes, within a bounded time; and lets it go on."""
 
-import asyncio
 import time
 
 from rollout_service.admission import Admission
@@ -16,7 +15,6 @@ DRAIN_S = 30.0
 ABORT_S = 15.0
 ABORT_RETRY_S = 0.5
 IDLE_S = 5.0
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 
 
 class Pauses:
@@ -61,7 +59,9 @@ class Pauses:
 
     async def flush(self) -> None:
         """Forget the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
-        if not await self._engine.flush_cache() and not self._frozen:
+        if self._frozen:
+            await self._engine.flush_cache()
+        else:
             await self._wait_engine_idle()
 
     def evict(self, error: TandemError) -> None:
@@ -84,9 +84,5 @@ class Pauses:
 
         The engine flushes its cache only when it holds no request: that is the proof that nothing reads the weights.
         """
-        deadline_s, poll_s = time.monotonic() + IDLE_S, _FIRST_POLL_S
-        while not await self._engine.flush_cache():
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"the engine still holds requests {IDLE_S:g} s after the last call ended")
-            await asyncio.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        if not await self._engine.flush_cache(IDLE_S):
+            raise DeadlineExceeded(f"the engine still holds requests {IDLE_S:g} s after the last call ended")

@@ -151,7 +151,13 @@ class TrainerSection(Section):
     sequence_parallel: bool = Field(
         False, description="Split activations between layers over the tensor-parallel ranks."
     )
-    learning_rate: PositiveFloat = Field(1e-6, description="AdamW step size, constant.")
+    learning_rate: PositiveFloat = Field(1e-6, description="AdamW step size at its highest.")
+    learning_rate_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the step size falls over run.iterations: not at all, or to near 0 at the end."
+    )
+    warmup_iterations: Annotated[int, Field(ge=0)] = Field(
+        0, description="Iterations over which the step size rises to its highest."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW decoupled weight decay.")
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW second-moment decay.")

@@ -83,6 +83,8 @@ class SglangEngine:
         cuda = torch.cuda.is_available()
         os.environ.update(engine_environment(self._config, self._folder, cuda))
         os.environ.update(self._receiver.to_env())
+        # SGLang leaves the files of its message queues behind; in our folder they go away with it.
+        tempfile.tempdir = str(self._folder)
         arguments = engine_arguments(self._config, self._name, cuda)
         self._cache_prefixes = not arguments["disable_radix_cache"]
         with _own_logging():
@@ -145,8 +147,8 @@ class SglangEngine:
         await self._control(self._manager.update_weight_version(request))
         self._policy_version = policy_version
 
-    async def flush_cache(self) -> bool:
-        return bool((await self._control(self._manager.flush_cache())).success)
+    async def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        return bool((await self._control(self._manager.flush_cache(timeout_s))).success)
 
     async def _control(self, call: Awaitable[Any]) -> Any:
         try:
@@ -166,6 +168,7 @@ class SglangEngine:
         await asyncio.to_thread(self._end_processes)
         self._starter.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
+        tempfile.tempdir = None
 
     async def _let_ranks_leave(self) -> None:
         """For up to LEAVE_S: ranks give back their slots; killed one by one they would report each other's death."""

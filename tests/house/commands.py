@@ -20,6 +20,8 @@ RUN_BY = {
     "make test-all": ("tests/house/test_make.py", '"test-all"'),
     "make demo": ("tests/house/test_make.py", '"demo"'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
+    "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),
+    "tandem status": ("tests/e2e/test_run.py", 'tandem("status")'),
     "tandem version": ("tests/house/test_command.py", 'tandem("version"'),
     "tandem --help": ("tests/house/test_command.py", '"--help"'),
     "python -m examples.arithmetic.make_model": ("tests/house/test_arithmetic_example.py", 'main(["data"'),

@@ -117,7 +117,7 @@ def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
 def build_optimizer(
     wrapped: DistributedDataParallel, config: TransformerConfig, settings: TrainerSection
 ) -> MegatronOptimizer:
-    """AdamW with a constant step size; norms and biases have no weight decay, as mcore has it by default."""
+    """AdamW; each step sets its step size; norms and biases have no weight decay, as mcore has it by default."""
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

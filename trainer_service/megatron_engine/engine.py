@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem_config.schema import RunConfig
 from trainer_service.checks import Limits
 from trainer_service.engine import StepResult
+from trainer_service.learning_rate import learning_rate_at
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
@@ -104,9 +105,12 @@ class MegatronEngine:
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """One GRPO step."""
-        result = self._runner.run(samples, num_updates)
+        result = self._runner.run(samples, num_updates, self._learning_rate())
         self._version += 1
         return result
+
+    def _learning_rate(self) -> float:
+        return learning_rate_at(self._version, self._config.run.iterations, self._config.trainer)
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
         """Forward only."""

@@ -39,12 +39,14 @@ class StepRunner:
     clip_grad: float
     device: torch.device
 
-    def run(self, samples: Samples, num_updates: int) -> StepResult:
+    def run(self, samples: Samples, num_updates: int, learning_rate: float) -> StepResult:
         """Every rank calls this together with the same samples.
 
         Raises: NotFinite: on every rank alike; the weights and AdamW's state are what they were before.
         """
         watch = Stopwatch()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         with watch.part("pack"):
             plan = plan_step(samples, num_updates, self.grpo, self.ranks)
             state = TokenState.of(samples, self.grpo, self.device)
@@ -65,7 +67,6 @@ class StepRunner:
             norms.append(norm)
             state.measures_old = False
         highest = self._reduced_max(state.abs_diff_max)
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         return StepResult(
             metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples),
             seconds=watch.seconds,

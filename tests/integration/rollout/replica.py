@@ -118,10 +118,14 @@ class Replica:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """Ends what is left."""
+        """Ends what is left: asked first, so that it removes its temporary folder."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=30)
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(timeout=30)
 
 
 class Trainer:

@@ -79,7 +79,7 @@ class FakeEngine:
         self.calls.append(f"set_version {policy_version}")
         self.version = policy_version
 
-    async def flush_cache(self) -> bool:
+    async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         self.calls.append("flush_cache")
         return self._inside == 0
 
