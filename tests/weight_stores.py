@@ -58,4 +58,4 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> lis
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor
+    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])

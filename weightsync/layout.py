@@ -4,7 +4,7 @@ Every tensor is a matrix: rows are dim 0, columns dim 1; a vector has one column
 and the equally large block of a rank's parameter that holds it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +20,20 @@ SHARD_DTYPE = np.dtype(
     + [("alias", np.bool_)]
 )
 ShardArray = npt.NDArray[np.void]
+Ids = npt.NDArray[np.int64]
+
+
+_SIZES = frozenset(("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Parallel sizes of one side; a size that does not apply is 1."""
+    """Parallel sizes of one side; a size that does not apply is 1.
+
+    The last four are the trainer's unequal pipeline
+    splits: layers of the first and last stage (0: as many as the others), and whether the embedding and the loss count
+    as a layer (megatron-core's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -33,16 +42,26 @@ class Parallel:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int = 1
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
+    embedding_counts: bool = False
+    loss_counts: bool = False
 
     @property
     def world_size(self) -> int:
         """Number of ranks: experts and virtual stages share them."""
         return self.tensor * self.pipeline * self.data * self.context
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tensor * self.data * self.context
+
     @classmethod
     def from_proto(cls, sizes: weights_pb2.ParallelSizes) -> "Parallel":
         """Reads the wire form; an unset size (0) is 1."""
-        return cls(**{name: max(1, int(getattr(sizes, name))) for name in cls.__dataclass_fields__})
+        values = {name: getattr(sizes, name) for name in cls.__dataclass_fields__}
+        return cls(**{name: 1 if name in _SIZES and value == 0 else value for name, value in values.items()})
 
     def to_proto(self) -> weights_pb2.ParallelSizes:
         """The wire form."""
@@ -91,6 +110,17 @@ class Piece:
     param_col: int = 0
 
 
+PIECE_FIELDS = tuple(Piece.__dataclass_fields__)
+PIECE_DTYPE = np.dtype([(name, np.int64) for name in PIECE_FIELDS])
+PieceArray = npt.NDArray[np.void]
+
+
+def piece_array(pieces: Iterable[Piece]) -> PieceArray:
+    """Pieces as columns; empty ones (a rank with padding only) are left out."""
+    rows = [tuple(getattr(p, name) for name in PIECE_FIELDS) for p in pieces if p.rows > 0 and p.cols > 0]
+    return np.array(rows, dtype=PIECE_DTYPE)
+
+
 @dataclass
 class LayoutBuilder:
     """Collects shards parameter by parameter; `build` turns them into columns."""
@@ -123,8 +153,8 @@ class LayoutBuilder:
         self,
         *,
         param: int,
-        tensor_ids: list[int],
-        pieces: Iterable[Piece],
+        tensor_ids: Sequence[int],
+        pieces: PieceArray,
         ranks_by_tp: npt.NDArray[np.int64],
         alias: bool = False,
     ) -> None:
@@ -132,23 +162,20 @@ class LayoutBuilder:
 
         Args:
             tensor_ids: canonical tensor of each part.
-            pieces: boxes by tensor-parallel rank.
+            pieces: boxes by tensor-parallel rank (a row of ranks_by_tp).
             ranks_by_tp: [TP, copies] global ranks of each tensor-parallel rank.
         """
         flat = ranks_by_tp.reshape(-1)
         self._rank_params.append(np.stack([flat, np.full_like(flat, param)], axis=1))
-        for piece in pieces:
-            if piece.rows <= 0 or piece.cols <= 0:
-                continue
-            ranks = ranks_by_tp[piece.tp_rank]
-            block = np.zeros(len(ranks), dtype=SHARD_DTYPE)
-            block["rank"] = ranks
-            block["tensor"] = tensor_ids[piece.part]
-            block["param"] = param
-            block["alias"] = alias
-            for name in ("row", "rows", "col", "cols", "param_row", "param_col"):
-                block[name] = getattr(piece, name)
-            self._shards.append(block)
+        copies = ranks_by_tp.shape[1]
+        block = np.zeros(len(pieces) * copies, dtype=SHARD_DTYPE)
+        block["rank"] = ranks_by_tp[pieces["tp_rank"]].reshape(-1)
+        block["tensor"] = np.repeat(np.asarray(tensor_ids, dtype=np.int64)[pieces["part"]], copies)
+        block["param"] = param
+        block["alias"] = alias
+        for name in ("row", "rows", "col", "cols", "param_row", "param_col"):
+            block[name] = np.repeat(pieces[name], copies)
+        self._shards.append(block)
 
     def build(self) -> Layout:
         """The finished layout."""

@@ -1,15 +1,20 @@
 """Where Megatron-core keeps each slice, as a pure function of the model and the parallel sizes."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from servicekit.errors import ConfigError
-from weightsync.layout import Layout, LayoutBuilder, Parallel, Piece, exact_share, local_shape
+from weightsync.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.mapping import Placement, Rule, rules_for
 from weightsync.model_spec import ModelSpec
-from weightsync.placement import SAME_ON_BOTH_SIDES, is_vector, part_shape, split_vocabulary
+from weightsync.placement import SAME_ON_BOTH_SIDES, Cut, part_shape, rule_applies, split_vocabulary
+from weightsync.stages import Chunk, chunks_of
 
 OUTPUT_LAYER = "output_layer.weight"
+Ranks = npt.NDArray[np.int64]
 
 
 def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
@@ -17,68 +22,114 @@ def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
     return -(-spec.vocab_size // tp) * tp
 
 
-def stage_ranks(parallel: Parallel, stage: int) -> npt.NDArray[np.int64]:
-    """[TP, copies] global ranks of a pipeline stage; Megatron's order is tensor, context, data, pipeline."""
-    tp, cp, dp = parallel.tensor, parallel.context, parallel.data
-    grid = np.arange(tp * cp * dp, dtype=np.int64).reshape(dp, cp, tp) + stage * tp * cp * dp
-    return grid.transpose(2, 0, 1).reshape(tp, -1)
-
-
 def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
-    """The trainer's layout, in mcore's local spelling.
+    """The trainer's layout, in mcore's local spelling; parameters of chunk i > 0 are called "chunk<i>.<name>".
 
-    Raises: ConfigError: a size does not divide, or the parallel form is not supported yet.
+    Raises: ConfigError: a size does not divide.
     """
-    if max(parallel.context, parallel.expert, parallel.expert_tensor, parallel.virtual_pipeline) > 1:
-        raise ConfigError("the trainer supports tensor, pipeline and data parallelism; all other sizes must be 1")
-    layers = exact_share_of_layers(spec, parallel.pipeline)
     builder = LayoutBuilder(parallel.world_size)
+    grid = _Grid(spec, parallel)
+    chunks = chunks_of(spec.num_layers, parallel)
     for rule in rules_for(spec):
+        home = _Home(rule=rule, grid=grid)
         if rule.stage == "layer":
-            for layer in range(spec.num_layers):
-                _place(builder, rule, spec, parallel, stage=layer // layers, layer=layer, local=layer % layers)
+            for chunk, layer in _layers(chunks):
+                if rule_applies(rule, spec, layer):
+                    home.place(builder, chunk, layer)
         else:
-            stage = 0 if rule.stage == "first" else parallel.pipeline - 1
-            _place(builder, rule, spec, parallel, stage=stage, layer=0, local=0)
+            home.place(builder, chunks[0] if rule.stage == "first" else chunks[-1], chunks[-1].first_layer)
     if spec.tied and parallel.pipeline > 1:
         embedding = next(rule for rule in rules_for(spec) if rule.stage == "first")
-        _place(builder, embedding, spec, parallel, stage=parallel.pipeline - 1, layer=0, local=0, alias=OUTPUT_LAYER)
+        _Home(rule=embedding, grid=grid).place(builder, chunks[-1], 0, alias=OUTPUT_LAYER)
     return builder.build()
 
 
-def exact_share_of_layers(spec: ModelSpec, pipeline: int) -> int:
-    """Layers per stage. Raises: ConfigError: they do not divide."""
-    if spec.num_layers % pipeline != 0:
-        raise ConfigError(f"{spec.num_layers} layers do not divide by pipeline parallel size {pipeline}")
-    return spec.num_layers // pipeline
+def _layers(chunks: list[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    for chunk in chunks:
+        for layer in range(chunk.first_layer, chunk.first_layer + chunk.num_layers):
+            yield chunk, layer
 
 
-def _place(
-    builder: LayoutBuilder,
-    rule: Rule,
-    spec: ModelSpec,
-    parallel: Parallel,
-    *,
-    stage: int,
-    layer: int,
-    local: int,
-    alias: str | None = None,
-) -> None:
-    (rows, cols), pieces = _cut(rule, spec, parallel.tensor)
-    name = alias if alias is not None else rule.megatron[0].format(layer=local)
-    builder.place(
-        param=builder.parameter(name, local_shape(rows, cols, vector=is_vector(rule))),
-        tensor_ids=[
-            builder.tensor(part.name.format(layer=layer), *part_shape(rule, i, spec))
-            for i, part in enumerate(rule.parts)
-        ],
-        pieces=pieces,
-        ranks_by_tp=stage_ranks(parallel, stage),
-        alias=alias is not None,
-    )
+class _Grid:
+    """Ranks by coordinate. Megatron's order is tensor, context, data within a stage, stages outermost; experts divide
+    the same ranks anew: expert tensor, expert, the rest."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        self.spec, self.parallel = spec, parallel
+        self.experts_each = exact_share(spec.num_experts, parallel.expert, "number of experts")
+        sharers = parallel.expert * parallel.expert_tensor
+        if spec.num_experts > 0 and parallel.stage_size % sharers != 0:
+            raise ConfigError(
+                f"expert x expert tensor size {sharers} does not divide the {parallel.stage_size} ranks of a stage"
+            )
+        if spec.num_experts == 0 and sharers > 1:
+            raise ConfigError("expert parallel sizes must be 1: the model has no experts")
+
+    def dense(self, stage: int) -> Ranks:
+        """[TP, copies] ranks of a stage."""
+        return self._stage(stage).reshape(-1, self.parallel.tensor).T
+
+    def expert(self, stage: int) -> Ranks:
+        """[EP x ETP, copies] ranks of a stage; the row of (e, t) is e * ETP + t."""
+        return self._stage(stage).reshape(-1, self.parallel.expert * self.parallel.expert_tensor).T
+
+    def _stage(self, stage: int) -> Ranks:
+        return np.arange(self.parallel.stage_size, dtype=np.int64) + stage * self.parallel.stage_size
 
 
-def _cut(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Piece]]:
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """A rule and where its parameters go."""
+
+    rule: Rule
+    grid: _Grid
+
+    def place(self, builder: LayoutBuilder, chunk: Chunk, layer: int, alias: str | None = None) -> None:
+        """The rule's parameter of one layer; the parameters of its experts, if it has any."""
+        prefix = f"chunk{chunk.index}." if chunk.index > 0 else ""
+        name = prefix + (alias if alias is not None else self.rule.megatron[0])
+        local = layer - chunk.first_layer
+        if not self.rule.per_expert:
+            self._place_one(builder, name.format(layer=local), layer, [0], self.grid.dense(chunk.stage), alias)
+            return
+        each = self.grid.experts_each
+        for expert in range(each):
+            numbers = [ep * each + expert for ep in range(self.grid.parallel.expert)]
+            local_name = name.format(layer=local, expert=expert)
+            self._place_one(builder, local_name, layer, numbers, self.grid.expert(chunk.stage), alias)
+
+    def _place_one(
+        self, builder: LayoutBuilder, name: str, layer: int, experts: list[int], ranks: Ranks, alias: str | None
+    ) -> None:
+        cut = _cut(self.rule, self.grid)
+        builder.place(
+            param=builder.parameter(name, cut.shape(self.rule)),
+            tensor_ids=[
+                builder.tensor(part.name.format(layer=layer, expert=expert), *part_shape(self.rule, i, self.grid.spec))
+                for expert in experts
+                for i, part in enumerate(self.rule.parts)
+            ],
+            pieces=_on_each_expert_rank(cut.pieces, self.rule, self.grid.parallel),
+            ranks_by_tp=ranks,
+            alias=alias is not None,
+        )
+
+
+def _on_each_expert_rank(pieces: PieceArray, rule: Rule, parallel: Parallel) -> PieceArray:
+    """The pieces of one expert, repeated for the expert of every expert-parallel rank."""
+    if not rule.per_expert:
+        return pieces
+    repeated = np.tile(pieces, parallel.expert)
+    ep = np.repeat(np.arange(parallel.expert), len(pieces))
+    repeated["tp_rank"] += ep * parallel.expert_tensor
+    repeated["part"] += ep * len(rule.parts)
+    return repeated
+
+
+def _cut(rule: Rule, grid: _Grid) -> Cut:
+    spec, tp = grid.spec, grid.parallel.tensor
+    if rule.per_expert:
+        return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, grid.parallel.expert_tensor)
     if rule.placement is Placement.QKV:
         return _cut_qkv(rule, spec, tp)
     if rule.placement is Placement.VOCABULARY:
@@ -86,7 +137,7 @@ def _cut(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Pi
     return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, tp)
 
 
-def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Piece]]:
+def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
     """Rows by query group: [its q heads | its k head | its v head]; ranks share the groups."""
     groups = exact_share(spec.num_kv_heads, tp, "number of KV heads")
     _, cols = part_shape(rule, 0, spec)
@@ -107,4 +158,4 @@ def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], lis
         for g in range(groups)
         for part in range(3)
     ]
-    return (groups * group_rows, cols), pieces
+    return Cut(rows=groups * group_rows, cols=cols, pieces=piece_array(pieces))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan import OpArray, TransferPlan
+from weightsync.ops import OpArray, cut_rows, elements
+from weightsync.plan import TransferPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,27 +52,24 @@ def cut_messages(plan: TransferPlan, max_elements: int) -> list[Message]:
 
 def _chunks(ops: OpArray, max_elements: int) -> Iterator[OpArray]:
     """Splits ops that are too large by rows, then fills chunks in order."""
-    pieces = np.concatenate([_split_rows(op, max_elements) for op in ops]) if len(ops) > 0 else ops
-    sizes = pieces["rows"] * pieces["cols"]
-    start, filled = 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and filled + size > max_elements:
-            yield pieces[start:i]
-            start, filled = i, 0
-        filled += int(size)
-    if start < len(pieces):
-        yield pieces[start:]
+    pieces = _split_rows(ops, max_elements)
+    ends = np.cumsum(elements(pieces))
+    start = 0
+    while start < len(pieces):
+        filled = ends[start - 1] if start > 0 else 0
+        stop = max(start + 1, int(np.searchsorted(ends, filled + max_elements, side="right")))
+        yield pieces[start:stop]
+        start = stop
 
 
-def _split_rows(op: np.void, max_elements: int) -> OpArray:
-    rows_each = max(1, max_elements // int(op["cols"]))
-    count = -(-int(op["rows"]) // rows_each)
-    pieces = np.repeat(np.asarray(op).reshape(1), count)
-    offsets = np.arange(count, dtype=np.int64) * rows_each
-    pieces["src_row"] += offsets
-    pieces["dst_row"] += offsets
-    pieces["rows"] = np.minimum(rows_each, op["rows"] - offsets)
-    return pieces
+def _split_rows(ops: OpArray, max_elements: int) -> OpArray:
+    rows_each = np.maximum(1, max_elements // ops["cols"])
+    counts = -(-ops["rows"] // rows_each)
+    if (counts == 1).all():
+        return ops
+    op = np.repeat(np.arange(len(ops)), counts)
+    step = np.arange(len(op)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return cut_rows(ops, counts, step * rows_each[op])[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Sizes and switches of a dense decoder, from its Hugging Face config.json.
+    """Sizes and switches of a decoder, from its Hugging Face config.json.
 
     `head_dim` is stated, not derived: it need not be hidden_size / num_heads (Qwen3-0.6B: 128, not 64).
+    num_experts is 0 for a dense model; dense_layers are a mixture-of-experts model's layers without experts.
     """
 
     family: str
@@ -32,6 +33,10 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     max_positions: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
@@ -55,8 +60,11 @@ class ModelSpec:
         rope = config.get("rope_parameters") or {}
         if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
             raise ConfigError("scaled rotary embeddings (rope_scaling) are not supported")
-        if family == "qwen3" and config.get("attention_bias"):
-            raise ConfigError("a qwen3 model with attention_bias: true is not supported (its o_proj has a bias too)")
+        for switch in ("attention_bias", "mlp_bias"):
+            if family != "qwen2" and config.get(switch):
+                raise ConfigError(
+                    f"a {family} model with {switch}: true is not supported (its output layers have biases too)"
+                )
         if config.get("use_sliding_window"):
             raise ConfigError("use_sliding_window: true is not supported")
         return cls(
@@ -70,10 +78,11 @@ class ModelSpec:
             vocab_size=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
             max_positions=int(config["max_position_embeddings"]),
+            **(_experts(config) if family == "qwen3_moe" else {}),
         )
 
     @classmethod
@@ -89,10 +98,12 @@ class ModelSpec:
         return cls.from_config(config)
 
     def size(self, symbol: str) -> int:
-        """The number behind a symbol of the mapping rules: hidden, ffn, vocab, q, kv, head_dim or one."""
+        """The number behind a symbol of the mapping rules: hidden, ffn, expert_ffn, experts, vocab, q, kv, head_dim or one."""
         sizes = {
             "hidden": self.hidden_size,
             "ffn": self.ffn_size,
+            "expert_ffn": self.expert_ffn_size,
+            "experts": self.num_experts,
             "vocab": self.vocab_size,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
@@ -101,6 +112,23 @@ class ModelSpec:
         }
         return sizes[symbol]
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
     def fingerprint(self) -> str:
         """A canonical text of everything above; equal texts have equal layouts."""
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer has experts unless it is listed, or is left out by the step (every step-th layer has them)."""
+    step = int(config.get("decoder_sparse_step", 1))
+    listed = set(config.get("mlp_only_layers") or [])
+    layers = range(int(config["num_hidden_layers"]))
+    return {
+        "num_experts": int(config["num_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "expert_ffn_size": int(config["moe_intermediate_size"]),
+        "dense_layers": tuple(i for i in layers if i in listed or (i + 1) % step != 0),
+    }

@@ -1,8 +1,23 @@
 """How a rule's parts are cut over tensor-parallel ranks: what both engines do alike."""
 
-from weightsync.layout import Piece, exact_share
+from dataclasses import dataclass
+
+from weightsync.layout import Piece, PieceArray, exact_share, local_shape, piece_array
 from weightsync.mapping import Placement, Rule
 from weightsync.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A parameter cut over ranks: its local [rows, cols] and the pieces of each rank."""
+
+    rows: int
+    cols: int
+    pieces: PieceArray
+
+    def shape(self, rule: Rule) -> tuple[int, ...]:
+        """The shape that an engine gives the local parameter."""
+        return local_shape(self.rows, self.cols, vector=rule.parts[0].cols == "one")
 
 
 def part_shape(rule: Rule, part: int, spec: ModelSpec) -> tuple[int, int]:
@@ -10,27 +25,27 @@ def part_shape(rule: Rule, part: int, spec: ModelSpec) -> tuple[int, int]:
     return spec.size(rule.parts[part].rows), spec.size(rule.parts[part].cols)
 
 
-def is_vector(rule: Rule) -> bool:
-    """Whether the engines hold the parameter as a vector."""
-    return rule.parts[0].cols == "one"
+def rule_applies(rule: Rule, spec: ModelSpec, layer: int) -> bool:
+    """Whether a layer has the rule's parameter: a mixture of experts may have dense layers too."""
+    return rule.layers == "all" or (rule.layers == "experts") == spec.has_experts(layer)
 
 
-def replicated(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Piece]]:
-    """Local [rows, cols] and pieces of a parameter that every rank has whole."""
+def replicated(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+    """A parameter that every rank has whole."""
     rows, cols = part_shape(rule, 0, spec)
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=0, cols=cols, param_row=0) for r in range(tp)]
-    return (rows, cols), pieces
+    return Cut(rows=rows, cols=cols, pieces=piece_array(pieces))
 
 
-def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Piece]]:
+def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
     """Each rank has a block of columns (row-parallel linear layers)."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(cols, tp, f"{rule.parts[0].cols} size of {rule.parts[0].name}")
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=r * share, cols=share, param_row=0) for r in range(tp)]
-    return (rows, share), pieces
+    return Cut(rows=rows, cols=share, pieces=piece_array(pieces))
 
 
-def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int], list[Piece]]:
+def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
     """[gate shard | up shard] on each rank."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(rows, tp, "FFN size")
@@ -39,10 +54,10 @@ def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> tuple[tuple[int, int]
         for r in range(tp)
         for part in range(2)
     ]
-    return (2 * share, cols), pieces
+    return Cut(rows=2 * share, cols=cols, pieces=piece_array(pieces))
 
 
-def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> tuple[tuple[int, int], list[Piece]]:
+def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> Cut:
     """Blocks of rows of a padded vocabulary; padding is not canonical, so the last pieces may be short or empty."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(padded_rows, tp, "padded vocabulary size")
@@ -52,7 +67,7 @@ def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> 
         )
         for r in range(tp)
     ]
-    return (share, cols), pieces
+    return Cut(rows=share, cols=cols, pieces=piece_array(pieces))
 
 
 SAME_ON_BOTH_SIDES = {

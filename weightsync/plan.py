@@ -3,27 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from servicekit.errors import ConfigError, Internal
-from weightsync.layout import Layout, ShardArray
+from weightsync.layout import Ids, Layout, ShardArray
+from weightsync.offers import Offers, share_load
+from weightsync.ops import OP_DTYPE, OpArray
 
 PLAN_FORMAT = 1
-
-# A block of rows x cols elements: from (src_row, src_col) of src_param on rank src of the source layout
-# to (dst_row, dst_col) of dst_param on rank dst of the target layout.
-OP_DTYPE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "src", "dst", "tensor", "src_param", "src_row", "src_col",
-            "dst_param", "dst_row", "dst_col", "rows", "cols",
-        )
-    ]
-)  # fmt: skip
-OpArray = npt.NDArray[np.void]
-BOX = ["tensor", "row", "rows", "col", "cols"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +27,11 @@ class TransferPlan:
         mine = self.ops[self.ops["dst"] == rank]
         return int((mine["rows"] * mine["cols"]).sum())
 
+    def elements_sent(self) -> Ids:
+        """[source ranks] elements that each source rank sends."""
+        sent = np.bincount(self.ops["src"], self.ops["rows"] * self.ops["cols"], minlength=self.source.num_ranks)
+        return sent.astype(np.int64)
+
     def redundancy(self) -> float:
         """Elements moved / elements of the target's shards; 1.0 is the least possible."""
         moved = int((self.ops["rows"] * self.ops["cols"]).sum())
@@ -49,7 +41,7 @@ class TransferPlan:
 def make_plan(source: Layout, target: Layout) -> TransferPlan:
     """Plans the transfer.
 
-    Copies of a source slice (data-parallel ranks) share the work: the least loaded one, by bytes, sends next.
+    Copies of a source slice (data-parallel ranks) share its bytes equally; see `offers.py`.
 
     Raises:
         ConfigError: a tensor that one side has and the other lacks, or whose shape differs, by name.
@@ -58,15 +50,15 @@ def make_plan(source: Layout, target: Layout) -> TransferPlan:
     translate = _match_tensors(source, target)
     wanted = target.shards.copy()
     wanted["tensor"] = translate[wanted["tensor"]]
-    offered, holders = _distinct_sources(source.shards[~source.shards["alias"]])
-    ops, offer = _intersect(offered, wanted)
-    ops["src"] = _share_load(ops, offer, offered, holders, source.num_ranks)
+    offers = Offers.of(source.shards[~source.shards["alias"]])
+    ops, offer = _intersect(offers, wanted)
+    ops = share_load(ops, offer, offers)
     ops = ops[np.lexsort((ops["dst_col"], ops["dst_row"], ops["dst_param"], ops["tensor"], ops["src"], ops["dst"]))]
     _check_exactly_once(ops, wanted, target)
     return TransferPlan(source=source, target=target, ops=ops, digest=_digest(source, target, ops))
 
 
-def _match_tensors(source: Layout, target: Layout) -> npt.NDArray[np.int64]:
+def _match_tensors(source: Layout, target: Layout) -> Ids:
     """Source tensor id by target tensor id."""
     ids = {name: i for i, name in enumerate(source.tensors)}
     missing = [name for name in target.tensors if name not in ids]
@@ -84,65 +76,30 @@ def _match_tensors(source: Layout, target: Layout) -> npt.NDArray[np.int64]:
     return translate
 
 
-def _distinct_sources(shards: ShardArray) -> tuple[ShardArray, list[npt.NDArray[np.int64]]]:
-    """One shard per distinct box, and the indices of all shards that hold it (data-parallel copies)."""
-    ordered = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(BOX))])]
-    boxes = np.stack([ordered[name] for name in BOX], axis=1)
-    first = np.ones(len(ordered), dtype=bool)
-    first[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
-    starts = np.flatnonzero(first)
-    return ordered, np.split(np.arange(len(ordered)), starts[1:])
-
-
-def _intersect(offered: ShardArray, wanted: ShardArray) -> tuple[OpArray, npt.NDArray[np.int64]]:
+def _intersect(offers: Offers, wanted: ShardArray) -> tuple[OpArray, Ids]:
     """Every non-empty intersection of a distinct source box with a target box of the same tensor.
 
     Returns: ops without `src`; for each op the index of its distinct source box.
     """
-    boxes = np.stack([offered[name] for name in BOX], axis=1)
-    group = np.concatenate([[0], np.cumsum((boxes[1:] != boxes[:-1]).any(axis=1))]).astype(np.int64)
-    distinct = offered[np.unique(group, return_index=True)[1]]
-    begin = np.searchsorted(distinct["tensor"], wanted["tensor"], side="left")
-    counts = np.searchsorted(distinct["tensor"], wanted["tensor"], side="right") - begin
+    boxes = offers.boxes
+    begin = np.searchsorted(boxes["tensor"], wanted["tensor"], side="left")
+    counts = np.searchsorted(boxes["tensor"], wanted["tensor"], side="right") - begin
     w = np.repeat(np.arange(len(wanted)), counts)
     s = np.arange(len(w)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(begin, counts)
-    a, b = distinct[s], wanted[w]
-    row, col = np.maximum(a["row"], b["row"]), np.maximum(a["col"], b["col"])
-    rows = np.minimum(a["row"] + a["rows"], b["row"] + b["rows"]) - row
-    cols = np.minimum(a["col"] + a["cols"], b["col"] + b["cols"]) - col
+    row = np.maximum(boxes["row"][s], wanted["row"][w])
+    col = np.maximum(boxes["col"][s], wanted["col"][w])
+    rows = np.minimum((boxes["row"] + boxes["rows"])[s], (wanted["row"] + wanted["rows"])[w]) - row
+    cols = np.minimum((boxes["col"] + boxes["cols"])[s], (wanted["col"] + wanted["cols"])[w]) - col
     keep = (rows > 0) & (cols > 0)
-    ops = np.zeros(int(keep.sum()), dtype=OP_DTYPE)
-    a, b, row, col = a[keep], b[keep], row[keep], col[keep]
-    ops["dst"], ops["tensor"], ops["rows"], ops["cols"] = b["rank"], b["tensor"], rows[keep], cols[keep]
-    ops["dst_param"] = b["param"]
-    ops["dst_row"], ops["dst_col"] = row - b["row"] + b["param_row"], col - b["col"] + b["param_col"]
-    ops["src_param"] = a["param"]
-    ops["src_row"], ops["src_col"] = row - a["row"] + a["param_row"], col - a["col"] + a["param_col"]
-    return ops, s[keep]
-
-
-def _share_load(
-    ops: OpArray,
-    offer: npt.NDArray[np.int64],
-    offered: ShardArray,
-    holders: list[npt.NDArray[np.int64]],
-    num_ranks: int,
-) -> npt.NDArray[np.int64]:
-    """The sending rank of each op: the only holder of its box, or the least loaded of several (ties by rank)."""
-    load = np.zeros(num_ranks, dtype=np.int64)
-    size = ops["rows"] * ops["cols"]
-    source = np.zeros(len(ops), dtype=np.int64)
-    copies = np.array([len(group) for group in holders], dtype=np.int64)[offer]
-    alone = copies == 1
-    first_rank = offered["rank"][np.array([group[0] for group in holders], dtype=np.int64)]
-    source[alone] = first_rank[offer[alone]]
-    np.add.at(load, source[alone], size[alone])
-    several = np.flatnonzero(~alone)
-    for op in several[np.argsort(-size[several], kind="stable")]:
-        ranks = offered["rank"][holders[offer[op]]]
-        source[op] = ranks[np.argmin(load[ranks])]
-        load[source[op]] += size[op]
-    return source
+    s, w, row, col = s[keep], w[keep], row[keep], col[keep]
+    ops = np.zeros(len(s), dtype=OP_DTYPE)
+    ops["dst"], ops["tensor"] = wanted["rank"][w], wanted["tensor"][w]
+    ops["rows"], ops["cols"] = rows[keep], cols[keep]
+    for side, table, index in (("dst", wanted, w), ("src", boxes, s)):
+        ops[f"{side}_param"] = table["param"][index]
+        ops[f"{side}_row"] = row + (table["param_row"] - table["row"])[index]
+        ops[f"{side}_col"] = col + (table["param_col"] - table["col"])[index]
+    return ops, s
 
 
 def _check_exactly_once(ops: OpArray, wanted: ShardArray, target: Layout) -> None:

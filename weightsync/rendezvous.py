@@ -152,4 +152,3 @@ class Lease:
             epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s)
             log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
         self.evicted = status == "evicted"
-

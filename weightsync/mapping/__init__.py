@@ -1,10 +1,17 @@
 """One table of mapping rules per model family; `rules_for` picks it. Adding a model is adding rows."""
 
-from weightsync.mapping.dense import DENSE_RULES
+from weightsync.mapping.dense import ATTENTION_RULES, MLP_RULES
+from weightsync.mapping.experts import EXPERT_RULES
 from weightsync.mapping.rule import Part, Placement, Rule
 from weightsync.model_spec import ModelSpec
 
-_TABLES: dict[str, tuple[Rule, ...]] = {"qwen2": DENSE_RULES, "qwen3": DENSE_RULES}
+_DENSE = ATTENTION_RULES + MLP_RULES
+_TABLES: dict[str, tuple[Rule, ...]] = {
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "llama": _DENSE,
+    "qwen3_moe": _DENSE + EXPERT_RULES,
+}
 
 __all__ = ["Part", "Placement", "Rule", "rules_for"]
 

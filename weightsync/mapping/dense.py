@@ -1,4 +1,4 @@
-"""Mapping rules of dense decoders with rotary attention and SwiGLU: Qwen2, Qwen2.5, Qwen3."""
+"""Mapping rules of decoders with rotary attention and SwiGLU: what dense ones and mixtures of experts share."""
 
 from weightsync.mapping.rule import Part, Placement, Rule
 
@@ -7,7 +7,7 @@ _MCORE = "decoder.layers.{layer}."
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QKV_ROWS = ("q", "kv", "kv")
 
-DENSE_RULES: tuple[Rule, ...] = (
+ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         parts=(Part(name="model.embed_tokens.weight", rows="vocab", cols="hidden"),),
         megatron=("embedding.word_embeddings.weight",),
@@ -66,21 +66,6 @@ DENSE_RULES: tuple[Rule, ...] = (
         placement=Placement.REPLICATED,
     ),
     Rule(
-        parts=(
-            Part(name=_LAYER + "mlp.gate_proj.weight", rows="ffn", cols="hidden"),
-            Part(name=_LAYER + "mlp.up_proj.weight", rows="ffn", cols="hidden"),
-        ),
-        megatron=(_MCORE + "mlp.linear_fc1.weight",),
-        sglang=_LAYER + "mlp.gate_up_proj.weight",
-        placement=Placement.GATE_UP,
-    ),
-    Rule(
-        parts=(Part(name=_LAYER + "mlp.down_proj.weight", rows="hidden", cols="ffn"),),
-        megatron=(_MCORE + "mlp.linear_fc2.weight",),
-        sglang=_LAYER + "mlp.down_proj.weight",
-        placement=Placement.COLUMNS,
-    ),
-    Rule(
         parts=(Part(name="model.norm.weight", rows="hidden"),),
         megatron=("decoder.final_layernorm.weight",),
         sglang="model.norm.weight",
@@ -94,5 +79,25 @@ DENSE_RULES: tuple[Rule, ...] = (
         placement=Placement.VOCABULARY,
         stage="last",
         when="untied",
+    ),
+)
+
+MLP_RULES: tuple[Rule, ...] = (
+    Rule(
+        parts=(
+            Part(name=_LAYER + "mlp.gate_proj.weight", rows="ffn", cols="hidden"),
+            Part(name=_LAYER + "mlp.up_proj.weight", rows="ffn", cols="hidden"),
+        ),
+        megatron=(_MCORE + "mlp.linear_fc1.weight",),
+        sglang=_LAYER + "mlp.gate_up_proj.weight",
+        layers="dense",
+        placement=Placement.GATE_UP,
+    ),
+    Rule(
+        parts=(Part(name=_LAYER + "mlp.down_proj.weight", rows="hidden", cols="ffn"),),
+        megatron=(_MCORE + "mlp.linear_fc2.weight",),
+        sglang=_LAYER + "mlp.down_proj.weight",
+        layers="dense",
+        placement=Placement.COLUMNS,
     ),
 )

@@ -28,9 +28,10 @@ class Part:
 class Rule:
     """One parameter of the model.
 
-    `parts` are fused in this order in both engines. `{layer}` in a name is the global layer number, except in
-    `megatron`, where pipeline stages number their own layers from 0. `megatron` lists the spellings: mcore's local
-    spec first, TransformerEngine's fused one after it.
+    `parts` are fused in this order in both engines. `{layer}` and `{expert}` in a name are global numbers, except in
+    `megatron`, where pipeline stages number their own layers, and expert-parallel ranks their own experts, from 0.
+    `megatron` lists the spellings: mcore's local spec first, TransformerEngine's fused one after it. A rule of an
+    expert (`{expert}` in its parts) names a stacked parameter in `sglang`: [experts of the rank, rows, columns].
     """
 
     parts: tuple[Part, ...]
@@ -39,3 +40,9 @@ class Rule:
     placement: Placement
     stage: Literal["first", "layer", "last"] = "layer"
     when: Literal["always", "untied", "qkv_bias", "qk_norm"] = "always"
+    layers: Literal["all", "dense", "experts"] = "all"
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether there is one such parameter per expert."""
+        return "{expert}" in self.parts[0].name

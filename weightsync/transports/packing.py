@@ -60,8 +60,8 @@ class Packer:
 
 
 def _as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, cols] view without a gradient."""
+    """[rows, cols] view without a gradient; a stack of matrices is one tall matrix, a vector one column."""
     if not tensor.is_contiguous():
         raise Internal(f"parameter {name} is not contiguous")
     data = tensor.detach()
-    return data.view(-1, 1) if data.dim() == 1 else data
+    return data.view(-1, 1) if data.dim() == 1 else data.view(-1, data.shape[-1])

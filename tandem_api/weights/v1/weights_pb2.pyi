@@ -140,6 +140,10 @@ class ParallelSizes(_message.Message):
     EXPERT_FIELD_NUMBER: _builtins.int
     EXPERT_TENSOR_FIELD_NUMBER: _builtins.int
     VIRTUAL_PIPELINE_FIELD_NUMBER: _builtins.int
+    FIRST_STAGE_LAYERS_FIELD_NUMBER: _builtins.int
+    LAST_STAGE_LAYERS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_COUNTS_FIELD_NUMBER: _builtins.int
+    LOSS_COUNTS_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     pipeline: _builtins.int
     data: _builtins.int
@@ -147,6 +151,13 @@ class ParallelSizes(_message.Message):
     expert: _builtins.int
     expert_tensor: _builtins.int
     virtual_pipeline: _builtins.int
+    first_stage_layers: _builtins.int
+    """Unequal pipeline splits of the trainer: layers of the first and the last stage (0: as many as the others), and
+    whether the embedding and the loss count as a layer.
+    """
+    last_stage_layers: _builtins.int
+    embedding_counts: _builtins.bool
+    loss_counts: _builtins.bool
     def __init__(
         self,
         *,
@@ -157,10 +168,14 @@ class ParallelSizes(_message.Message):
         expert: _builtins.int = ...,
         expert_tensor: _builtins.int = ...,
         virtual_pipeline: _builtins.int = ...,
+        first_stage_layers: _builtins.int = ...,
+        last_stage_layers: _builtins.int = ...,
+        embedding_counts: _builtins.bool = ...,
+        loss_counts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "expert", b"expert", "expert_tensor", b"expert_tensor", "pipeline", b"pipeline", "tensor", b"tensor", "virtual_pipeline", b"virtual_pipeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "embedding_counts", b"embedding_counts", "expert", b"expert", "expert_tensor", b"expert_tensor", "first_stage_layers", b"first_stage_layers", "last_stage_layers", b"last_stage_layers", "loss_counts", b"loss_counts", "pipeline", b"pipeline", "tensor", b"tensor", "virtual_pipeline", b"virtual_pipeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

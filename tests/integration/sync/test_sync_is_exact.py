@@ -114,9 +114,7 @@ async def compare(services: Services, exported: Path) -> None:
         for replica in replicas:
             stack.push_async_callback(replica.close)
         group = Rendezvous(services.redis_url, f"tandem:{RUN_ID}")
-        sync = WeightSync(
-            trainer=trainer, replicas=replicas, group=group, settings=configuration(exported).sync
-        )
+        sync = WeightSync(trainer=trainer, replicas=replicas, group=group, settings=configuration(exported).sync)
         result = await sync.publish(0)
     assert result.redundancy == 1.0
     assert checksums(stubs) == truth

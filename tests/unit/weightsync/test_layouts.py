@@ -79,7 +79,7 @@ def test_a_rank_with_padding_only_still_has_the_parameter() -> None:
         ({}, Parallel(tensor=3), "KV heads"),
         ({"intermediate_size": 25}, Parallel(tensor=2), "FFN"),
         ({}, Parallel(pipeline=3), "4 layers"),
-        ({}, Parallel(context=2), "must be 1"),
+        ({}, Parallel(expert=2), "no experts"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(changes: dict[str, object], parallel: Parallel, named: str) -> None:
@@ -109,3 +109,47 @@ def test_qwen2_has_qkv_biases_and_no_qk_norm() -> None:
     names = hf_layout(tiny_spec("qwen2")).tensors
     assert "model.layers.0.self_attn.k_proj.bias" in names
     assert "model.layers.0.self_attn.q_norm.weight" not in names
+
+
+def moe_spec(**changes: object) -> ModelSpec:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
+    return tiny_spec("qwen3_moe", **{**experts, **changes})
+
+
+def test_experts_are_numbered_locally_by_megatron_and_stacked_by_sglang() -> None:
+    spec = moe_spec()
+    full = canonical_tensors(spec)
+    # Ranks 0..3 of one stage: expert tensor 1, expert 2 -> ranks 1 and 3 hold experts 2 and 3.
+    layout = megatron_layout(spec, Parallel(tensor=2, data=2, expert=2))
+    for rank in (1, 3):
+        got = cut(layout, rank, full)["decoder.layers.2.mlp.experts.local_experts.1.linear_fc1.weight"]
+        gate, up = (full[f"model.layers.2.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up"))
+        assert torch.equal(got, torch.cat([gate, up]))
+    stacked = cut(sglang_layout(spec, Parallel(tensor=2)), 1, full)["model.layers.2.mlp.experts.w2_weight"]
+    assert stacked.shape == (4, 16, 3)
+    assert torch.equal(stacked[3], full["model.layers.2.mlp.experts.3.down_proj.weight"][:, 3:])
+
+
+def test_expert_tensor_parallelism_cuts_the_experts_own_ffn() -> None:
+    spec = moe_spec()
+    full = canonical_tensors(spec)
+    layout = megatron_layout(spec, Parallel(tensor=2, data=2, expert=2, expert_tensor=2))
+    # Rank 3: expert tensor rank 1 of expert rank 1.
+    got = cut(layout, 3, full)["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"]
+    assert torch.equal(got, full["model.layers.0.mlp.experts.2.down_proj.weight"][:, 3:])
+
+
+def test_sglang_expert_parallelism_gives_each_rank_whole_experts() -> None:
+    spec = moe_spec()
+    full = canonical_tensors(spec)
+    stacked = cut(sglang_layout(spec, Parallel(tensor=2, expert=2)), 1, full)["model.layers.3.mlp.experts.w13_weight"]
+    gate, up = (full[f"model.layers.3.mlp.experts.2.{name}_proj.weight"] for name in ("gate", "up"))
+    assert stacked.shape == (2, 12, 16)
+    assert torch.equal(stacked[0], torch.cat([gate, up]))
+
+
+def test_dense_layers_of_a_mixture_have_an_ordinary_mlp() -> None:
+    names = hf_layout(moe_spec()).tensors
+    assert "model.layers.1.mlp.gate_proj.weight" in names
+    assert "model.layers.1.mlp.gate.weight" not in names
+    assert "model.layers.0.mlp.gate.weight" in names

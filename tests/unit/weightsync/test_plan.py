@@ -20,12 +20,18 @@ from weightsync.plan import make_plan
 from weightsync.sglang_layout import sglang_layout
 from weightsync.transports.packing import Packer
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
 trainers = st.builds(
-    Parallel, tensor=st.sampled_from([1, 2]), pipeline=st.sampled_from([1, 2, 4]), data=st.sampled_from([1, 2, 3])
+    Parallel,
+    tensor=st.sampled_from([1, 2]),
+    pipeline=st.sampled_from([1, 2]),
+    virtual_pipeline=st.sampled_from([1, 2]),
+    data=st.sampled_from([1, 2, 3]),
+    context=st.sampled_from([1, 2]),
 )
 specs = st.builds(
-    lambda family, tied, vocab: tiny_spec(family, tie_word_embeddings=tied, vocab_size=vocab),
-    st.sampled_from(["qwen2", "qwen3"]),
+    lambda family, tied, vocab: tiny_spec(family, tie_word_embeddings=tied, vocab_size=vocab, **EXPERTS),
+    st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe"]),
     st.booleans(),
     st.integers(5, 130),
 )
@@ -99,6 +105,24 @@ def test_the_digest_depends_on_layouts_only_and_on_all_of_them() -> None:
         digest(tiny_spec(vocab_size=34), Parallel(tensor=2), 2),
     ]
     assert base not in others
+
+
+@given(
+    expert=st.sampled_from([1, 2, 4]),
+    expert_tensor=st.sampled_from([1, 2]),
+    rollout_expert=st.sampled_from([1, 2]),
+    max_elements=st.sampled_from([5, 10**9]),
+)
+@settings(max_examples=20, deadline=None)
+def test_experts_arrive_whatever_the_expert_parallel_sizes(
+    expert: int, expert_tensor: int, rollout_expert: int, max_elements: int
+) -> None:
+    spec = tiny_spec("qwen3_moe", **EXPERTS)
+    full = canonical_tensors(spec)
+    source = megatron_layout(spec, Parallel(tensor=2, pipeline=2, data=4, expert=expert, expert_tensor=expert_tensor))
+    target = sglang_layout(spec, Parallel(tensor=2, expert=rollout_expert))
+    for rank, store in enumerate(move(source, target, full, max_elements)):
+        assert same(store, cut(target, rank, full)) == []
 
 
 def test_models_that_differ_are_refused_by_name() -> None:
