@@ -6,6 +6,7 @@ and the equally large block of a rank's parameter that holds it.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +61,9 @@ class Parallel:
     @classmethod
     def from_proto(cls, sizes: weights_pb2.ParallelSizes) -> "Parallel":
         """Reads the wire form; an unset size (0) is 1."""
-        values = {name: getattr(sizes, name) for name in cls.__dataclass_fields__}
-        return cls(**{name: 1 if name in _SIZES and value == 0 else value for name, value in values.items()})
+        values: dict[str, Any] = {name: getattr(sizes, name) for name in cls.__dataclass_fields__}
+        values |= {name: max(1, values[name]) for name in _SIZES}
+        return cls(**values)
 
     def to_proto(self) -> weights_pb2.ParallelSizes:
         """The wire form."""

@@ -98,7 +98,7 @@ class ModelSpec:
         return cls.from_config(config)
 
     def size(self, symbol: str) -> int:
-        """The number behind a symbol of the mapping rules: hidden, ffn, expert_ffn, experts, vocab, q, kv, head_dim or one."""
+        """The number behind a symbol of the mapping rules: hidden, q, ... (see the table below)."""
         sizes = {
             "hidden": self.hidden_size,
             "ffn": self.ffn_size,

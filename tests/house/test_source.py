@@ -12,6 +12,9 @@ from tests.house.repository import PACKAGES, calls, name_of, parse, python_files
 SLEEPERS = {
     "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
     "launcher/guard.py": "polls process ids that are not its children, so there is nothing to wait on; has a deadline",
+    "trainer_service/app.py": "announces itself again until the lease of a killed predecessor has run out",
+    "trainer_service/liveness.py": "waits for other ranks to leave word of an error, or to miss a beat; has a deadline",
+    "trainer_service/world.py": "connects again to a store whose rank 0 is still starting; has a deadline",
     "launcher/redis_server.py": "pings a server that says nothing when it is ready; has a deadline",
 }
 SLEEPS = {"time.sleep", "asyncio.sleep", "anyio.sleep"}
