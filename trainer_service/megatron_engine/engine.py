@@ -1,5 +1,6 @@
 """`TrainerEngine` on megatron-core."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -138,7 +139,8 @@ class MegatronEngine:
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        return {"model": asdict(self._spec), "parallel": asdict(self._parallel), "dtype": self._config.model.dtype}
+        model = json.loads(self._spec.fingerprint())  # as it will be read back: lists, not tuples
+        return {"model": model, "parallel": asdict(self._parallel), "dtype": self._config.model.dtype}
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Live parameters by megatron-core's local names."""
