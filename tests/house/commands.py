@@ -18,7 +18,7 @@ RUN_BY = {
     "make test": (".ci/run", "make test"),
     "make test-fast": ("tests/house/test_make.py", '"test-fast"'),
     "make test-all": ("tests/house/test_make.py", '"test-all"'),
-    "make demo": ("tests/house/test_make.py", '"demo"'),
+    "make demo": ("tests/e2e/test_demo.py", 'tandem("demo")'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
     "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),
     "tandem status": ("tests/e2e/test_run.py", 'tandem("status")'),
