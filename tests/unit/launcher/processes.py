@@ -17,6 +17,11 @@ IGNORES_SIGTERM = (
 )
 FAILS = "import sys\nprint('starting')\nprint('ValueError: out of cheese', file=sys.stderr)\nsys.exit(3)\n"
 SUCCEEDS = "pass"
+# Succeeds once its neighbour trainer-0 has written its pid: a test can then ask what became of that one.
+SUCCEEDS_AFTER_TRAINER = (
+    "import os, sys\nother = os.path.join(os.path.dirname(sys.argv[1]), 'trainer-0.pid')\n"
+    "while not (os.path.exists(other) and os.path.getsize(other)):\n    pass\n"
+)
 # A grandchild in a session of its own that ignores SIGTERM: the hardest one to find and to end.
 HAS_GRANDCHILD = (
     _IDLE

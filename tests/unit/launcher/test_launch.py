@@ -101,7 +101,7 @@ def test_a_service_that_ends_early_without_an_error_is_a_failure_too(tmp_path: P
 
 
 def test_the_coordinator_s_success_ends_the_run(tmp_path: Path, launched: list[Launched]) -> None:
-    launcher = start(launched, tmp_path, "trainer-0=WAITS", "coordinator=SUCCEEDS")
+    launcher = start(launched, tmp_path, "trainer-0=WAITS", "coordinator=SUCCEEDS_AFTER_TRAINER")
     code, last = launcher.end()
     assert (code, last) == (0, f"finished; results are in {launcher.folder}")
     assert not alive(read_pid(launcher.folder, "trainer-0"))

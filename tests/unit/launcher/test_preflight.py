@@ -70,7 +70,7 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
     ("no config.json", lambda m: (m / "config.json").unlink(), "config.json does not exist", "save_pretrained"),
     ("config.json is no JSON", lambda m: (m / "config.json").write_text("{"), "is not valid JSON", "save_pretrained"),
     ("config.json is a list", lambda m: (m / "config.json").write_text("[]"), "cannot be used", "save_pretrained"),
-    ("unsupported architecture", lambda m: write_model(m, model_type="llama"), "'llama' is not supported", "Qwen3"),
+    ("unsupported architecture", lambda m: write_model(m, model_type="gpt2"), "'gpt2' is not supported", "Qwen3"),
     ("size missing", lambda m: write_model(m, hidden_size=None), "has no 'hidden_size'", ""),
     ("size is text", lambda m: write_model(m, hidden_size="big"), "cannot be used", ""),
     ("no weights", lambda m: (m / "model.safetensors").unlink(), "has no *.safetensors file", "an index names"),
