@@ -13,6 +13,7 @@ from coordinator.inputs import Inputs, read_inputs
 from coordinator.loop import GrpoLoop
 from coordinator.rewards.base import Reward
 from coordinator.rewards.registry import build_reward
+from coordinator.roll_call import Group
 from coordinator.rollouts import Rollouts, Sampling
 from coordinator.run import Run
 from coordinator.scoring import Scorer
@@ -20,7 +21,7 @@ from coordinator.servicer import FULL_NAME, CoordinatorServicer
 from coordinator.services import Services, find_services
 from coordinator.state import STATE_FILE
 from coordinator.summary import SUMMARY_FILE, build_summary
-from coordinator.weights import Group, WeightSync
+from coordinator.weights import Lead, WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.files import write_json_atomic
@@ -31,8 +32,9 @@ from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
-from weightsync.rendezvous import Rendezvous
+from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
 
+WEIGHTS_FOLDER = "weights"
 # Seconds without a heartbeat after which watchers take the coordinator for dead.
 _LEASE_TTL_S = 15.0
 # Long enough for watchers to read the last events, short enough not to be waited for.
@@ -142,10 +144,23 @@ async def _work(app: App) -> None:
         services = await find_services(app.config, app.registry, stack)
         versions = await services.versions()
         group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
-        run = build_run(app, services, group)
+        lead = await _take_lead(app, group)
+        stack.push_async_callback(asyncio.to_thread, lead.close)
+        run = build_run(app, services, group, lead)
         await run.execute()
         summary = build_summary(run.state, run.rows(), versions)
         write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+
+
+async def _take_lead(app: App, group: Rendezvous) -> Lease:
+    """Be the only coordinator of the run: our weight-sync rounds are refused as soon as another has this slot.
+
+    Raises: AlreadyExists: another one is alive.
+    """
+    ttl_s = app.config.sync.lease_ttl_s
+    lead = Lease(group, COORDINATOR_SLOT, ttl_s)
+    await asyncio.to_thread(lead.claim, 2 * ttl_s)
+    return lead
 
 
 def _end(app: App, ended: State, why: str = "") -> None:
@@ -157,16 +172,25 @@ def _end(app: App, ended: State, why: str = "") -> None:
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)
 
 
-def build_run(app: App, services: Services, group: Group) -> Run:
+def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     """Connect the parts of a run."""
     config, inputs = app.config, app.inputs
     rollouts = Rollouts(
-        services.replicas,
+        services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
+        probe_timeout_s=config.sync.probe_timeout_s,
     )
     scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
-    weights = WeightSync(trainer=services.trainer, replicas=services.replicas, group=group, settings=config.sync)
+    weights = WeightSync(
+        trainer=services.trainer,
+        fleet=services.fleet,
+        group=group,
+        settings=config.sync,
+        lead=lead,
+        min_replicas=config.rollout.min_replicas,
+        disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
+    )
     loop = GrpoLoop(
         grpo=config.grpo,
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,

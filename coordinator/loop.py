@@ -62,6 +62,7 @@ class GrpoLoop:
         Raises: TandemError: of the service that failed, named. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
+            await self.weights.seed_late_joiners(policy_version)
             prompts = self.take_prompts(number)
             generation = await self.generate(prompts, policy_version)
         with watch.part("reward"):

@@ -1,11 +1,12 @@
 """Prometheus metrics of the coordinator: declared here, once; base units; names are part of the interface."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from coordinator.sync_report import SyncResult
+from coordinator.sync_report import Outcome, SyncResult
+from servicekit.errors import DigestMismatch, TandemError
 
 # From one RPC round trip (1 ms) to a transfer of a large model (minutes).
 _SYNC_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -32,6 +33,21 @@ SYNC_SECONDS = Histogram(
 SYNC_ROUNDS = Counter(
     "tandem_weight_sync_rounds_total", "Weight-sync rounds by result (committed, aborted).", ["result"]
 )
+SYNC_OUTCOMES = Counter(
+    "tandem_weight_sync_outcomes_total",
+    "Replicas by how a round ended for them (committed, aborted, poisoned).",
+    ["outcome"],
+)
+SYNC_EPOCH = Gauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last committed weight sync.")
+SYNC_RENDEZVOUS_SECONDS = Histogram(
+    "tandem_weight_sync_rendezvous_wait_seconds",
+    "Seconds that a round waited for its participants to be there.",
+    buckets=_SYNC_BUCKETS,
+)
+SYNC_VERIFY_FAILURES = Counter(
+    "tandem_weight_sync_verify_failures_total", "Rounds that ended because bytes were not those that were sent."
+)
+SERVING_REPLICAS = Gauge("tandem_serving_replicas", "Replicas that committed the current policy and get work.")
 SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
 SYNC_RANK_BYTES = Gauge(
     "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."
@@ -75,16 +91,32 @@ def progress() -> None:
     LAST_PROGRESS.set(time.time())
 
 
-def observe_sync(result: SyncResult, replicas: Sequence[str]) -> None:
-    """Record a committed weight sync."""
+def observe_sync(result: SyncResult) -> None:
+    """Record a publication that succeeded; its rounds' outcomes are recorded as they end."""
     SYNC_ROUNDS.labels(result="committed").inc()
     for stage, seconds in {**result.stages, "total": result.total_s}.items():
         SYNC_SECONDS.labels(stage=stage).observe(seconds)
     SYNC_BYTES.inc(result.bytes_received)
     SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
     SYNC_REDUNDANCY.set(result.redundancy)
-    for replica in replicas:
-        REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
+    SYNC_EPOCH.set(result.epoch)
+    for replica, outcome in result.outcomes.items():
+        if outcome is Outcome.COMMITTED:
+            REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
+
+
+def observe_failed_round(error: TandemError, outcomes: Mapping[str, Outcome]) -> None:
+    """Record a round that was given up."""
+    SYNC_ROUNDS.labels(result="aborted").inc()
+    if isinstance(error, DigestMismatch):
+        SYNC_VERIFY_FAILURES.inc()
+    observe_outcomes(outcomes)
+
+
+def observe_outcomes(outcomes: Mapping[str, Outcome]) -> None:
+    """Record how a round ended for each replica."""
+    for outcome in outcomes.values():
+        SYNC_OUTCOMES.labels(outcome=outcome.value).inc()
 
 
 def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:

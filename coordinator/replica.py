@@ -40,17 +40,10 @@ class Replica:
             response = await self._stub.ReloadWeights(request, timeout=timeout_s)
         return list(response.ranks)
 
-    async def status(self, *, come_back_s: float | None = None) -> rollout_pb2.GetStatusResponse:
-        """State, version, parallel sizes, software versions.
-
-        come_back_s: wait so long for a service that cannot be reached; None: fail at once.
-        """
+    async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
+        """State, version, parallel sizes, software versions."""
         with rpc_errors(self.name):
-            return await self._stub.GetStatus(
-                rollout_pb2.GetStatusRequest(),
-                timeout=STATUS_TIMEOUT_S if come_back_s is None else come_back_s,
-                wait_for_ready=come_back_s is not None,
-            )
+            return await self._stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=timeout_s)
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -12,6 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from coordinator.completions import MalformedReply, read_group
+from coordinator.fleet.base import Fleet
+from coordinator.probing import while_alive
 from coordinator.replica import Replica
 from coordinator.samples import Generation, Group, Prompt
 from servicekit.errors import InvalidRequest, TandemError, TooLarge, Unavailable
@@ -57,15 +59,19 @@ class Rollouts:
     """The rollout replicas as one.
 
     Args:
-        replicas: at least one.
+        fleet: those of it that serve get work.
         max_groups_per_call: most groups that a replica accepts in one call.
         timeout_s: deadline of one call.
+        probe_timeout_s: a replica that does not say how it is for so long loses its call.
     """
 
-    def __init__(self, replicas: Sequence[Replica], *, max_groups_per_call: int, timeout_s: float) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(
+        self, fleet: Fleet, *, max_groups_per_call: int, timeout_s: float, probe_timeout_s: float = 10.0
+    ) -> None:
+        self._fleet = fleet
         self._max_groups_per_call = max_groups_per_call
         self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
 
     async def generate(self, prompts: Mapping[str, Prompt], order: Order) -> Generation:
         """Sample `order.num_completions` completions for each prompt.
@@ -75,14 +81,17 @@ class Rollouts:
         Returns: groups in the prompts' order.
         Raises:
             InvalidRequest, TooLarge: a replica refuses the request; repeating it would not help.
-            Unavailable: every replica failed; each is named with its last error.
+            Unavailable: every replica failed; each is named with its last error. Or none serves.
         """
+        replicas = self._fleet.serving()
+        if not replicas:
+            raise Unavailable("no replica serves the current policy")
         # Balanced: as many equal chunks as whole rounds over the replicas need.
-        num_chunks = max(len(self._replicas), -(-len(prompts) // self._max_groups_per_call))
+        num_chunks = max(len(replicas), -(-len(prompts) // self._max_groups_per_call))
         size = max(1, -(-len(prompts) // num_chunks))
         ids = list(prompts)
         chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        dispatch = _Dispatch(self._replicas, prompts, order, self._timeout_s)
+        dispatch = _Dispatch(replicas, prompts, order, self._timeout_s, self._probe_timeout_s)
         return await dispatch.run(chunks)
 
 
@@ -90,12 +99,18 @@ class _Dispatch:
     """One order on its way: what is asked of whom, what has come back, what failed where."""
 
     def __init__(
-        self, replicas: Sequence[Replica], prompts: Mapping[str, Prompt], order: Order, timeout_s: float
+        self,
+        replicas: Sequence[Replica],
+        prompts: Mapping[str, Prompt],
+        order: Order,
+        timeout_s: float,
+        probe_timeout_s: float,
     ) -> None:
         self._replicas = replicas
         self._prompts = prompts
         self._order = order
         self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
         self._sampling = order.sampling.to_proto()
         self._groups: dict[str, Group] = {}
         self._engine_s = {replica.name: 0.0 for replica in replicas}
@@ -136,7 +151,7 @@ class _Dispatch:
         """Ask one replica for groups. Returns: those that it did not deliver."""
         error: TandemError | None = None
         try:
-            await self._receive(replica, group_ids)
+            await while_alive(self._receive(replica, group_ids), replica, probe_timeout_s=self._probe_timeout_s)
         except (InvalidRequest, TooLarge):
             raise
         except TandemError as failure:

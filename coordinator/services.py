@@ -4,7 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from coordinator.replica import Replica
+from coordinator.fleet.base import Fleet
+from coordinator.fleet.watched import WatchedFleet
 from coordinator.summary import merge_versions
 from coordinator.trainer import Trainer
 from servicekit.registry import Registry
@@ -16,12 +17,12 @@ class Services:
     """Clients of the run's services."""
 
     trainer: Trainer
-    replicas: tuple[Replica, ...]
+    fleet: Fleet
 
     async def versions(self) -> dict[str, str]:
         """Software versions of all services."""
         found = {self.trainer.name: dict((await self.trainer.status()).versions.packages)}
-        for replica in self.replicas:
+        for replica in await self.fleet.look():
             found[replica.name] = dict((await replica.status()).versions.packages)
         return merge_versions(found)
 
@@ -33,13 +34,12 @@ async def find_services(config: RunConfig, registry: Registry, stack: AsyncExitS
     """
     names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
     timeout_s = config.run.startup_timeout_s
-    (trainer_record,), rollout_records = await asyncio.gather(
+    (trainer_record,), _ = await asyncio.gather(
         asyncio.to_thread(registry.wait_for, "trainer", ["trainer"], timeout_s),
         asyncio.to_thread(registry.wait_for, "rollout", names, timeout_s),
     )
     trainer = Trainer(trainer_record.address)
     stack.push_async_callback(trainer.close)
-    replicas = tuple(Replica(record.name, record.address) for record in rollout_records)
-    for replica in replicas:
-        stack.push_async_callback(replica.close)
-    return Services(trainer=trainer, replicas=replicas)
+    fleet = WatchedFleet(registry, trainer)
+    stack.push_async_callback(fleet.close)
+    return Services(trainer=trainer, fleet=fleet)

@@ -2,11 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from servicekit.errors import DigestMismatch, Internal
 from tandem_api.weights.v1 import weights_pb2
 
 Reports = Sequence[weights_pb2.PhaseReport]
+
+
+class Outcome(Enum):
+    """How a round ended for one replica."""
+
+    # Serves the new version.
+    COMMITTED = "committed"
+    # No byte of it was written: what the replica had before is intact.
+    ABORTED = "aborted"
+    # Bytes may be partly written: it must be seeded again before it may serve.
+    POISONED = "poisoned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +38,10 @@ class SyncResult:
     bytes_received: int
     # Bytes received / bytes of the ranks' own shards: 1.0 means that nothing travelled twice or for nothing.
     redundancy: float
+    # By replica, of the last round that it was in.
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    # The weight group's epoch in the last round.
+    epoch: int = 0
 
 
 @dataclass
@@ -43,6 +59,15 @@ class RoundReports:
                 stages = self._seconds.setdefault((name, rank), {})
                 for stage, seconds in report.seconds.items():
                     stages[stage] = stages.get(stage, 0.0) + seconds
+
+    def merge(self, other: "RoundReports") -> None:
+        """Add another round of the same publication."""
+        for key, stages in other._seconds.items():
+            mine = self._seconds.setdefault(key, {})
+            for stage, seconds in stages.items():
+                mine[stage] = mine.get(stage, 0.0) + seconds
+        self._received |= other._received
+        self._shards |= other._shards
 
     def check_plans(self, reports: Mapping[str, Reports]) -> None:
         """Every rank must have made the same plan.
@@ -74,8 +99,10 @@ class RoundReports:
                         f"{name} rank {rank} received {report.bytes_received} bytes for a shard of {report.shard_bytes}"
                     )
 
-    def result(self, *, policy_version: int, attempts: int, total_s: float) -> SyncResult:
-        """The round's figures once it has committed."""
+    def result(
+        self, *, policy_version: int, attempts: int, total_s: float, outcomes: Mapping[str, Outcome], epoch: int
+    ) -> SyncResult:
+        """The figures of the rounds that have committed."""
         stages: dict[str, float] = {}
         for seconds_by_stage in self._seconds.values():
             for stage, seconds in seconds_by_stage.items():
@@ -89,4 +116,6 @@ class RoundReports:
             bytes_per_rollout_rank=max(self._received.values(), default=0),
             bytes_received=received,
             redundancy=received / shards if shards else 0.0,
+            outcomes=dict(outcomes),
+            epoch=epoch,
         )

@@ -6,23 +6,37 @@ TRANSFER  everyone      bytes received == shard bytes
 VERIFY    rollouts      digests (checked by the rollouts themselves)
 COMMIT    everyone      the version flips; asked for once more if a reply is lost
 ABORT     everyone      after a failure, at any phase
+
+Up to VERIFY all succeed or the round is given up. From COMMIT on every replica has verified bytes of its own: one that
+is lost there does not undo the others.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from coordinator.probing import while_alive
 from coordinator.replica import Replica
-from coordinator.sync_report import RoundReports
+from coordinator.sync_report import Outcome, RoundReports
 from coordinator.trainer import Trainer
-from servicekit.errors import DeadlineExceeded, TandemError, Unavailable
+from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 
 # On top of the round's own deadlines, as the services' contracts state.
 PHASE_MARGIN_S = 30.0
 
+PREPARE, PAUSE, TRANSFER = (
+    weights_pb2.ROUND_PHASE_PREPARE,
+    weights_pb2.ROUND_PHASE_PAUSE,
+    weights_pb2.ROUND_PHASE_TRANSFER,
+)
+VERIFY, COMMIT, ABORT = weights_pb2.ROUND_PHASE_VERIFY, weights_pb2.ROUND_PHASE_COMMIT, weights_pb2.ROUND_PHASE_ABORT
+
 log = get_logger(__name__)
+
+Reports = list[weights_pb2.PhaseReport]
 
 
 class Participant(Protocol):
@@ -32,76 +46,154 @@ class Participant(Protocol):
 
     async def run_phase(
         self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
-    ) -> list[weights_pb2.PhaseReport]:
+    ) -> Reports:
         """Run one phase; a report per rank."""
+        ...
+
+    async def status(self, *, timeout_s: float) -> object:
+        """Answers at once whatever runs."""
         ...
 
 
 class SyncRound:
-    """A round on its way; `run` it once, `abort` it if that raises."""
+    """A round on its way; `run` it once, `abort` it if that raises.
 
-    def __init__(self, description: weights_pb2.Round, trainer: Trainer, replicas: Sequence[Replica]) -> None:
+    Args:
+        probe_timeout_s: a participant that does not answer a status question for so long is lost.
+    """
+
+    def __init__(
+        self,
+        description: weights_pb2.Round,
+        trainer: Trainer,
+        replicas: Sequence[Replica],
+        *,
+        probe_timeout_s: float = 10.0,
+    ) -> None:
         self.description = description
+        self.reports = RoundReports()
+        self.outcomes: dict[str, Outcome] = {}
         self._replicas = tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
+        self._probe_timeout_s = probe_timeout_s
         self._timeout_s = description.formation_timeout_s + description.transfer_timeout_s + PHASE_MARGIN_S
+        self._begun: weights_pb2.RoundPhase.ValueType = weights_pb2.ROUND_PHASE_UNSPECIFIED
 
-    async def run(self) -> RoundReports:
-        """All phases.
+    async def run(self) -> None:
+        """All phases; `reports` and `outcomes` say what came of them.
 
-        Raises: TandemError: of the participant that failed first, named.
+        Raises: TandemError: of the participant that failed first, named; no replica has committed.
         """
-        reports = RoundReports()
-        prepared = await self._phase(weights_pb2.ROUND_PHASE_PREPARE, self._everyone)
-        reports.check_plans(prepared)
-        paused = await self._phase(weights_pb2.ROUND_PHASE_PAUSE, self._replicas)
-        moved = await self._phase(weights_pb2.ROUND_PHASE_TRANSFER, self._everyone)
-        reports.check_bytes({replica.name: moved[replica.name] for replica in self._replicas})
-        verified = await self._phase(weights_pb2.ROUND_PHASE_VERIFY, self._replicas)
+        prepared = await self._phase(PREPARE, self._everyone)
+        self.reports.check_plans(prepared)
+        paused = await self._phase(PAUSE, self._replicas)
+        moved = await self._phase(TRANSFER, self._everyone)
+        self.reports.check_bytes({replica.name: moved[replica.name] for replica in self._replicas})
+        verified = await self._phase(VERIFY, self._replicas)
         for phase_reports in (prepared, paused, moved, verified, await self._commit()):
-            reports.add(phase_reports)
-        return reports
+            self.reports.add(phase_reports)
 
-    async def _commit(self) -> dict[str, list[weights_pb2.PhaseReport]]:
-        """COMMIT is idempotent: who has done it answers again, so that a lost reply does not undo a finished round."""
+    async def _commit(self) -> dict[str, Reports]:
+        """COMMIT wherever it can be had."""
+        self._begun = COMMIT
+        answers = await asyncio.gather(*(self._commit_one(each) for each in self._everyone))
+        found = dict(zip((each.name for each in self._everyone), answers, strict=True))
+        done = {name: answer for name, answer in found.items() if not isinstance(answer, TandemError)}
+        failed = {name: answer for name, answer in found.items() if isinstance(answer, TandemError)}
+        for name, error in failed.items():
+            log.warning("COMMIT failed", participant=name, round_id=self.description.round_id, error=str(error))
+        if not any(replica.name in done for replica in self._replicas):
+            raise next(iter(failed.values()))
+        await self.abort([each for each in self._everyone if each.name in failed])
+        self.outcomes |= {replica.name: Outcome.COMMITTED for replica in self._replicas if replica.name in done}
+        return done
+
+    async def _commit_one(self, participant: Participant) -> Reports | TandemError:
+        """COMMIT is idempotent: who has done it answers again, so a lost reply does not undo a finished round."""
         try:
-            return await self._phase(weights_pb2.ROUND_PHASE_COMMIT, self._everyone)
+            return await self._call(COMMIT, participant)
         except (Unavailable, DeadlineExceeded) as error:
             log.warning("a reply to COMMIT was lost; asking again", error=str(error))
-            return await self._phase(weights_pb2.ROUND_PHASE_COMMIT, self._everyone)
+        except TandemError as error:
+            return error
+        try:
+            return await self._call(COMMIT, participant)
+        except TandemError as error:
+            return error
 
-    async def abort(self) -> list[str]:
-        """Give the round up everywhere. Returns: what participants failed to confirm it, in words."""
+    async def abort(self, participants: Sequence[Participant] | None = None) -> list[str]:
+        """Give the round up, everywhere or on some; `outcomes` says what it left on the replicas.
+
+        Returns: in words, the state of each replica, and what participants did not confirm it.
+        """
+        concerned = self._everyone if participants is None else tuple(participants)
+        answers = await asyncio.gather(*(self._abort_one(each) for each in concerned))
+        replicas = [replica for replica in self._replicas if replica in concerned]
+        states = await asyncio.gather(*(self._settle(replica) for replica in replicas))
+        return [*states, *(f"abort: {answer}" for answer in answers if answer is not None)]
+
+    async def _abort_one(self, participant: Participant) -> TandemError | None:
         # As long a deadline as any phase: a participant that waits for a lost peer answers when its own wait is over.
-        calls = [
-            participant.run_phase(weights_pb2.ROUND_PHASE_ABORT, self.description, timeout_s=self._timeout_s)
-            for participant in self._everyone
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, TandemError):
-                raise answer
-        return [str(answer) for answer in answers if isinstance(answer, TandemError)]
+        try:
+            await self._call(ABORT, participant)
+        except TandemError as error:
+            return error
+        return None
+
+    async def _settle(self, replica: Replica) -> str:
+        """Find out what the round left on a replica. An RPC error says that a reply was lost, not what happened."""
+        try:
+            status = await replica.status(timeout_s=self._probe_timeout_s)
+        except TandemError as error:
+            self.outcomes[replica.name] = Outcome.POISONED if self._may_have_written else Outcome.ABORTED
+            return f"{replica.name} does not answer ({error})"
+        self.outcomes[replica.name] = self._outcome_of(status)
+        state = weights_pb2.ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower()
+        return f"{replica.name} is {state} at version {status.policy_version}"
+
+    def _outcome_of(self, status: rollout_pb2.GetStatusResponse) -> Outcome:
+        unfinished = status.state == weights_pb2.REPLICA_STATE_PAUSED and self._may_have_written
+        if status.state == weights_pb2.REPLICA_STATE_POISONED or unfinished:
+            return Outcome.POISONED
+        serves = status.state == weights_pb2.REPLICA_STATE_SERVING
+        # Before COMMIT nobody can have this round's version; an equal one is that of an earlier round.
+        new = self._begun == COMMIT and status.policy_version == self.description.policy_version
+        return Outcome.COMMITTED if serves and new else Outcome.ABORTED
+
+    @property
+    def _may_have_written(self) -> bool:
+        """Whether a replica of which nothing is known may hold a mixture."""
+        staged = self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
+        return self._begun >= (COMMIT if staged else TRANSFER)
 
     async def _phase(
         self, phase: "weights_pb2.RoundPhase.ValueType", participants: Sequence[Participant]
-    ) -> dict[str, list[weights_pb2.PhaseReport]]:
+    ) -> dict[str, Reports]:
         """One phase on all participants at once: inside it they wait for each other."""
+        self._begun = phase
         tasks = {
             participant.name: asyncio.create_task(
-                participant.run_phase(phase, self.description, timeout_s=self._timeout_s),
-                name=f"{weights_pb2.RoundPhase.Name(phase)}-{participant.name}",
+                self._call(phase, participant), name=f"{weights_pb2.RoundPhase.Name(phase)}-{participant.name}"
             )
             for participant in participants
         }
         try:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-            # The first to fail is the one to name: the others' errors are often its consequence.
-            for task in tasks.values():
-                if task.done() and (error := task.exception()) is not None:
-                    raise error
+            raise_first(tasks)
             return {name: task.result() for name, task in tasks.items()}
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _call(self, phase: "weights_pb2.RoundPhase.ValueType", participant: Participant) -> Reports:
+        call = participant.run_phase(phase, self.description, timeout_s=self._timeout_s)
+        return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+
+
+def raise_first(tasks: Mapping[str, "asyncio.Task[Reports]"]) -> None:
+    """Raise the error of a task that has failed, if any: rather that of one that is lost than of one that lost it."""
+    errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
+    errors.sort(key=lambda error: isinstance(error, PeerLost))
+    if errors:
+        raise errors[0]

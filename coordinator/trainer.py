@@ -41,8 +41,18 @@ class Trainer:
     name = "trainer"
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._channel = open_channel(address)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+
+    async def move_to(self, address: str) -> None:
+        """Talk to `address` from now on: a trainer that was restarted listens at another one."""
+        if address == self._address:
+            return
+        log.warning("the trainer has moved", old=self._address, new=address)
+        old, self._channel = self._channel, open_channel(address)
+        self._address, self._stub = address, trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        await old.close()
 
     async def train_step(self, batch: TrainBatch) -> TrainResult:
         """Run one GRPO step.
@@ -86,17 +96,10 @@ class Trainer:
             response = await self._stub.ExportModel(request, timeout=SAVE_TIMEOUT_S)
         return int(response.policy_version)
 
-    async def status(self, *, come_back_s: float | None = None) -> trainer_pb2.GetStatusResponse:
-        """Version, parallel sizes, activity, software versions.
-
-        come_back_s: wait so long for a service that cannot be reached; None: fail at once.
-        """
+    async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> trainer_pb2.GetStatusResponse:
+        """Version, parallel sizes, activity, software versions."""
         with rpc_errors(self.name):
-            return await self._stub.GetStatus(
-                trainer_pb2.GetStatusRequest(),
-                timeout=STATUS_TIMEOUT_S if come_back_s is None else come_back_s,
-                wait_for_ready=come_back_s is not None,
-            )
+            return await self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=timeout_s)
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

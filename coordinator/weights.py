@@ -1,33 +1,34 @@
-"""Step 8: publish weights. A sync round as a transaction, tried again in a new epoch while the budget lasts.
+"""Step 8: publish weights. Sync rounds as transactions, tried again in a new epoch while the budget lasts.
 
 A round that fails is given up everywhere before the next one starts, and its error says what state every replica is
-in: an RPC error alone says that a reply was lost, not what has happened.
+in. The next round is one of the living: a replica that died does not stop the others, and is seeded by a round of its
+own when it returns (`seed_late_joiners`), before it gets work.
 """
 
 import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator import metrics
-from coordinator.replica import STATUS_TIMEOUT_S, Replica
-from coordinator.sync_report import RoundReports, SyncResult
+from coordinator.fleet.base import Fleet
+from coordinator.replica import Replica
+from coordinator.roll_call import Group, Present, RollCall, parallel_sizes
+from coordinator.sync_report import Outcome, RoundReports, SyncResult
 from coordinator.sync_round import SyncRound
 from coordinator.trainer import Trainer
 from servicekit.errors import Aborted, DeadlineExceeded, DigestMismatch, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from weightsync.participants import Participants
+from weightsync.rendezvous import Evicted
 
 # Rounds that one publication may take. What fails three times in a row is not an accident.
 MAX_ROUNDS = 3
 # Worth another round; anything else (an invalid round, a stale version, plans that differ) would fail again.
 _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
-
-# A look at the group that outlives the run's end holds the process for so long.
-_WAIT_SLICE_S = 0.5
 
 _INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
 _PAUSE = {
@@ -35,143 +36,212 @@ _PAUSE = {
     "keep_kv": weights_pb2.PAUSE_MODE_KEEP_KV,
     "abort_requeue": weights_pb2.PAUSE_MODE_ABORT_REQUEUE,
 }
+_TRANSPORT = {
+    "auto": weights_pb2.SYNC_TRANSPORT_AUTO,
+    "collective": weights_pb2.SYNC_TRANSPORT_COLLECTIVE,
+    "colocated": weights_pb2.SYNC_TRANSPORT_COLOCATED,
+    "disk": weights_pb2.SYNC_TRANSPORT_DISK,
+}
 
 log = get_logger(__name__)
 
 
-class Membership(Protocol):
-    """Who is in the weight group at one moment (weightsync.rendezvous.Membership)."""
+class Lead(Protocol):
+    """Our claim to be the run's coordinator (weightsync.rendezvous.Lease); blocking."""
 
-    @property
-    def epoch(self) -> int: ...
+    def confirm(self, epoch: int) -> None:
+        """Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over."""
+        ...
 
 
-class Group(Protocol):
-    """The weight group (weightsync.rendezvous.Rendezvous); blocking."""
+class SoleLead:
+    """The claim of a coordinator that cannot have a rival."""
 
-    @property
-    def group(self) -> str: ...
+    def confirm(self, epoch: int) -> None:
+        """Always."""
 
-    def wait_for(self, slots: Sequence[str], timeout_s: float) -> Membership: ...
+
+@dataclass(kw_only=True)
+class _Publication:
+    """What has come of one call so far."""
+
+    policy_version: int
+    start_s: float
+    reports: RoundReports = field(default_factory=RoundReports)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    failures: list[TandemError] = field(default_factory=list)
+    committed: list[Replica] = field(default_factory=list)
+    rounds: int = 0
+    epoch: int = 0
+    # Nothing more can be tried.
+    is_over: bool = False
+
+    def goes_on_after(self, error: TandemError) -> bool:
+        """Whether another round may help."""
+        return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted) and not self.is_over
+
+    def result(self) -> SyncResult:
+        return self.reports.result(
+            policy_version=self.policy_version,
+            attempts=self.rounds,
+            total_s=time.perf_counter() - self.start_s,
+            outcomes=self.outcomes,
+            epoch=self.epoch,
+        )
 
 
 class WeightSync:
-    """Brings the trainer's weights to every replica.
+    """Brings the trainer's weights to every replica that is there, and tells the fleet which may serve.
 
     Args:
         group: the weight group of the run.
+        lead: our claim to be the run's only coordinator.
+        min_replicas: fewest replicas that must have the weights in the end.
+        disk_folder: where the transport "disk" writes.
     """
 
-    def __init__(self, *, trainer: Trainer, replicas: Sequence[Replica], group: Group, settings: SyncSection) -> None:
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        fleet: Fleet,
+        group: Group,
+        settings: SyncSection,
+        lead: Lead | None = None,
+        min_replicas: int = 1,
+        disk_folder: str = "",
+    ) -> None:
         self._trainer = trainer
-        self._replicas = tuple(replicas)
+        self._fleet = fleet
         self._group = group
         self._settings = settings
-        # Parallel sizes, asked for once and again after a failure: they change only when a service is replaced.
-        self._layout: weights_pb2.Round | None = None
+        self._lead: Lead = SoleLead() if lead is None else lead
+        self._min_replicas = min_replicas
+        self._disk_folder = disk_folder
+        self._roll_call = RollCall(
+            trainer=trainer,
+            fleet=fleet,
+            group=group,
+            min_replicas=min_replicas,
+            probe_timeout_s=settings.probe_timeout_s,
+            slots_timeout_s=settings.lease_ttl_s,
+            timeout_s=settings.formation_timeout_s,
+        )
 
     async def publish(self, policy_version: int) -> SyncResult:
-        """Make every replica serve the trainer's weights as `policy_version`.
+        """Make every replica that is there serve the trainer's weights as `policy_version`.
 
-        Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help; the
-            message names the participant. Every participant has been told to give the round up.
+        Replicas that are lost on the way are left out; `outcomes` of the result says what became of each.
+        Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help, or
+            if too few are there; the message names the participants. Everyone has been told to give the round up.
         """
-        start_s = time.perf_counter()
-        failures: list[TandemError] = []
-        while len(failures) < MAX_ROUNDS:
-            try:
-                description = await self._describe(policy_version)
-            except TandemError as error:
-                # A service has not come back, or a slot is empty: waited for already.
-                raise _given_up(policy_version, [*failures, error]) from error
-            try:
-                reports = await self._round(description)
-            except TandemError as error:
-                metrics.SYNC_ROUNDS.labels(result="aborted").inc()
-                log.warning("weight sync round failed", round_id=description.round_id, error=str(error))
-                failures.append(error)
-                self._layout = None
-                if not isinstance(error, _RETRIABLE):
-                    break
-            else:
-                total_s = time.perf_counter() - start_s
-                result = reports.result(policy_version=policy_version, attempts=len(failures) + 1, total_s=total_s)
-                metrics.observe_sync(result, [replica.name for replica in self._replicas])
-                return result
-        raise _given_up(policy_version, failures) from failures[-1]
+        return await self._bring(policy_version, serving=())
 
-    async def _round(self, description: weights_pb2.Round) -> RoundReports:
-        sync_round = SyncRound(description, self._trainer, self._replicas)
+    async def seed_late_joiners(self, policy_version: int) -> SyncResult | None:
+        """Bring the current weights to replicas that are there and do not serve yet; the others go on undisturbed.
+
+        Returns: None if there is no such replica. A joiner that fails is left for the next call, while
+        rollout.min_replicas others serve.
+        Raises: TandemError: too few serve, and not enough came within the deadline.
+        """
+        announced = await self._fleet.look()
+        serving = self._fleet.serving()
+        if all(replica in serving for replica in announced) and serving:
+            return None
         try:
-            return await sync_round.run()
+            return await self._bring(policy_version, serving=serving)
         except TandemError as error:
-            unconfirmed = await sync_round.abort()
-            state = await self._state_of_replicas()
-            told = "; ".join([str(error), *state, *(f"abort: {text}" for text in unconfirmed)])
-            raise type(error)(told) from error
+            if not self._fleet.serving():
+                raise
+            log.warning("late joiners could not be seeded", error=str(error))
+            return None
 
-    async def _describe(self, policy_version: int) -> weights_pb2.Round:
-        """What the participants must agree on, with the epoch of a complete group."""
-        if self._layout is None:
-            self._layout = await self._ask_layout()
-        description = weights_pb2.Round(
-            round_id=f"v{policy_version}-{uuid.uuid4().hex[:12]}",
-            policy_version=policy_version,
-            group=self._group.group,
-            trainer=self._layout.trainer,
-            replicas=self._layout.replicas,
-            install_mode=_INSTALL[self._settings.install],
-            pause_mode=_PAUSE[self._settings.pause],
-            bucket_bytes=int(self._settings.bucket_mib * 2**20),
-            formation_timeout_s=self._settings.formation_timeout_s,
-            transfer_timeout_s=self._settings.transfer_timeout_s,
-        )
-        description.epoch = await self._complete_epoch(Participants.of_round(description).slots)
-        return description
-
-    async def _ask_layout(self) -> weights_pb2.Round:
-        """Parallel sizes of trainer and replicas; a service that is just coming back is waited for."""
-        come_back_s = min(self._settings.formation_timeout_s, STATUS_TIMEOUT_S)
-        trainer, replicas = await asyncio.gather(
-            self._trainer.status(come_back_s=come_back_s),
-            asyncio.gather(*(replica.status(come_back_s=come_back_s) for replica in self._replicas)),
-        )
-        specs = [
-            weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
-            for replica, status in zip(self._replicas, replicas, strict=True)
-        ]
-        return weights_pb2.Round(trainer=trainer.parallel, replicas=specs)
-
-    async def _complete_epoch(self, slots: Sequence[str]) -> int:
-        """Epoch of the group once every slot is taken.
-
-        Raises: DeadlineExceeded: naming the slots that are missing after sync.formation_timeout_s.
-        """
-        deadline_s = time.monotonic() + self._settings.formation_timeout_s
-        while True:
-            left_s = deadline_s - time.monotonic()
+    async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
+        """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
+        work = _Publication(policy_version=policy_version, start_s=time.perf_counter(), committed=list(serving))
+        while len(work.failures) < MAX_ROUNDS:
             try:
-                # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
-                members = await asyncio.to_thread(self._group.wait_for, slots, max(0.0, min(left_s, _WAIT_SLICE_S)))
-            except DeadlineExceeded:
-                if left_s <= _WAIT_SLICE_S:
-                    raise
-            else:
-                return members.epoch
+                targets = await self._targets(work)
+                if targets is None or await self._round(work, targets):
+                    break
+            except TandemError as error:
+                log.warning("weight sync round failed", error=str(error))
+                work.failures.append(error)
+                if not work.goes_on_after(error):
+                    break
+        self._fleet.admit(work.committed)
+        gained = [replica for replica in work.committed if replica not in serving]
+        if work.failures and (not gained or len(work.committed) < self._min_replicas):
+            raise _given_up(policy_version, work.failures) from work.failures[-1]
+        result = work.result()
+        metrics.observe_sync(result)
+        metrics.SERVING_REPLICAS.set(len(work.committed))
+        return result
 
-    async def _state_of_replicas(self) -> list[str]:
-        """State and version of every replica, in words."""
-        answers = await asyncio.gather(*(replica.status() for replica in self._replicas), return_exceptions=True)
-        told: list[str] = []
-        for replica, answer in zip(self._replicas, answers, strict=True):
-            if isinstance(answer, TandemError):
-                told.append(f"{replica.name} does not answer ({answer})")
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                state = weights_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_").lower()
-                told.append(f"{replica.name} is {state} at version {answer.policy_version}")
-        return told
+    async def _targets(self, work: _Publication) -> Present | None:
+        """Who is there without the version; None: nobody.
+
+        Raises: TandemError: too few are there, though they were waited for.
+        """
+        try:
+            with metrics.SYNC_RENDEZVOUS_SECONDS.time():
+                present = await self._roll_call.call(work.policy_version)
+        except TandemError:
+            work.is_over = True
+            raise
+        work.committed = [replica for replica in work.committed if replica in present.replicas]
+        targets = {replica: each for replica, each in present.replicas.items() if replica not in work.committed}
+        return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
+
+    async def _round(self, work: _Publication, present: Present) -> bool:
+        """One round over `present`. Returns: whether all of them have committed.
+
+        Raises: TandemError: it failed and was given up.
+        """
+        description = self._describe(work.policy_version, present)
+        await asyncio.to_thread(self._lead.confirm, present.epoch)
+        work.rounds += 1
+        work.epoch = present.epoch
+        sync_round = SyncRound(
+            description, self._trainer, tuple(present.replicas), probe_timeout_s=self._settings.probe_timeout_s
+        )
+        try:
+            await sync_round.run()
+        except TandemError as error:
+            told = "; ".join([str(error), *await sync_round.abort()])
+            metrics.observe_failed_round(error, sync_round.outcomes)
+            work.outcomes |= sync_round.outcomes
+            raise type(error)(told) from error
+        work.reports.merge(sync_round.reports)
+        work.outcomes |= sync_round.outcomes
+        metrics.observe_outcomes(sync_round.outcomes)
+        done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is Outcome.COMMITTED]
+        work.committed.extend(done)
+        left = [replica.name for replica in present.replicas if replica not in done]
+        if left:
+            work.failures.append(PeerLost(f"COMMIT failed on {', '.join(left)}"))
+        return not left
+
+    def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
+        """What the participants must agree on."""
+        description = parallel_sizes(present)
+        description.MergeFrom(
+            weights_pb2.Round(
+                round_id=f"v{policy_version}-{uuid.uuid4().hex[:12]}",
+                policy_version=policy_version,
+                group=self._group.group,
+                epoch=present.epoch,
+                install_mode=_INSTALL[self._settings.install],
+                pause_mode=_PAUSE[self._settings.pause],
+                bucket_bytes=int(self._settings.bucket_mib * 2**20),
+                formation_timeout_s=self._settings.formation_timeout_s,
+                transfer_timeout_s=self._settings.transfer_timeout_s,
+                transport=_TRANSPORT[self._settings.transport],
+                wire_dtype="" if self._settings.dtype == "same" else self._settings.dtype,
+                disk_folder=self._disk_folder,
+            )
+        )
+        return description
 
 
 def _given_up(policy_version: int, failures: Sequence[TandemError]) -> TandemError:

@@ -6,6 +6,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launcher.plan_cli import plan
+
 app = typer.Typer(
     name="tandem",
     no_args_is_help=True,
@@ -19,6 +21,7 @@ app = typer.Typer(
     tandem check -c my.yaml          everything wrong with a configuration
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  go on after Ctrl-C or a crash
+    tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
 )
@@ -112,6 +115,9 @@ def check(config: _Config, overrides: _Set = None) -> None:
     from launcher.commands import check_command
 
     raise typer.Exit(check_command(config, overrides or []))
+
+
+app.command()(plan)
 
 
 @app.command()

@@ -50,5 +50,4 @@ def plan_devices(config: RunConfig, gpus: list[str]) -> DevicePlan:
 
 def trainer_world_size(config: RunConfig) -> int:
     """Number of trainer processes."""
-    trainer = config.trainer
-    return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    return config.trainer.world_size

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from launcher.preflight_trainer import check_trainer_sizes, indivisible, split_sizes
 from launcher.preflight_weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
@@ -21,10 +22,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
     except (ConfigError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
         return None, [_problem(folder, _unusable_config(error), _unusable_hint(error))]
     problems = list(check_weights(folder, spec))
-    if usable("trainer.tensor_parallel"):
-        problems += _check_trainer_tensor(spec, config.trainer.tensor_parallel)
-    if usable("trainer.pipeline_parallel"):
-        problems += _check_pipeline(spec, config.trainer.pipeline_parallel)
+    problems += check_trainer_sizes(spec, config.trainer, usable)
     if usable("rollout.tensor_parallel"):
         problems += _check_rollout_tensor(spec, config.rollout.tensor_parallel)
     return spec, problems
@@ -49,14 +47,8 @@ def _unusable_config(error: Exception) -> str:
 
 def _unusable_hint(error: Exception) -> str:
     if "model_type" in str(error):
-        return "dense Qwen2, Qwen2.5 and Qwen3 models can be trained"
+        return "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama 3 models can be trained"
     return "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json"
-
-
-def _check_trainer_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
-    key = "trainer.tensor_parallel"
-    fits = [n for n in range(1, spec.num_kv_heads + 1) if not any(_left_over(spec, n))]
-    yield from _indivisible(key, size, _sizes(spec), fits)
 
 
 def _check_rollout_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
@@ -68,37 +60,13 @@ def _check_rollout_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]
     fits = [
         n
         for n in range(1, spec.num_heads + 1)
-        if not any(left for name, left in zip(_sizes(spec), _left_over(spec, n), strict=True) if name != "KV heads")
+        if not any(total % n for name, total in split_sizes(spec).items() if name != "KV heads")
         and (spec.num_kv_heads % n == 0 or replicates(n))
     ]
-    sizes = _sizes(spec)
+    sizes = split_sizes(spec)
     if replicates(size):
         del sizes["KV heads"]
-    yield from _indivisible("rollout.tensor_parallel", size, sizes, fits)
-
-
-def _check_pipeline(spec: ModelSpec, stages: int) -> Iterator[ConfigProblem]:
-    fits = [n for n in range(1, spec.num_layers + 1) if spec.num_layers % n == 0]
-    yield from _indivisible("trainer.pipeline_parallel", stages, {"layers": spec.num_layers}, fits)
-
-
-def _sizes(spec: ModelSpec) -> dict[str, int]:
-    return {"attention heads": spec.num_heads, "KV heads": spec.num_kv_heads, "FFN size": spec.ffn_size}
-
-
-def _left_over(spec: ModelSpec, ranks: int) -> list[int]:
-    return [total % ranks for total in _sizes(spec).values()]
-
-
-def _indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) -> Iterator[ConfigProblem]:
-    for name, total in totals.items():
-        if total % size != 0:
-            yield ConfigProblem(
-                key=key,
-                value=str(size),
-                message=f"does not divide the model's {name} ({total})",
-                suggestion=f"sizes that fit this model: {', '.join(map(str, fits))}",
-            )
+    yield from indivisible("rollout.tensor_parallel", size, sizes, fits)
 
 
 def _problem(folder: Path, message: str, suggestion: str) -> ConfigProblem:

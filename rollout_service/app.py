@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
 
 from rollout_service.admission import Admission
 from rollout_service.engine import RolloutEngine
@@ -11,6 +12,7 @@ from rollout_service.ranks import RankClients
 from rollout_service.servicer import RolloutServicer
 from rollout_service.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import AlreadyExists
 from servicekit.lifecycle import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
@@ -19,30 +21,23 @@ from servicekit.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
+from weightsync.layout import Parallel
 
 _log = get_logger(__name__)
 
 # How long a stopping replica lets running groups finish; a pod's grace period must be longer.
 DRAIN_S = 20.0
+ANNOUNCE_RETRY_S = 0.25
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
-async def serve(config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event) -> None:
-    """Run replica `name` until `stop`.
-
-    Raises: ConfigError: Redis or an address is not usable; RuntimeError: the engine did not start, or died.
-    """
-    registry = Registry(environment.redis_url, environment.run_id)
-    engine = _make_engine(config, name, environment, stop)
-    try:
-        if await _start_unless_stopped(engine, stop):
-            await _serve_engine(config, name, environment, stop, engine, registry)
-    finally:
-        await engine.shutdown()
-        await asyncio.to_thread(registry.close)
+MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event], RolloutEngine]
 
 
-def _make_engine(config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event) -> RolloutEngine:
+def make_sglang_engine(
+    config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event
+) -> RolloutEngine:
+    """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
 
     return SglangEngine(
@@ -53,6 +48,27 @@ def _make_engine(config: RunConfig, name: str, environment: ServiceEnvironment, 
         host=environment.bind_host,
         on_terminate=stop.set,
     )
+
+
+async def serve(
+    config: RunConfig,
+    name: str,
+    environment: ServiceEnvironment,
+    stop: asyncio.Event,
+    make_engine: MakeEngine = make_sglang_engine,
+) -> None:
+    """Run replica `name` until `stop`.
+
+    Raises: ConfigError: Redis or an address is not usable; RuntimeError: the engine did not start, or died.
+    """
+    registry = Registry(environment.redis_url, environment.run_id)
+    engine = make_engine(config, name, environment, stop)
+    try:
+        if await _start_unless_stopped(engine, stop):
+            await _serve_engine(config, name, environment, stop, engine, registry)
+    finally:
+        await engine.shutdown()
+        await asyncio.to_thread(registry.close)
 
 
 async def _start_unless_stopped(engine: RolloutEngine, stop: asyncio.Event) -> bool:
@@ -86,10 +102,12 @@ async def _serve_engine(
         metrics.observe_state(state, policy_version)
         server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
 
-    updates = WeightUpdates(engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports)
+    updates = WeightUpdates(
+        engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports, metrics.observe_outcome
+    )
     servicer = RolloutServicer(
         name=name,
-        tensor_parallel=config.rollout.tensor_parallel,
+        parallel=Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel),
         max_groups=config.rollout.max_groups_per_call,
         engine=engine,
         ranks=ranks,
@@ -101,7 +119,7 @@ async def _serve_engine(
     address = await server.start()
     on_state(updates.state, updates.policy_version)
     metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
-    lost = _announce(registry, name, address, f"{environment.bind_host}:{metrics_port}", config.sync.lease_ttl_s)
+    lost = await _announce(registry, name, address, f"{environment.bind_host}:{metrics_port}", config.sync.lease_ttl_s)
     _log.info("replica up", name=name, address=address, metrics_port=metrics_port)
     try:
         await run_until_stopped(stop, [_watch(engine.failed, "engine"), _watch(lost, "registry")])
@@ -111,10 +129,14 @@ async def _serve_engine(
         await ranks.close()
 
 
-def _announce(
+async def _announce(
     registry: Registry, name: str, address: str, metrics_address: str, ttl_s: float
 ) -> "asyncio.Future[None]":
-    """Announces the replica; the future fails when another process has taken its name."""
+    """Announces the replica, once the lease of a predecessor that was killed has run out.
+
+    Returns: a future that fails when another process has taken the name.
+    Raises: AlreadyExists: another process has it and lives.
+    """
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[None] = loop.create_future()
 
@@ -124,8 +146,15 @@ def _announce(
     record = ServiceRecord(
         role="rollout", name=name, address=address, metrics_address=metrics_address, worker_id=uuid.uuid4().hex
     )
-    registry.announce(record, ttl_s, on_lost)
-    return lost
+    deadline_s = loop.time() + 2 * ttl_s
+    while True:
+        try:
+            await asyncio.to_thread(registry.announce, record, ttl_s, on_lost)
+            return lost
+        except AlreadyExists:
+            if loop.time() >= deadline_s:
+                raise
+        await asyncio.sleep(ANNOUNCE_RETRY_S)
 
 
 def _watch(future: "asyncio.Future[None]", name: str) -> "asyncio.Task[None]":

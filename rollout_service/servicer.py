@@ -17,6 +17,7 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
+from weightsync.layout import Parallel
 
 # About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
 MAX_TOKENS_PER_REPLY = 1 << 20
@@ -28,13 +29,13 @@ _FINISH = {
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """One replica. `max_groups` is rollout.max_groups_per_call, `tensor_parallel` the number of ranks."""
+    """One replica. `max_groups` is rollout.max_groups_per_call, `parallel` the sizes that its ranks have."""
 
     def __init__(
         self,
         *,
         name: str,
-        tensor_parallel: int,
+        parallel: Parallel,
         max_groups: int,
         engine: RolloutEngine,
         ranks: Ranks,
@@ -43,7 +44,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         metrics: RolloutMetrics,
     ) -> None:
         self._name = name
-        self._tensor_parallel = tensor_parallel
+        self._parallel = parallel
         self._max_groups = max_groups
         self._engine = engine
         self._ranks = ranks
@@ -113,15 +114,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             policy_version=self._updates.policy_version,
             running_groups=self._admission.running_groups,
             generated_tokens=self._generated_tokens,
-            parallel=weights_pb2.ParallelSizes(
-                tensor=self._tensor_parallel,
-                pipeline=1,
-                data=1,
-                context=1,
-                expert=1,
-                expert_tensor=1,
-                virtual_pipeline=1,
-            ),
+            parallel=self._parallel.to_proto(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(("sglang", "torch", "transformers"))),
         )
 

@@ -13,6 +13,7 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | COMMIT                    | same                 | SERVING  | ranks install; session ends; version flips; KV flushed|
 | ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version goes on         |
 | ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
+| no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
 Each phase needs those of NEEDS to be done. A phase that is done, or under way, answers its repetitions with the same
 reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an open one.
@@ -28,11 +29,15 @@ from typing import TypeAlias
 from rollout_service.engine import RolloutEngine
 from rollout_service.pauses import Pauses
 from rollout_service.ranks import Ranks
-from servicekit.errors import NotReady, PhaseOrder, Poisoned, StaleVersion, TandemError
+from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 _log = get_logger(__name__)
+
+# A coordinator that waits for another participant's phase is silent towards us for the round's deadlines and 30 s at
+# most (PHASE_MARGIN_S there); after twice that margin it is gone.
+ROUND_MARGIN_S = 60.0
 
 Phase: TypeAlias = pb.RoundPhase.ValueType
 Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
@@ -72,7 +77,8 @@ class WeightUpdates:
     """State of one replica.
 
     on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
-    a repeated answer).
+    a repeated answer); on_outcome(outcome, epoch) when a round ends here: committed, aborted (the old version is
+    intact) or poisoned, and before one of the latter, mismatch: bytes that were not those sent.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class WeightUpdates:
         pauses: Pauses,
         on_state: Callable[[pb.ReplicaState.ValueType, int], None] = lambda state, version: None,
         on_reports: Callable[[list[pb.PhaseReport]], None] = lambda reports: None,
+        on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
     ) -> None:
         self.policy_version = 0
         self._engine = engine
@@ -89,9 +96,12 @@ class WeightUpdates:
         self._pauses = pauses
         self._on_state = on_state
         self._on_reports = on_reports
+        self._on_outcome = on_outcome
         self._rest: pb.ReplicaState.ValueType = UNSEEDED
         self._round: _OpenRound | None = None
         self._lock = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[Reply] | None = None
         self._tasks: dict[tuple[str, Phase], asyncio.Task[Reply]] = {}
         self._closed_rounds: deque[str] = deque(maxlen=64)  # a PREPARE that comes after its ABORT must not open again
 
@@ -149,16 +159,43 @@ class WeightUpdates:
             del self._tasks[old]
 
     async def _run_one(self, phase: Phase, round_: pb.Round) -> Reply:
+        if phase == ABORT and self._is_open(round_) and self._lock.locked():
+            # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
+            await self._abort_ranks(round_)
         async with self._lock:
-            start_s = time.monotonic()
-            reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
-            for report in reports:
-                if phase == PAUSE:  # the ranks have no part in it
-                    report.seconds["pause"] = time.monotonic() - start_s
-                report.state, report.policy_version = self.state, self.policy_version
-            self._on_reports(reports)
-            self._tell()
-            return reports, self.state
+            try:
+                return await self._run_locked(phase, round_)
+            finally:
+                self._watch_round()
+
+    async def _run_locked(self, phase: Phase, round_: pb.Round) -> Reply:
+        start_s = time.monotonic()
+        reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
+        for report in reports:
+            if phase == PAUSE:  # the ranks have no part in it
+                report.seconds["pause"] = time.monotonic() - start_s
+            report.state, report.policy_version = self.state, self.policy_version
+        self._on_reports(reports)
+        self._tell()
+        return reports, self.state
+
+    def _is_open(self, round_: pb.Round) -> bool:
+        return self._round is not None and self._round.message.round_id == round_.round_id
+
+    def _watch_round(self) -> None:
+        """Gives an open round up when nothing more comes of it."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if self._round is not None:
+            message = self._round.message
+            patience_s = message.formation_timeout_s + message.transfer_timeout_s + ROUND_MARGIN_S
+            self._expiry = asyncio.get_running_loop().call_later(patience_s, self._expire, message)
+
+    def _expire(self, round_: pb.Round) -> None:
+        if self._is_open(round_) and not self._lock.locked():
+            _log.warning("the coordinator is silent, giving its round up", round_id=round_.round_id)
+            self._expiring = asyncio.create_task(self.run_phase(ABORT, round_), name=f"expire-{round_.round_id}")
 
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         if phase == PREPARE:
@@ -175,12 +212,14 @@ class WeightUpdates:
             reports = await actions[phase](current)
         except BaseException as error:
             current.failure = f"{pb.RoundPhase.Name(phase)} failed: {error}"
+            if isinstance(error, DigestMismatch):
+                self._on_outcome("mismatch", round_.epoch)
             raise
         current.done.add(phase)
         return reports
 
     async def _open(self, round_: pb.Round) -> None:
-        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted before."""
+        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted; Aborted: it is an old epoch's."""
         if round_.round_id in self._closed_rounds:
             raise PhaseOrder(f"round {round_.round_id} is over; start a new one")
         if self._rest != UNSEEDED and round_.policy_version < self.policy_version:
@@ -189,6 +228,9 @@ class WeightUpdates:
                 f"but this replica has had version {self.policy_version}; versions only grow"
             )
         if self._round is not None:
+            if round_.epoch < self._round.message.epoch:
+                newer = self._round.message.epoch
+                raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
             _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
             await self._abort(self._round.message)
         self._round = _OpenRound(message=round_)
@@ -229,17 +271,24 @@ class WeightUpdates:
             await self._pauses.pause(current.message.pause_mode)
             await self._touch(current)
         reports = await self._ranks.run_phase(COMMIT, current.message)
-        await self._engine.end_update()
-        current.session = False
-        await self._engine.set_version(current.message.policy_version)
-        await self._pauses.flush()
+        # Nothing generates before resume(), so their order is free: one trip to the scheduler, not three.
+        await _all(
+            self._end_session(current),
+            self._engine.set_version(current.message.policy_version),
+            self._pauses.flush(),
+        )
         self._rest, self.policy_version = SERVING, current.message.policy_version
         self._close()
         await self._pauses.resume()
         for report in reports:
             report.seconds["commit"] = time.monotonic() - start_s
+        self._on_outcome("committed", current.message.epoch)
         _log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
         return reports
+
+    async def _end_session(self, current: _OpenRound) -> None:
+        await self._engine.end_update()
+        current.session = False
 
     async def _touch(self, current: _OpenRound) -> None:
         await self._engine.begin_update()
@@ -260,6 +309,7 @@ class WeightUpdates:
             self._poison(current)
         elif self._rest == SERVING:
             await self._pauses.resume()
+        self._on_outcome("poisoned" if current.touched else "aborted", round_.epoch)
         _log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
         return reports
 
@@ -287,3 +337,10 @@ class WeightUpdates:
 
     def _tell(self) -> None:
         self._on_state(self.state, self.policy_version)
+
+
+async def _all(*calls: Awaitable[None]) -> None:
+    """Waits for all of them. Raises: the first error, when none is under way any more."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

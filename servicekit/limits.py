@@ -19,7 +19,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # Services restart within seconds: the default back-off of up to 120 s would hide that they are back.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name the time that one attempt may take, as does its SETTINGS frame: a busy peer needs longer than
+    # a back-off. An attempt that is refused ends at once.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 

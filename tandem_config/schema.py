@@ -5,7 +5,7 @@ that the coordinator can read it without torch. `loading.py` turns a file and `-
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -149,7 +149,33 @@ class TrainerSection(Section):
     pipeline_parallel: PositiveInt = Field(1, description="Stages that share the layers.")
     data_parallel: PositiveInt = Field(1, description="Copies of the model, each with its share of every batch.")
     sequence_parallel: bool = Field(
-        False, description="Split activations between layers over the tensor-parallel ranks."
+        False,
+        description=(
+            "Split activations between layers over the tensor-parallel ranks; a mixture of experts with tensor "
+            "parallelism needs it."
+        ),
+    )
+    context_parallel: PositiveInt = Field(1, description="Ranks that share the tokens of each sequence.")
+    expert_parallel: PositiveInt = Field(
+        1, description="Ranks that share the experts of a layer; they are ranks of the same stage, not additional ones."
+    )
+    expert_tensor_parallel: PositiveInt = Field(
+        1, description="Ranks that share each expert, as tensor_parallel does for the rest of a layer."
+    )
+    virtual_pipeline: PositiveInt = Field(
+        1, description="Chunks of layers per pipeline stage, run in turns: less idle time, more messages."
+    )
+    first_stage_layers: PositiveInt | None = Field(
+        None, description="Layers of the first pipeline stage; null: as many as the others."
+    )
+    last_stage_layers: PositiveInt | None = Field(
+        None, description="Layers of the last pipeline stage; null: as many as the others."
+    )
+    embedding_counts: bool = Field(
+        False, description="The embedding takes the place of a layer when layers are dealt out to pipeline stages."
+    )
+    loss_counts: bool = Field(
+        False, description="The output layer and loss take the place of a layer when layers are dealt out."
     )
     learning_rate: PositiveFloat = Field(1e-6, description="AdamW step size at its highest.")
     learning_rate_decay: Literal["constant", "linear", "cosine"] = Field(
@@ -170,12 +196,40 @@ class TrainerSection(Section):
         300.0, description="Seconds until a trainer collective gives up on a silent peer."
     )
 
+    @property
+    def world_size(self) -> int:
+        """Trainer processes; experts and virtual stages share them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+
+    @property
+    def parallel_sizes(self) -> dict[str, Any]:
+        """The arguments of weightsync.layout.Parallel, which this package does not import."""
+        return {
+            "tensor": self.tensor_parallel,
+            "pipeline": self.pipeline_parallel,
+            "data": self.data_parallel,
+            "context": self.context_parallel,
+            "expert": self.expert_parallel,
+            "expert_tensor": self.expert_tensor_parallel,
+            "virtual_pipeline": self.virtual_pipeline,
+            "first_stage_layers": self.first_stage_layers if self.first_stage_layers is not None else 0,
+            "last_stage_layers": self.last_stage_layers if self.last_stage_layers is not None else 0,
+            "embedding_counts": self.embedding_counts,
+            "loss_counts": self.loss_counts,
+        }
+
 
 class RolloutSection(Section):
     """The SGLang rollout services."""
 
     replicas: PositiveInt = Field(1, description="Independent engines.")
+    min_replicas: PositiveInt = Field(
+        1, description="Fewest replicas that a run goes on with while others are lost; they come back as they can."
+    )
     tensor_parallel: PositiveInt = Field(1, description="Ranks that share one engine.")
+    expert_parallel: PositiveInt = Field(
+        1, description="Groups among those ranks that divide the experts; must divide tensor_parallel."
+    )
     max_total_tokens: PositiveInt = Field(
         65536,
         description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.",
@@ -204,11 +258,29 @@ class SyncSection(Section):
     pause: Literal["drain", "keep_kv", "abort_requeue"] = Field(
         "drain", description="What happens to running requests."
     )
+    transport: Literal["auto", "collective", "colocated", "disk"] = Field(
+        "auto",
+        description=(
+            "auto: colocated where all ranks are on one host and run on CPUs, collective elsewhere; collective: NCCL "
+            "or gloo messages; colocated: receivers read the trainer's memory; disk: files under disk_folder."
+        ),
+    )
+    dtype: Literal["same", "bfloat16"] = Field(
+        "same",
+        description="Type that weights travel and arrive in: the trainer's, or cast by the trainer (half the bytes).",
+    )
+    disk_folder: Path | None = Field(
+        None,
+        description="Where transport disk writes, the same path for every rank; null: weights/ in the run's folder.",
+    )
     bucket_mib: PositiveFloat = Field(
         32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once."
     )
     formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
     transfer_timeout_s: PositiveFloat = Field(60.0, description="Seconds for one transfer.")
+    probe_timeout_s: PositiveFloat = Field(
+        10.0, description="Seconds for a service to say how it is before it is taken for lost."
+    )
     lease_ttl_s: PositiveFloat = Field(
         15.0, description="Seconds without a heartbeat after which a rank loses its slot."
     )

@@ -16,7 +16,9 @@ from tests.polling import until
 class RedisProcess:
     """A redis-server on a Unix socket in its own folder; starts in about 15 ms."""
 
-    def __init__(self, password: str = "") -> None:
+    def __init__(self, password: str = "", *, binary: Path | None = None, append_only: bool = False) -> None:
+        self._binary = binary if binary is not None else _find_redis_server()
+        self._append_only = append_only
         # Not tmp_path: a socket's path may have at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
         self._socket = self._folder / "s"
@@ -33,8 +35,10 @@ class RedisProcess:
         return f"unix://{self._socket}"
 
     def start(self) -> None:
-        command = [str(_find_redis_server()), "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
-        command += ["--appendonly", "no", "--dir", str(self._folder), "--logfile", str(self._folder / "log")]
+        command = [str(self._binary), "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
+        # With it, what was answered survives a crash; without it, the server comes back empty.
+        command += ["--appendonly", "yes" if self._append_only else "no", "--appendfsync", "always"]
+        command += ["--dir", str(self._folder), "--logfile", str(self._folder / "log")]
         command += ["--requirepass", self._password] if self._password else []
         self._process = subprocess.Popen(command)
         with redis.Redis.from_url(self.url) as client:
@@ -48,12 +52,23 @@ class RedisProcess:
         except redis.ConnectionError:
             return False
 
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("redis-server does not run")
+        return self._process.pid
+
     def kill(self) -> None:
-        """Ends the server at once; start() brings it back, empty."""
+        """Ends the server at once; start() brings it back: empty, unless it is append_only."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
             self._process = None
+
+    def restart(self) -> None:
+        """Ends it at once and starts it again."""
+        self.kill()
+        self.start()
 
     def close(self) -> None:
         self.kill()

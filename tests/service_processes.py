@@ -35,8 +35,7 @@ class Services:
 
     def start_trainer(self, config: RunConfig) -> list[str]:
         """Starts every rank. Returns: the processes' names."""
-        sizes = config.trainer
-        world = sizes.tensor_parallel * sizes.pipeline_parallel * sizes.data_parallel
+        world = config.trainer.world_size
         for rank in range(world):
             env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
             self._start(f"trainer-{rank}", ["trainer_service"], config, env)

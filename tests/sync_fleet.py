@@ -29,6 +29,7 @@ class Fleet:
     full: dict[str, torch.Tensor] = field(default_factory=dict)
     members: dict[str, SyncMember] = field(default_factory=dict)
     stores: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    _sizes: dict[str, Parallel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.full = canonical_tensors(self.spec)
@@ -41,11 +42,17 @@ class Fleet:
                 self._add(f"{name}/{rank}", parallel, empty_like_rank(target, rank))
 
     def _add(self, slot: str, parallel: Parallel, tensors: dict[str, torch.Tensor]) -> None:
+        self._sizes[slot] = parallel
         self.stores[slot] = tensors
         self.members[slot] = SyncMember(
             spec=self.spec, slot=slot, parallel=parallel, tensors=tensors, redis_url=self.redis_url, group=GROUP
         )
         self.members[slot].start()
+
+    def replace(self, slot: str, tensors: dict[str, torch.Tensor]) -> None:
+        """A new incarnation of a slot, with these tensors."""
+        self.members.pop(slot).close()
+        self._add(slot, self._sizes[slot], tensors)
 
     def round(self, version: int, **changes: object) -> pb.Round:
         """A round over everybody in the current epoch."""
@@ -67,8 +74,14 @@ class Fleet:
     def run(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> dict[str, pb.PhaseReport | Exception]:
         """One phase on every participant at once."""
         slots = [slot for slot in Participants.of_round(round_).slots if slot in self.members]
-        with ThreadPoolExecutor(len(slots)) as pool:
-            futures = {slot: pool.submit(self.members[slot].run_phase, phase, round_) for slot in slots}
+        return self.run_each(phase, dict.fromkeys(slots, round_))
+
+    def run_each(
+        self, phase: pb.RoundPhase.ValueType, rounds: dict[str, pb.Round]
+    ) -> dict[str, pb.PhaseReport | Exception]:
+        """One phase, with each slot's own idea of the round."""
+        with ThreadPoolExecutor(len(rounds)) as pool:
+            futures = {slot: pool.submit(self.members[slot].run_phase, phase, own) for slot, own in rounds.items()}
         return {slot: future.exception() or future.result() for slot, future in futures.items()}  # type: ignore[misc]
 
     def sync(self, round_: pb.Round) -> dict[str, pb.PhaseReport]:

@@ -1,6 +1,6 @@
 """Right-padded token matrices of a micro-batch, and where its completion tokens are in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,4 +49,26 @@ def pad(samples: Samples, rows: IntArray, *, multiple: int = 1, counted: bool = 
         token_index=span_indices(samples.completion_starts[rows], completions),
         rows=rows,
         counted=counted,
+    )
+
+
+def context_share(padded: Padded, rank: int, size: int) -> Padded:
+    """The columns of one context-parallel rank: chunks `rank` and `2 * size - 1 - rank` of 2 * size equal ones.
+
+    Causal attention makes later chunks dearer; an early one and a late one together cost every rank the same. Columns
+    must divide by 2 * size. A rank may get no completion token.
+    """
+    rows, columns = padded.input_ids.shape
+    chunk = columns // (2 * size)
+    chunks = padded.input_ids.reshape(rows, 2 * size, chunk)
+    row, column = np.divmod(padded.positions, columns)
+    number, within = np.divmod(column, chunk)
+    mine = (number == rank) | (number == 2 * size - 1 - rank)
+    local = within + np.where(number == rank, 0, chunk)
+    return replace(
+        padded,
+        input_ids=np.ascontiguousarray(chunks[:, [rank, 2 * size - 1 - rank]]).reshape(rows, 2 * chunk),
+        positions=(row * 2 * chunk + local)[mine],
+        targets=padded.targets[mine],
+        token_index=padded.token_index[mine],
     )

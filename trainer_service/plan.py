@@ -6,8 +6,9 @@ import numpy as np
 
 from tandem_config.schema import GrpoSection
 from trainer_service.cuts import cut, deal
-from trainer_service.padded import Padded, pad
-from trainer_service.samples import BoolArray, Samples
+from trainer_service.padded import Padded, context_share, pad
+from trainer_service.samples import BoolArray, IntArray, Samples
+from weightsync.layout import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,32 @@ class Ranks:
     data_rank: int
     data_parallel: int
     pipeline_parallel: int
-    width_multiple: int  # S must divide by this: TP under sequence parallelism, else 1
+    width_multiple: int  # S must divide by this: TP under sequence parallelism, 2 * CP under context parallelism
     max_tokens: int
+    context_rank: int = 0
+    context_parallel: int = 1
+    count_multiple: int = 1  # micro-batches come in multiples of this: of the stages, if they have virtual ones
+    in_step: bool = False  # all data-parallel ranks run equally many: in each, their experts exchange tokens
+
+    @classmethod
+    def of(
+        cls, parallel: Parallel, *, sequence_parallel: bool, max_tokens: int, data_rank: int, context_rank: int
+    ) -> "Ranks":
+        """What the parallel sizes ask of micro-batches."""
+        experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+        return cls(
+            data_rank=data_rank,
+            data_parallel=parallel.data,
+            pipeline_parallel=parallel.pipeline,
+            width_multiple=(parallel.tensor if sequence_parallel else 1)
+            * (2 * parallel.context if parallel.context > 1 else 1),
+            max_tokens=max_tokens,
+            context_rank=context_rank,
+            context_parallel=parallel.context,
+            count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            # else every expert group lies within one data-parallel rank
+            in_step=parallel.data > 1 and model % experts != 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +68,14 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     """
     active = has_gradient(samples, grpo)
     owner = deal(samples, active, ranks.data_parallel)
-    mine = owner == ranks.data_rank
     measured = np.zeros(len(samples), np.bool_)
     if grpo.old_logprobs == "recompute":
         measured = ~(active & (samples.update_index == 0))
     trained = [active & (samples.update_index == update) for update in range(num_updates)]
     return StepPlan(
-        measured=_cut_and_pad(samples, measured & mine, ranks),
-        updates=[_with_stand_in(samples, rows, mine, ranks) for rows in trained],
+        measured=_micro_batches(samples, measured, owner, ranks),
+        # data-parallel ranks reduce gradients together, so a rank without samples runs one that does not count
+        updates=[_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained],
     )
 
 
@@ -64,17 +89,30 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
 def measure_all(samples: Samples, ranks: Ranks) -> list[Padded]:
     """This rank's share of all samples, for a forward pass."""
     owner = deal(samples, samples.trainable, ranks.data_parallel)
-    return _cut_and_pad(samples, owner == ranks.data_rank, ranks)
+    return _micro_batches(samples, np.ones(len(samples), np.bool_), owner, ranks)
 
 
-def _cut_and_pad(samples: Samples, chosen: BoolArray, ranks: Ranks) -> list[Padded]:
+def _micro_batches(
+    samples: Samples, chosen: BoolArray, owner: IntArray, ranks: Ranks, at_least: int = 0
+) -> list[Padded]:
+    """The chosen samples of this rank, and stand-ins that fill up the count that the ranks must agree on."""
+    parts = _cut(samples, chosen & (owner == ranks.data_rank), ranks)
+    count = max(at_least, len(parts))
+    if ranks.in_step:
+        others = range(ranks.data_parallel)
+        count = max(count, *(len(_cut(samples, chosen & (owner == other), ranks)) for other in others))
+    count = -(-count // ranks.count_multiple) * ranks.count_multiple
+    batches = [pad(samples, part, multiple=ranks.width_multiple) for part in parts]
+    if count > len(parts):
+        rows = np.flatnonzero(chosen)
+        shortest = rows[[np.argmin(samples.lengths[rows])]]
+        stand_in = pad(samples, shortest, multiple=ranks.width_multiple, counted=False)
+        batches += [stand_in] * (count - len(parts))
+    if ranks.context_parallel == 1:
+        return batches
+    return [context_share(batch, ranks.context_rank, ranks.context_parallel) for batch in batches]
+
+
+def _cut(samples: Samples, chosen: BoolArray, ranks: Ranks) -> list[IntArray]:
     rows = np.flatnonzero(chosen)
-    parts = cut(rows, samples.lengths[rows], max_tokens=ranks.max_tokens, pipeline_parallel=ranks.pipeline_parallel)
-    return [pad(samples, part, multiple=ranks.width_multiple) for part in parts]
-
-
-def _with_stand_in(samples: Samples, trained: BoolArray, mine: BoolArray, ranks: Ranks) -> list[Padded]:
-    """Data-parallel ranks reduce gradients together, so a rank without samples runs one that does not count."""
-    if trained.any() and not (trained & mine).any():
-        return [pad(samples, np.flatnonzero(trained)[:1], multiple=ranks.width_multiple, counted=False)]
-    return _cut_and_pad(samples, trained & mine, ranks)
+    return cut(rows, samples.lengths[rows], max_tokens=ranks.max_tokens, pipeline_parallel=ranks.pipeline_parallel)

@@ -148,7 +148,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _command(self, command: Command, body: bytes) -> list[bytes]:
         """A caller that goes away does not cancel what the ranks have begun."""
-        return await asyncio.shield(asyncio.wrap_future(self._commander.submit(command, [body])))
+        replies = asyncio.wrap_future(self._commander.submit(command, [body]))
+        # Its error is the ranks' to log if nobody waits for it any more.
+        replies.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(replies)
 
 
 def _check_step(step: ReceivedStep, engine: TrainerEngine) -> None:

@@ -7,7 +7,7 @@ from servicekit.errors import Aborted
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.participants import Participants, trainer_slot
-from weightsync.rendezvous import Lease, Membership
+from weightsync.rendezvous import Evicted, Lease, Membership
 from weightsync.transports.communicator import Communicator, form, host_store, join_store
 
 log = get_logger(__name__)
@@ -55,6 +55,12 @@ class CommunicatorCache:
             self._current.abort()
         self._current, self._key = None, None
 
+    def interrupt(self) -> None:
+        """Ends the waits of a transfer that another thread is in; its owner drops the communicator then."""
+        current = self._current
+        if current is not None:
+            current.abort()
+
     def close(self) -> None:
         """The same, at the end of the process."""
         self.drop()
@@ -62,6 +68,8 @@ class CommunicatorCache:
     def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
         if now.epoch != round_.epoch:
             raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
+        if now.members.get(self._lease.slot) != self._lease.worker_id:
+            raise Evicted(f"{self._lease.slot}: another worker holds this slot of {round_.group}")
 
     def _store(self, round_: pb.Round) -> dist.Store:
         """The epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""

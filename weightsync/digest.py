@@ -1,10 +1,11 @@
-"""The header of a message: what it is, which round it belongs to, and the digest of its payload."""
+"""What goes with a message: which round it belongs to, and the digest of its payload."""
 
 import struct
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from servicekit.errors import DigestMismatch
@@ -20,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a receiver checks before it believes a message."""
+    """What a receiver checks before it believes a message. It follows the payload, so that hashing delays no byte."""
 
     plan_digest: str
     policy_version: int
@@ -29,9 +30,63 @@ class Header:
     payload_digest: bytes
 
 
-def payload_digest(payload: Bytes) -> bytes:
-    """xxh3-128 of the payload: position-sensitive."""
-    return xxhash.xxh3_128(payload.data).digest()
+class PayloadDigest:
+    """A position-sensitive 128-bit digest of a payload, part by part.
+
+    On CPUs xxh3-128 of the bytes, however they are cut into parts. On GPUs, where xxh3 would mean a copy to the host,
+    two sums over mixed 64-bit words: there both ends must cut alike.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = xxhash.xxh3_128()
+        self._words: WordSums | None = None
+
+    def update(self, part: torch.Tensor) -> None:
+        """Adds a part (contiguous uint8)."""
+        if part.device.type == "cpu":
+            self._bytes.update(part.numpy().data)
+            return
+        if self._words is None:
+            self._words = WordSums()
+        self._words.update(part)
+
+    def digest(self) -> bytes:
+        """16 bytes."""
+        return self._bytes.digest() if self._words is None else self._words.digest()
+
+
+class WordSums:
+    """A digest in plain tensor operations, for devices that xxhash cannot read.
+
+    Each 64-bit word is mixed with its position, and two sums (one weighted by position) are kept modulo 2^64: equal
+    words at other places, and swapped ones, change both.
+    """
+
+    CHUNK_BYTES = 32 * 2**20  # bounds the temporaries, which are about five times as large
+
+    def __init__(self) -> None:
+        self._words = 0
+        self._sums: torch.Tensor | None = None
+
+    def update(self, part: torch.Tensor) -> None:
+        """Adds a part (contiguous uint8); it begins at a new word."""
+        for begin in range(0, part.numel(), self.CHUNK_BYTES):
+            self._add(part[begin : begin + self.CHUNK_BYTES])
+
+    def _add(self, chunk: torch.Tensor) -> None:
+        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).clone().view(torch.int64)
+        place = torch.arange(self._words, self._words + words.numel(), device=chunk.device)
+        self._words += words.numel()
+        mixed = (words ^ (place * -7046029254386353131)) * -4417276706812531889
+        mixed = (mixed ^ (mixed >> 29)) * 1609587929392839161
+        mixed ^= mixed >> 32
+        sums = torch.stack([mixed.sum(), (mixed * (2 * place + 1)).sum()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def digest(self) -> bytes:
+        """16 bytes."""
+        sums = [0, 0] if self._sums is None else self._sums.tolist()
+        return struct.pack("<qq", *sums)
 
 
 def write_header(buffer: Bytes, header: Header) -> None:

@@ -50,7 +50,8 @@ def load_shards(
             cols = slice(int(op["src_col"]), int(op["src_col"] + op["cols"]))
             block = reader.read(canonical, tuple(plan.source.param_shapes[op["src_param"]]), rows, cols)
             target = tensors[name].detach()
-            matrix = target.view(-1, 1) if target.dim() == 1 else target
+            # a stack of experts' matrices is one tall matrix
+            matrix = target.view(-1, 1) if target.dim() == 1 else target.view(-1, target.shape[-1])
             row, col = int(op["dst_row"]), int(op["dst_col"])
             matrix[row : row + block.shape[0], col : col + block.shape[1]].copy_(block)
     zero_padding(layout, rank, tensors)

@@ -197,8 +197,8 @@ def local_shape(rows: int, cols: int, *, vector: bool) -> tuple[int, ...]:
     return (rows,) if vector else (rows, cols)
 
 
-def exact_share(total: int, ranks: int, what: str) -> int:
+def exact_share(total: int, ranks: int, what: str, by: str = "tensor parallel size") -> int:
     """total / ranks. Raises: ConfigError: it does not divide."""
     if total % ranks != 0:
-        raise ConfigError(f"{what} = {total} does not divide by tensor parallel size {ranks}")
+        raise ConfigError(f"{what} = {total} does not divide by {by} {ranks}")
     return total // ranks

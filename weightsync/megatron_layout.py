@@ -56,7 +56,7 @@ class _Grid:
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         self.spec, self.parallel = spec, parallel
-        self.experts_each = exact_share(spec.num_experts, parallel.expert, "number of experts")
+        self.experts_each = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
         sharers = parallel.expert * parallel.expert_tensor
         if spec.num_experts > 0 and parallel.stage_size % sharers != 0:
             raise ConfigError(

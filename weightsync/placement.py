@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from servicekit.errors import ConfigError
 from weightsync.layout import Piece, PieceArray, exact_share, local_shape, piece_array
 from weightsync.mapping import Placement, Rule
 from weightsync.model_spec import ModelSpec
@@ -21,8 +22,12 @@ class Cut:
 
 
 def part_shape(rule: Rule, part: int, spec: ModelSpec) -> tuple[int, int]:
-    """[rows, cols] of a canonical tensor."""
-    return spec.size(rule.parts[part].rows), spec.size(rule.parts[part].cols)
+    """[rows, cols] of a canonical tensor. Raises: ConfigError: a symbol that ModelSpec.size does not know."""
+    one = rule.parts[part]
+    try:
+        return spec.size(one.rows), spec.size(one.cols)
+    except KeyError as unknown:
+        raise ConfigError(f"the rule of {one.name} has a size {unknown} that ModelSpec.size does not know") from None
 
 
 def rule_applies(rule: Rule, spec: ModelSpec, layer: int) -> bool:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from servicekit.errors import Aborted, DeadlineExceeded, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
 from servicekit.redis_client import connect, redis_errors
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
+COORDINATOR_SLOT = "coordinator"  # held by the one that may begin rounds
 
 log = get_logger(__name__)
 
@@ -52,6 +53,13 @@ class Rendezvous:
         """Takes a slot (from an older incarnation too). Returns: the epoch."""
         return int(self._call("join", slot, worker_id, int(ttl_s * 1000))[1])
 
+    def claim(self, slot: str, worker_id: str, ttl_s: float) -> int:
+        """Takes a slot that is empty (or ours). Returns: the epoch. Raises: AlreadyExists: naming the holder."""
+        status, epoch, *holder = self._call("claim", slot, worker_id, int(ttl_s * 1000))
+        if status == "held":
+            raise AlreadyExists(f"slot {slot} of {self.group} is held by worker {holder[0]}; its lease is alive")
+        return int(epoch)
+
     def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
         """Renews the lease. Returns: "ok", "unknown" (the lease ran out) or "evicted" (another worker has the slot)."""
         return str(self._call("heartbeat", slot, worker_id, int(ttl_s * 1000))[0])
@@ -62,7 +70,14 @@ class Rendezvous:
 
     def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
         """Publishes the TCP store of an epoch. Raises: Evicted; Aborted: the epoch is over."""
-        status, now = self._call("bind", slot, worker_id, epoch, endpoint)[:2]
+        self._check(slot, worker_id, epoch, self._call("bind", slot, worker_id, epoch, endpoint))
+
+    def confirm(self, slot: str, worker_id: str, epoch: int) -> None:
+        """Asks whether the worker may act in the epoch. Raises: Evicted; Aborted: the epoch is over."""
+        self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch))
+
+    def _check(self, slot: str, worker_id: str, epoch: int, answer: list[Any]) -> None:
+        status, now = answer[:2]
         if status == "evicted":
             raise Evicted(f"{slot}: worker {worker_id} no longer holds this slot of {self.group}")
         if status == "stale":
@@ -78,6 +93,13 @@ class Rendezvous:
             members=dict(zip(words[::2], words[1::2], strict=True)),
             endpoint=str(endpoint) if bound else None,
         )
+
+    def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
+        """Waits until all slots are taken, but no longer. Returns: the group then, complete or not."""
+        wanted, deadline = set(slots), time.monotonic() + timeout_s
+        while not wanted <= set((now := self.snapshot()).members) and time.monotonic() < deadline:
+            threading.Event().wait(POLL_S)
+        return now
 
     def wait_for(self, slots: Iterable[str], timeout_s: float) -> Membership:
         """Waits until all slots are taken. Raises: DeadlineExceeded, naming the missing slots."""
@@ -121,15 +143,38 @@ class Lease:
         log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
         self._thread.start()
 
+    def claim(self, timeout_s: float) -> None:
+        """Joins as start() does, but takes the slot from nobody: waits until the holder's lease has run out.
+
+        Raises: AlreadyExists: a live worker still has it after timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s)
+                break
+            except AlreadyExists:
+                if time.monotonic() >= deadline:
+                    raise
+            self._stop.wait(POLL_S)
+        log.info("claimed slot", group=self.rendezvous.group, slot=self.slot, worker_id=self.worker_id)
+        self._thread.start()
+
     def check(self) -> None:
         """Raises: Evicted: another incarnation has the slot."""
         if self.evicted:
             raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
 
+    def confirm(self, epoch: int) -> None:
+        """Asks Redis whether this worker may act in the epoch. Raises: Evicted; Aborted: the epoch is over."""
+        self.check()
+        self.rendezvous.confirm(self.slot, self.worker_id, epoch)
+
     def close(self) -> None:
         """Stops renewing and leaves the group."""
         self._stop.set()
-        self._thread.join(timeout=5.0)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout=5.0)
         try:
             self.rendezvous.leave(self.slot, self.worker_id)
         except Unavailable as error:
@@ -148,7 +193,14 @@ class Lease:
     def _beat(self) -> None:
         status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
         if status == "unknown":
-            # The lease ran out (a long stop, or a Redis that lost its data): come back under a new epoch.
-            epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s)
-            log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
+            status = self._come_back()
         self.evicted = status == "evicted"
+
+    def _come_back(self) -> str:
+        """After a long stop, or when Redis lost its data: under a new epoch, unless another has come meanwhile."""
+        try:
+            epoch = self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s)
+        except AlreadyExists:
+            return "evicted"
+        log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
+        return "ok"

@@ -2,7 +2,7 @@
 
 | phase    | needs                 | does                                                             | state after   |
 |----------|-----------------------|------------------------------------------------------------------|---------------|
-| PREPARE  | -                     | plan, coverage of the engine's own parameters, communicator      | PREPARED      |
+| PREPARE  | -                     | plan, coverage of the engine's own parameters, communicator, cards| PREPARED     |
 | PAUSE    | PREPARED              | nothing here (the service pauses its engine)                     | PREPARED      |
 | TRANSFER | PREPARED              | sends; or receives into staging (staged) or parameters (in place)| TRANSFERRED   |
 | VERIFY   | TRANSFERRED           | digests of what was installed                                    | VERIFIED      |
@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 
 import torch
 
-from servicekit.errors import ConfigError, DigestMismatch, PhaseOrder
+from servicekit.errors import Aborted, ConfigError, DigestMismatch, PhaseOrder, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
-from weightsync.coverage import check_coverage, zero_padding
+from weightsync.coverage import Coverage
 from weightsync.layout import Layout, Parallel
 from weightsync.model_spec import ModelSpec
 from weightsync.participants import Participants
@@ -32,11 +33,14 @@ from weightsync.rendezvous import Lease, Rendezvous
 from weightsync.round_plan import RoundPlan, plan_round, source_layout
 from weightsync.sglang_layout import sglang_layout
 from weightsync.tensors import poison_tensors, tensor_checksums
-from weightsync.transports.collective import Transfer, TransferStats, verify_installed
 from weightsync.transports.communicator import Communicator
-from weightsync.transports.packing import Packer
+from weightsync.transports.disk import open_latest, read_version
+from weightsync.transports.links import Links, Terms
+from weightsync.transports.packing import Packer, Packers
+from weightsync.transports.transport import TransferJob, TransferStats, Transport, check_complete, wrong_messages
 
-MIB = 2**20
+READ_BYTES = 32 * 2**20
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 log = get_logger(__name__)
 
@@ -82,12 +86,18 @@ class SyncMember:
         self._communicators = CommunicatorCache(self._lease, host, next(iter(tensors.values())).device)
         self._lock = threading.Lock()
         self._layout = self._own_layout()
+        self._coverage = Coverage(self._layout, self._rank, slot)
+        self._shard_elements = self._layout.elements_of(self._rank)
+        self._links = Links(slot)
+        self._packers = Packers(self._layout, "dst" if self._is_receiver else "src")
+        self._spare: dict[str, torch.Tensor] = {}
         self._state = _State.IDLE
         self._round_id = ""
+        self._epoch = 0
         self._plan: RoundPlan | None = None
         self._participants: Participants | None = None
         self._comm: Communicator | None = None
-        self._comm_rank = 0
+        self._transport: Transport | None = None
         self._done: dict[tuple[str, int], pb.PhaseReport] = {}
         self._target: Mapping[str, torch.Tensor] = tensors
         self._stats = TransferStats()
@@ -98,6 +108,7 @@ class SyncMember:
 
     def close(self) -> None:
         """Closes the communicator, then leaves the group."""
+        self._links.close()
         self._communicators.close()
         self._lease.close()
 
@@ -109,22 +120,46 @@ class SyncMember:
         """Fills every tensor with NaN (tests of coverage). Returns: the number of tensors."""
         return poison_tensors(self._tensors)
 
+    def load_published(self, folder: Path, *, at_least: int) -> int:
+        """Fills the parameters from the newest version in a folder of the disk transport, and checks them.
+
+        For late joiners and cold starts; not while a round is open. Returns: the policy version.
+
+        Raises: NotReady: nothing is published; StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
+        """
+        with self._lock:
+            self._require(_State.IDLE)
+            published = open_latest(folder, self._spec.fingerprint(), at_least)
+            self._coverage.check(self._tensors)
+            packer, stats = self._packer(self._tensors, None), TransferStats()
+            read_version(published, self._layout, self._rank, packer, stats, READ_BYTES)
+            self._coverage.zero_padding(self._tensors)
+            check_complete(stats.received, self._shard_elements)
+            if wrong_messages(stats.received, packer):
+                raise DigestMismatch(f"{self._slot}: what was read from {published.folder} did not arrive")
+            packer.forget()
+            return published.policy_version
+
     def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.PhaseReport:
         """Runs one phase; blocks until it is done, at most the round's deadlines.
 
         Raises: a TandemError, by the table in the module's docstring; Evicted: another process has the slot.
         """
+        if phase == pb.ROUND_PHASE_ABORT and round_.round_id == self._round_id:
+            self._communicators.interrupt()  # a transfer that waits for a lost peer holds the lock
         with self._lock:
             done = self._done.get((round_.round_id, phase))
             if done is not None:
                 return done
-            self._lease.check()
+            if phase != pb.ROUND_PHASE_ABORT:  # an evicted worker must not act, but it must be able to give up
+                self._lease.check()
             start = time.monotonic()
             report = self._run(phase, round_)
             name = pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
             report.seconds.setdefault(name, time.monotonic() - start)
             report.plan_digest = self._plan.digest if self._plan is not None else ""
             report.policy_version = round_.policy_version
+            report.transport = self._transport.name if self._transport is not None else ""
             self._done[(round_.round_id, phase)] = report
             return report
 
@@ -147,24 +182,31 @@ class SyncMember:
 
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
         if self._state is not _State.IDLE and round_.round_id != self._round_id:
+            if round_.epoch < self._epoch:
+                raise Aborted(
+                    f"{self._slot}: round {round_.round_id} is of epoch {round_.epoch}, here it is {self._epoch}"
+                )
             # Its coordinator is gone: it would have ended the round before it began another.
             log.warning("round superseded", slot=self._slot, old=self._round_id, state=self._state.value)
-            self._communicators.drop()
+            self._drop()
             self._end_round()
         started = time.monotonic()
-        participants = Participants.of_round(round_)
-        rank = self._communicator_rank(participants)
-        plan = plan_round(
-            self._spec,
-            participants.trainer,
-            tuple(participants.chains()),
-            max(1, round_.bucket_bytes // self._dtype_bytes()),
-        )
-        check_coverage(self._layout, self._rank, self._tensors, self._slot)
+        try:
+            terms = self._terms(round_)
+        except TandemError:
+            self._drop()  # the others wait for this rank's card: now they hear that it does not come
+            raise
         planned = time.monotonic()
-        self._comm = self._communicators.get(round_, participants, rank)
-        self._plan, self._participants, self._comm_rank = plan, participants, rank
-        self._round_id, self._state = round_.round_id, _State.PREPARED
+        deadline = planned + round_.formation_timeout_s
+        rank = terms.participants.slots.index(self._slot)
+        self._comm = self._communicators.get(round_, terms.participants, rank)
+        try:
+            self._transport = self._links.agree(self._comm, terms, deadline)
+        except TandemError:
+            self._drop()
+            raise
+        self._plan, self._participants = terms.plan, terms.participants
+        self._round_id, self._epoch, self._state = round_.round_id, round_.epoch, _State.PREPARED
         self._done.clear()
         report = pb.PhaseReport(shard_bytes=self._shard_bytes())
         report.seconds["prepare"] = planned - started
@@ -178,36 +220,37 @@ class SyncMember:
     def _transfer(self, round_: pb.Round) -> pb.PhaseReport:
         self._require(_State.PREPARED)
         self._state = _State.FAILED  # until the last byte is there
-        plan, participants, communicator = self._prepared()
-        hops = plan.hops_of(self._comm_rank, participants)
+        plan, participants, transport = self._prepared()
         if self._is_receiver:
             self._target = self._staging() if round_.install_mode == pb.INSTALL_MODE_STAGED else self._tensors
-        transfer = Transfer(
-            communicator=communicator,
-            hops=hops,
-            packer=Packer(self._layout, self._target, "dst" if self._is_receiver else "src"),
-            plan_digest=plan.digest,
+        job = TransferJob(
+            model=self._spec.fingerprint(),
+            round_id=round_.round_id,
+            plan=plan,
+            participants=participants,
+            packer=self._packer(self._target, self._wire_dtype(round_)),
             policy_version=round_.policy_version,
+            bucket_bytes=round_.bucket_bytes,
+            deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
-        self._stats = transfer.run()
+        self._stats = transport.run(job)
         if self._is_receiver:
-            zero_padding(self._layout, self._rank, self._target)
+            self._coverage.zero_padding(self._target)
         self._state = _State.TRANSFERRED
         return self._transfer_report(self._stats)
 
     def _verify(self, round_: pb.Round) -> pb.PhaseReport:
         self._require(_State.TRANSFERRED)
-        plan, _, _ = self._prepared()
         if self._is_receiver:
-            mine = [m for m in plan.messages[self._parallel] if m.dst == self._rank]
-            wrong = verify_installed(mine, self._stats.digests, Packer(self._layout, self._target, "dst"))
+            received = self._stats.received
+            check_complete(received, self._shard_elements)
+            wrong = wrong_messages(received, self._packer(self._target, None))
             if wrong:
-                message = wrong[0][0]
-                names = sorted({self._layout.params[p] for p in message.ops["dst_param"]})
+                names = sorted({self._layout.params[p] for p in wrong[0].ops["dst_param"]})
                 raise DigestMismatch(
-                    f"{self._slot}: {len(wrong)} of {len(mine)} messages differ from what the trainer sent; "
-                    f"the first, {message.sequence}, holds {', '.join(names[:3])}"
+                    f"{self._slot}: {len(wrong)} of {len(received)} messages differ from what the trainer sent; "
+                    f"the first, {wrong[0].sequence}, holds {', '.join(names[:8])}"
                 )
         self._state = _State.VERIFIED
         return pb.PhaseReport(shard_bytes=self._shard_bytes())
@@ -218,6 +261,8 @@ class SyncMember:
         if self._target is not self._tensors:
             for name, staged in self._target.items():
                 self._tensors[name].detach().copy_(staged)
+        if next(iter(self._tensors.values())).is_cuda:
+            torch.cuda.synchronize()  # the engine reads on streams of its own
         self._end_round()
         report = pb.PhaseReport()
         report.seconds["install"] = time.monotonic() - start
@@ -225,7 +270,7 @@ class SyncMember:
 
     def _abort(self, round_: pb.Round) -> pb.PhaseReport:
         # Everyone drops its communicator, also who had no trouble: the next round builds a new one together.
-        self._communicators.drop()
+        self._drop()
         if self._round_id == round_.round_id:
             self._end_round()
         return pb.PhaseReport()
@@ -247,24 +292,54 @@ class SyncMember:
         self._target = self._tensors
         self._stats = TransferStats()
 
-    def _communicator_rank(self, participants: Participants) -> int:
+    def _terms(self, round_: pb.Round) -> Terms:
+        """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
+        participants = Participants.of_round(round_)
         if self._slot not in participants.slots:
             raise ConfigError(f"{self._slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[self._role] if self._is_receiver else participants.trainer
         if expected != self._parallel:
             raise ConfigError(f"{self._slot}: the round says {expected}, this process has {self._parallel}")
-        return participants.slots.index(self._slot)
+        self._coverage.check(self._tensors)
+        dtype = self._wire_dtype(round_)
+        rollouts = tuple(participants.chains())
+        plan = plan_round(self._spec, participants.trainer, rollouts, max(1, round_.bucket_bytes // dtype.itemsize))
+        if self._plan is not None and plan is not self._plan:
+            self._packers.forget()
+        return Terms(
+            round_=round_,
+            plan=plan,
+            participants=participants,
+            tensors=self._tensors,
+            packer=self._packer(self._tensors, dtype),
+            wire_dtype=str(dtype).removeprefix("torch."),
+            is_trainer=not self._is_receiver,
+        )
 
-    def _dtype_bytes(self) -> int:
-        return int(next(iter(self._tensors.values())).dtype.itemsize)
+    def _wire_dtype(self, round_: pb.Round) -> torch.dtype:
+        """What a trainer rank sends; a receiver takes what it holds, and its card says so."""
+        held = next(iter(self._tensors.values())).dtype
+        if self._is_receiver or round_.wire_dtype == "":
+            return held
+        if round_.wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(f"{self._slot}: no wire type {round_.wire_dtype}; there are {', '.join(WIRE_DTYPES)}")
+        return WIRE_DTYPES[round_.wire_dtype]
+
+    def _packer(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Packer:
+        return self._packers.get(tensors, dtype)
+
+    def _drop(self) -> None:
+        self._links.close()
+        self._communicators.drop()
+        self._transport = None
 
     def _shard_bytes(self) -> int:
-        return self._layout.elements_of(self._rank) * self._dtype_bytes()
+        return self._shard_elements * int(next(iter(self._tensors.values())).dtype.itemsize)
 
-    def _prepared(self) -> tuple[RoundPlan, Participants, Communicator]:
-        if self._plan is None or self._participants is None or self._comm is None:
+    def _prepared(self) -> tuple[RoundPlan, Participants, Transport]:
+        if self._plan is None or self._participants is None or self._transport is None:
             raise PhaseOrder(f"{self._slot}: no round is prepared")
-        return self._plan, self._participants, self._comm
+        return self._plan, self._participants, self._transport
 
     def _require(self, *states: _State) -> None:
         if self._state not in states:
@@ -272,7 +347,10 @@ class SyncMember:
             raise PhaseOrder(f"{self._slot}: the round is {self._state.value}, it must be {wanted}")
 
     def _staging(self) -> dict[str, torch.Tensor]:
-        return {name: torch.empty_like(tensor.detach()) for name, tensor in self._tensors.items()}
+        """The spare shard. Kept from round to round: fresh memory costs a page fault per 4 KiB."""
+        if not self._spare:
+            self._spare = {name: torch.empty_like(tensor.detach()) for name, tensor in self._tensors.items()}
+        return self._spare
 
     def _transfer_report(self, stats: TransferStats) -> pb.PhaseReport:
         report = pb.PhaseReport(

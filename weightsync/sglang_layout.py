@@ -60,7 +60,7 @@ def _place(builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parall
 
 def _stacked(cut: Cut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> PieceArray:
     """The pieces of every expert in the stacked parameter, whose rows are [experts of the rank x rows of one]."""
-    each = exact_share(spec.num_experts, parallel.expert, "number of experts")
+    each = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
     expert = np.repeat(np.arange(spec.num_experts), len(cut.pieces))
     pieces = np.tile(cut.pieces, spec.num_experts)
     # Rank of the replica: expert-parallel groups are neighbours that share an expert's FFN.
@@ -73,7 +73,7 @@ def _stacked(cut: Cut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> Piece
 def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> Cut:
     tp = parallel.tensor
     if rule.per_expert:
-        sharers = exact_share(tp, parallel.expert, "rollout tensor parallel size")
+        sharers = exact_share(tp, parallel.expert, "rollout tensor parallel size", "expert parallel size")
         return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, sharers)
     if rule.placement is Placement.QKV:
         return _cut_qkv(rule, spec, tp)

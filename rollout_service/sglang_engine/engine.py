@@ -61,6 +61,11 @@ class SglangEngine:
         self._policy_version = 0
         self._cache_prefixes = True
 
+    @property
+    def manager(self) -> Any:
+        """SGLang's own control plane, for measurements beside ours."""
+        return self._manager
+
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()

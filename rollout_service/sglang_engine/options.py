@@ -23,6 +23,7 @@ def engine_arguments(config: RunConfig, name: str, cuda: bool) -> dict[str, Any]
         "load_format": "dummy",  # the first sync writes the weights
         "skip_tokenizer_init": True,
         "tp_size": rollout.tensor_parallel,
+        "ep_size": rollout.expert_parallel,
         "context_length": rollout.context_length,
         "max_total_tokens": rollout.max_total_tokens,
         "max_running_requests": rollout.max_running_requests,

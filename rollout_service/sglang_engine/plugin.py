@@ -7,12 +7,14 @@ import sys
 import threading
 from typing import Any
 
+from rollout_service.sglang_cpu.experts import leave_out_foreign_experts
 from rollout_service.sglang_engine.processes import bind_to_service
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 # SGLang's CPU path pads FFN and KV heads to what AMX kernels like. We use plain torch, and the same shapes as on a GPU.
 _CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_CPU_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _kept: list[tuple[Any, Any]] = []  # (member, server) of this rank, for its lifetime
 
@@ -28,6 +30,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_CPU_PADDING, _keep_config, HookType.REPLACE)
+    HookRegistry.register(_CPU_EXPERTS, leave_out_foreign_experts, HookType.AROUND)
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _leave, HookType.AFTER)
@@ -59,7 +62,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     member = SyncMember(
         spec=ModelSpec.from_folder(settings.model),
         slot=f"{settings.replica}/{parallel.tp_rank}",
-        parallel=Parallel(tensor=parallel.tp_size),
+        parallel=Parallel(tensor=parallel.tp_size, expert=parallel.moe_ep_size),
         tensors=receivable_tensors(runner.model),
         redis_url=settings.redis_url,
         group=settings.group,

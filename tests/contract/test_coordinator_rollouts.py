@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.fleet.static import StaticFleet
 from coordinator.rollouts import Order, Rollouts, Sampling
 from coordinator.samples import Prompt
 from servicekit.errors import InvalidRequest, Unavailable
@@ -25,7 +26,7 @@ def serving(fleet: FakeFleet) -> None:
 
 
 def rollouts_of(fleet: FakeFleet, *, max_groups_per_call: int = 1024) -> Rollouts:
-    return Rollouts(fleet.replicas, max_groups_per_call=max_groups_per_call, timeout_s=5.0)
+    return Rollouts(StaticFleet(fleet.replicas), max_groups_per_call=max_groups_per_call, timeout_s=5.0)
 
 
 def sizes(fleet: FakeFleet) -> list[list[int]]:

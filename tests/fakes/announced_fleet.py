@@ -24,16 +24,17 @@ async def announced_fleet(redis_url: str, run_id: str, trainer: FakeTrainer | No
     group = Rendezvous(redis_url, f"tandem:{run_id}")
     async with fake_fleet(trainer=trainer) as fleet:
         leases = [Lease(group, slot, _TTL_S) for slot in SLOTS]
-        registries = [Registry(redis_url, run_id) for _ in fleet.addresses]
+        registries = {name: Registry(redis_url, run_id) for name in fleet.addresses}
+        fleet.registries |= registries
         for lease in leases:
             lease.start()
-        for registry, (name, address) in zip(registries, fleet.addresses.items(), strict=True):
+        for name, address in fleet.addresses.items():
             record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=name)
-            registry.announce(record, _TTL_S)
+            registries[name].announce(record, _TTL_S)
         try:
             yield fleet
         finally:
-            for registry in registries:
+            for registry in registries.values():
                 await asyncio.to_thread(registry.close)
             for lease in leases:
                 await asyncio.to_thread(lease.close)

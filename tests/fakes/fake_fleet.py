@@ -2,10 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.replica import Replica
 from coordinator.trainer import Trainer
+from servicekit.registry import Registry
 from servicekit.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
@@ -23,6 +24,8 @@ class FakeFleet:
     servers: dict[str, GrpcServer]
     trainer: Trainer
     replicas: list[Replica]
+    # Of each service, where it is announced (announced_fleet.py).
+    registries: dict[str, Registry] = field(default_factory=dict)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.errors import NotReady, StaleVersion, TandemError, WrongVersion
+from servicekit.errors import NotReady, StaleVersion, TandemError, Unavailable, WrongVersion
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
@@ -49,10 +49,13 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
     state: int = weights_pb2.REPLICA_STATE_UNSEEDED
     policy_version: int = 0
     groups_per_response: int = 4
+    # After a fault in a round it answers nothing any more, as a process that was killed.
+    gone_after_fault: bool = False
     # Applied to every group before it is sent.
     damage: Callable[[pb.GroupResult], None] = lambda result: None
 
     def __post_init__(self) -> None:
+        self._gone = False
         self.hold = asyncio.Event()
         self.hold.set()
         self.asked = asyncio.Event()
@@ -90,13 +93,22 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
         sync_round = request.round
         if self.state == weights_pb2.REPLICA_STATE_SERVING and sync_round.policy_version < self.policy_version:
             raise StaleVersion(f"version {sync_round.policy_version} is older than {self.policy_version}")
+        self._check_there()
         try:
             ranks = self.sync.run_phase(request.phase, sync_round)
+        except TandemError:
+            self._gone = self.gone_after_fault
+            raise
         finally:
             self._follow(request.phase)
         return pb.ReloadWeightsResponse(ranks=ranks, state=self.state)
 
+    def _check_there(self) -> None:
+        if self._gone:
+            raise Unavailable("connection refused")
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        self._check_there()
         return pb.GetStatusResponse(
             name=self.name,
             state=self.state,

@@ -84,20 +84,22 @@ class FakeSync:
 @dataclass(frozen=True)
 class FakeMembership:
     epoch: int
+    members: dict[str, str]
 
 
 @dataclass
 class FakeGroup:
-    """A weight group in which everybody always is; the epoch counts the looks at it."""
+    """A weight group in which everybody but `empty` always is; the epoch counts the looks at it."""
 
     group: str = "tandem:test"
     epoch: int = 0
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    empty: tuple[str, ...] = ()
 
-    def wait_for(self, slots: Iterable[str], timeout_s: float) -> FakeMembership:
+    def settle(self, slots: Iterable[str], timeout_s: float) -> FakeMembership:
         self.epoch += 1
         self.asked.append(tuple(slots))
-        return FakeMembership(self.epoch)
+        return FakeMembership(self.epoch, {slot: "worker" for slot in slots if slot not in self.empty})
 
 
 def slots_of(sync_round: pb.Round) -> tuple[str, ...]:

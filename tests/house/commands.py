@@ -22,6 +22,7 @@ RUN_BY = {
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
     "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),
     "tandem status": ("tests/e2e/test_run.py", 'tandem("status")'),
+    "tandem plan": ("tests/unit/launcher/test_plan_command.py", '["plan", *arguments]'),
     "tandem version": ("tests/house/test_command.py", 'tandem("version"'),
     "tandem --help": ("tests/house/test_command.py", '"--help"'),
     "python -m examples.arithmetic.make_model": ("tests/house/test_arithmetic_example.py", 'main(["data"'),

@@ -10,8 +10,11 @@ from tests.house.repository import PACKAGES, calls, name_of, parse, python_files
 # Files that may sleep, and why each can neither wait for an event nor run on without end. Tests are not looked at:
 # they may give another thread a moment before they see that nothing has happened.
 SLEEPERS = {
+    "coordinator/probing.py": "asks a service from time to time how it is; ends with the call that it accompanies",
+    "coordinator/roll_call.py": "looks again for services that come back; has a deadline",
     "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
     "launcher/guard.py": "polls process ids that are not its children, so there is nothing to wait on; has a deadline",
+    "rollout_service/app.py": "announces itself again until the lease of a killed predecessor has run out",
     "trainer_service/app.py": "announces itself again until the lease of a killed predecessor has run out",
     "trainer_service/liveness.py": "waits for other ranks to leave word of an error, or to miss a beat; has a deadline",
     "trainer_service/world.py": "connects again to a store whose rank 0 is still starting; has a deadline",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -12,13 +12,14 @@ _STATES = ("exp_avg", "exp_avg_sq", "step")
 class AdamState:
     """The parameters of this rank, their float32 masters (bfloat16 only) and AdamW's moments and step counts."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: MegatronOptimizer) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: ChainedOptimizer) -> None:
         self._tensors: dict[str, Tensor] = {}
+        states = _states_by_parameter(optimizer)
         for name, parameter in parameters.items():
             # mcore hangs the float32 copy of a bfloat16 parameter on the parameter
             main = getattr(parameter, "main_param", None)
             trained = parameter if main is None else main
-            state = optimizer.optimizer.state[trained]
+            state = states[trained]
             _fill_in(state, trained)
             self._tensors[f"weights/{name}"] = parameter.data
             if main is not None:
@@ -43,6 +44,16 @@ class AdamState:
             raise RuntimeError("restore without remember")
         with torch.no_grad():
             torch._foreach_copy_(list(self._tensors.values()), self._copies)
+
+
+def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """AdamW's state of each tensor that it changes; mcore has an optimizer of their own for experts."""
+    return {
+        trained: each.optimizer.state[trained]
+        for each in optimizer.chained_optimizers
+        for group in each.optimizer.param_groups
+        for trained in group["params"]
+    }
 
 
 def _fill_in(state: dict[str, Tensor], trained: Tensor) -> None:

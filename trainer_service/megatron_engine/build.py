@@ -1,5 +1,6 @@
-"""From a model spec and settings to megatron-core objects: config, model chunk, DDP, AdamW."""
+"""From a model spec and settings to megatron-core objects: config, model chunks, DDP, AdamW."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,6 +21,9 @@ from weightsync.layout import Parallel
 from weightsync.megatron_layout import padded_vocabulary
 from weightsync.model_spec import ModelSpec
 
+# of a parameter's name: an expert's
+EXPERTS = ".local_experts."
+
 
 def initialize_parallel(parallel: Parallel, seed: int) -> None:
     """Megatron's process groups and random states; torch.distributed is initialised already.
@@ -30,10 +34,23 @@ def initialize_parallel(parallel: Parallel, seed: int) -> None:
     if parallel.world_size != world_size:
         raise ConfigError(
             f"trainer.tensor_parallel {parallel.tensor} x pipeline_parallel {parallel.pipeline} x data_parallel "
-            f"{parallel.data} needs {parallel.world_size} ranks, WORLD_SIZE is {world_size}"
+            f"{parallel.data} x context_parallel {parallel.context} needs {parallel.world_size} ranks, WORLD_SIZE is "
+            f"{world_size}"
         )
-    parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        _virtual(parallel),
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _virtual(parallel: Parallel) -> int | None:
+    """As mcore wants it: None is no virtual stages, 1 is not the same."""
+    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 def _leave_uninitialised(weight: torch.Tensor) -> None:
@@ -68,6 +85,12 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(parallel),
+        context_parallel_size=parallel.context,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers if parallel.first_stage_layers > 0 else None,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers if parallel.last_stage_layers > 0 else None,
+        account_for_embedding_in_pipeline_split=parallel.embedding_counts,
+        account_for_loss_in_pipeline_split=parallel.loss_counts,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -81,30 +104,79 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        # With virtual stages, mcore's batched sends and receives between two stages pair up wrongly, without an error:
+        # the previous and the next rank are the same one.
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
         batch_p2p_sync=False,
         variable_seq_lengths=True,
         # mcore refuses variable_seq_lengths with the default dispatcher, even for a dense model
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
+        **(_mixture(spec, parallel) if spec.num_experts > 0 else {}),
     )
 
 
-def build_model(spec: ModelSpec, config: TransformerConfig, device: torch.device) -> GPTModel:
-    """This rank's part of the model; its parameters hold no values yet."""
+def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
+    """Options of a mixture of experts without losses of its own: no token is dropped, none is steered.
+
+    The router computes in the parameters' type, as transformers and SGLang do: in another one trainer and engine would
+    choose other experts.
+    """
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_ffn_hidden_size": spec.expert_ffn_size,
+        "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)],
+        # softmax over the chosen experts is the softmax over all, renormalised
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
+
+
+def build_chunks(spec: ModelSpec, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+    """This rank's part of the model, one module per virtual stage; its parameters hold no values yet."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else list(range(virtual))
+    return [_build_chunk(spec, config, device, stage) for stage in stages]
+
+
+def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.device, stage: int | None) -> GPTModel:
     model = GPTModel(
         config,
-        decoder_spec(config),
+        decoder_spec(config, stage),
         vocab_size=padded_vocabulary(spec, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
+        rope_scaling=spec.rope_factor != 1.0,
+        rope_scaling_factor=spec.rope_factor,
+        vp_stage=stage,
     )
     model.model_type = ModelType.encoder_or_decoder
+    for name, parameter in model.named_parameters():
+        if EXPERTS in name:
+            # mcore marks experts so only under expert parallelism; without it and with another tensor-parallel size
+            # than the rest of the layer, it would reduce their gradients over the wrong ranks
+            parameter.allreduce = False
     return model.to(device)
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of all chunks, by the names of weightsync.megatron_layout."""
+    return {
+        (f"chunk{index}.{name}" if index > 0 else name): parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
@@ -115,8 +187,8 @@ def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
 
 
 def build_optimizer(
-    wrapped: DistributedDataParallel, config: TransformerConfig, settings: TrainerSection
-) -> MegatronOptimizer:
+    wrapped: list[DistributedDataParallel], config: TransformerConfig, settings: TrainerSection
+) -> ChainedOptimizer:
     """AdamW; each step sets its step size; norms and biases have no weight decay, as mcore has it by default."""
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -131,5 +203,5 @@ def build_optimizer(
             bf16=config.bf16,
             params_dtype=config.params_dtype,
         ),
-        [wrapped],
+        wrapped,
     )

@@ -1,16 +1,18 @@
-"""Checkpoints of the trainer: a safetensors file per model shard and a meta.json, put in place by one rename.
+"""Checkpoints of the trainer: safetensors files of model shards and a meta.json, put in place by one rename.
 
 Layout of a folder:
     meta.json                        format, policy_version, model, parallel sizes, dtype
     shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                      rng/cpu, rng/device (CUDA only), rng/tracker/NAME
-Data-parallel ranks hold equal state: the first of each model shard writes, all read.
+    experts-etp00-ep00-pp00.safetensors    the same of experts, which are spread over ranks in their own way
+Ranks that hold equal state: the first of them writes, all read.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,41 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.build import EXPERTS
 
 FORMAT = 1
 META = "meta.json"
 
 
-def shard_name() -> str:
-    """File name of this rank's model shard."""
-    tensor, pipeline = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """One file's share of this rank's tensors, and whether it is this rank that writes it."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    writes: bool
+
+
+def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
+    shard = _File(
+        name=f"shard-tp{parallel_state.get_tensor_model_parallel_rank():02d}-pp{pipeline:02d}.safetensors",
+        tensors={name: tensor for name, tensor in tensors.items() if name not in experts},
+        writes=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
     )
-    return f"shard-tp{tensor:02d}-pp{pipeline:02d}.safetensors"
+    if not experts:
+        return [shard]
+    tensor, expert = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    own = _File(
+        name=f"experts-etp{tensor:02d}-ep{expert:02d}-pp{pipeline:02d}.safetensors",
+        tensors=experts,
+        writes=parallel_state.get_expert_data_parallel_rank() == 0,
+    )
+    return [shard, own]
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
@@ -48,9 +73,13 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     """
     what = f"write checkpoint {folder}"
     partial = folder.with_name(f".{folder.name}.partial")
-    leads, writes = dist.get_rank() == 0, parallel_state.get_data_parallel_rank() == 0
+    leads = dist.get_rank() == 0
+    shard, *experts = _files(tensors)
+    mine = [file for file in experts if file.writes]
+    if shard.writes:
+        mine.append(replace(shard, tensors=shard.tensors | _rng_state()))
     together(what, device, (lambda: _prepare(partial)) if leads else None)
-    size = together(what, device, (lambda: _write_shard(partial / shard_name(), tensors)) if writes else None)
+    size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
     together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
     return size
 
@@ -62,8 +91,8 @@ def _prepare(partial: Path) -> int:
     return 0
 
 
-def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    save_file({name: t.detach().cpu().contiguous() for name, t in (dict(tensors) | _rng_state()).items()}, path)
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size
@@ -107,9 +136,17 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -
     for key, value in meta.items():
         if saved.get(key) != value:
             raise ConfigError(f"checkpoint {folder} is of another {key}: it has {saved.get(key)}, the run has {value}")
-    path = folder / shard_name()
+    for file in _files(tensors):
+        states = _read(folder / file.name, file.tensors)
+        if states:
+            _restore_rng(states)
+    return int(saved["policy_version"])
+
+
+def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fills the tensors; returns the file's random states."""
     if not path.is_file():
-        raise ConfigError(f"checkpoint {folder} has no {path.name}")
+        raise ConfigError(f"checkpoint {path.parent} has no {path.name}")
     with safe_open(path, framework="pt") as file, torch.no_grad():
         held = set(file.keys())
         missing = sorted(set(tensors) - held)
@@ -117,8 +154,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -
             raise ConfigError(f"{path} lacks {len(missing)} tensors, {missing[0]} first")
         for name, tensor in tensors.items():
             tensor.copy_(file.get_tensor(name))
-        _restore_rng({name: file.get_tensor(name) for name in held if name.startswith("rng/")})
-    return int(saved["policy_version"])
+        return {name: file.get_tensor(name) for name in held if name.startswith("rng/")}
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -10,7 +10,9 @@ else, so that those modules spell the device "cpu":
 3. `jit_fuser` (torch.compile) does nothing: compiling costs more than it saves on small CPU models.
 4. The random-state tracker forks the CPU generator.
 5. MoE split sizes become numpy for CPU tensors too; mcore converts them only `if tensor.is_cuda`.
-6. `Tensor.cuda()` returns the tensor itself: the one change outside megatron.core, of a call that could only raise.
+6. In tensor_parallel.mappings, gathers and reduce-scatters of one tensor per rank take tensors of different lengths,
+   as NCCL's do and gloo's do not: expert tensor parallelism needs them.
+7. `Tensor.cuda()` returns the tensor itself: the one change outside megatron.core, of a call that could only raise.
 
 No arithmetic is replaced. Written for megatron-core 0.16.1.
 """
@@ -25,6 +27,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
@@ -128,6 +131,23 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Of tensors of different lengths too, which NCCL takes and gloo does not: padded to the longest."""
+    longest = max(output.shape[0] for output in outputs)
+    padded = [output.new_zeros((longest, *output.shape[1:])) for output in outputs]
+    padded[group.rank()][: mine.shape[0]] = mine
+    dist.all_gather(padded, padded[group.rank()].clone(), group=group)
+    for output, each in zip(outputs, padded, strict=True):
+        output.copy_(each[: output.shape[0]])
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Of tensors of different lengths too."""
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, group=group)
+    output.copy_(whole.split([each.shape[0] for each in inputs])[group.rank()])
+
+
 def _adjust(module: ModuleType, cpu_torch: ModuleType) -> None:
     """What is replaced in a module after it ran."""
     names: Any = module
@@ -141,6 +161,10 @@ def _adjust(module: ModuleType, cpu_torch: ModuleType) -> None:
         logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     elif module.__name__ == f"{PACKAGE}.transformer.moe.moe_utils":
         names.maybe_move_tensor_to_cpu = _to_numpy
+    elif module.__name__ == f"{PACKAGE}.tensor_parallel.mappings":
+        # these two calls, of one tensor per rank, are the ones for experts' unequal shares of tokens
+        collectives = _View(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+        names.torch = _View(cpu_torch, distributed=collectives)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -39,29 +39,27 @@ class MegatronEngine:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._version = 0
         self._spec = ModelSpec.from_folder(config.model.path)
-        self._parallel = Parallel(
-            tensor=trainer.tensor_parallel, pipeline=trainer.pipeline_parallel, data=trainer.data_parallel
-        )
+        self._parallel = Parallel(**trainer.parallel_sizes)
         # names every problem of model and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         build.initialize_parallel(self._parallel, config.run.seed)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
-        model = build.build_model(self._spec, mcore_config, device)
-        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
-        wrapped = build.wrap(model, mcore_config)
+        chunks = build.build_chunks(self._spec, mcore_config, device)
+        self._parameters = build.named_parameters(chunks)
+        wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
-        self._ranks = Ranks(
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel=trainer.data_parallel,
-            pipeline_parallel=trainer.pipeline_parallel,
-            width_multiple=trainer.tensor_parallel if sequence_parallel else 1,
+        self._ranks = Ranks.of(
+            self._parallel,
+            sequence_parallel=sequence_parallel,
             max_tokens=trainer.max_tokens_per_micro_batch,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            context_rank=parallel_state.get_context_parallel_rank(),
         )
         self._schedule = Schedule(wrapped, temperature=config.grpo.temperature, true_vocab=self._spec.vocab_size)
         self._runner = StepRunner(
-            model=wrapped,
+            chunks=wrapped,
             optimizer=optimizer,
             adam=self._adam,
             schedule=self._schedule,

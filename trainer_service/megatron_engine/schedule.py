@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -19,7 +20,6 @@ class MicroBatchTensors:
     """`Padded` on the device: B rows, S columns, t completion tokens."""
 
     input_ids: Tensor  # [B, S]
-    position_ids: Tensor  # [B, S]
     positions: Tensor  # [t]
     targets: Tensor  # [t]
     token_index: Tensor  # [t]
@@ -37,10 +37,8 @@ def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
     def move(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    rows, columns = batch.input_ids.shape
     return MicroBatchTensors(
         input_ids=move(batch.input_ids),
-        position_ids=torch.arange(columns, device=device).expand(rows, columns),
         positions=move(batch.positions),
         targets=move(batch.targets),
         token_index=move(batch.token_index),
@@ -52,8 +50,8 @@ def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
 class Schedule:
     """Forward, or forward and backward, of a list of micro-batches on every rank of a data-parallel rank's model."""
 
-    def __init__(self, model: torch.nn.Module, *, temperature: float, true_vocab: int) -> None:
-        self._model = model
+    def __init__(self, chunks: list[DistributedDataParallel], *, temperature: float, true_vocab: int) -> None:
+        self._chunks = chunks
         self._temperature = temperature
         self._true_vocab = true_vocab
         self._run = get_forward_backward_func()
@@ -65,7 +63,8 @@ class Schedule:
         """Forward only, without gradients."""
 
         def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
-            on_tokens(batch, logprobs, entropies)
+            if batch.counted:
+                on_tokens(batch, logprobs, entropies)
             return logprobs.new_zeros(())
 
         with torch.no_grad():
@@ -81,10 +80,11 @@ class Schedule:
     def _through(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction, *, forward_only: bool) -> None:
         if not batches:
             return
+        interleaved = len(self._chunks) > 1
         self._run(
             forward_step_func=partial(self._forward, on_tokens),
-            data_iterator=iter(batches),
-            model=self._model,
+            data_iterator=[iter(batches) for _ in self._chunks] if interleaved else iter(batches),
+            model=self._chunks if interleaved else self._chunks[0],
             num_microbatches=len(batches),
             # both are ignored: with variable_seq_lengths the stages tell each other the shape of each micro-batch
             seq_length=batches[0].input_ids.shape[1],
@@ -96,7 +96,8 @@ class Schedule:
         self, on_tokens: TokenFunction, batches: Iterator[MicroBatchTensors], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
-        return model(batch.input_ids, batch.position_ids, None), partial(self._loss, on_tokens, batch)
+        # rotary embeddings count the columns themselves: no position ids
+        return model(batch.input_ids, None, None), partial(self._loss, on_tokens, batch)
 
     def _loss(
         self, on_tokens: TokenFunction, batch: MicroBatchTensors, logits: Tensor

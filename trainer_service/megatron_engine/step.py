@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
@@ -30,8 +30,8 @@ MAX_NAMED_SAMPLES = 16
 class StepRunner:
     """What a step needs of the engine; the same on every rank."""
 
-    model: DistributedDataParallel
-    optimizer: MegatronOptimizer
+    chunks: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
     adam: AdamState
     schedule: Schedule
     grpo: GrpoSection
@@ -55,6 +55,8 @@ class StepRunner:
                 self.adam.remember()
         with watch.part("old_logprobs"):
             self.schedule.measure(measured, state.measure)
+            if self.ranks.context_parallel > 1:
+                state.share_measured(parallel_state.get_context_parallel_group())
         sums, norms = [], []
         for update, batches in enumerate(updates):
             with watch.part("forward_backward"):
@@ -77,7 +79,8 @@ class StepRunner:
 
     def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:
         """Leaves the update's gradients in the model's main_grad buffers; zeros where no sample has a gradient."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.schedule.train(batches, state.loss)
         if self.device.type == "cuda":
@@ -89,7 +92,7 @@ class StepRunner:
         return float(self.optimizer.get_grad_norm())
 
     def _reduced(self, sums: Tensor, norm: float) -> Tensor:
-        """Sums over all tokens of the update: one rank of each model counts, the last stage's first tensor rank."""
+        """Sums over all tokens of the update, which are on the last stage; equal on its tensor-parallel ranks."""
         if not self._counts:
             sums.zero_()
         if not math.isfinite(norm):
@@ -116,7 +119,8 @@ class StepRunner:
 
     def _apply(self, norm: float) -> None:
         """Clip by the global norm, then AdamW."""
-        clip_grad_by_total_norm_fp32(self.optimizer.chained_optimizers[0].get_parameters(), self.clip_grad, norm)
+        for each in self.optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(each.get_parameters(), self.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
@@ -28,6 +29,7 @@ class TokenState:
     advantages: Tensor
     weights: Tensor
     not_finite: Tensor  # bool
+    measured: Tensor  # bool: old_logprobs holds this rank's own result
     sums: dict[str, Tensor] = field(default_factory=dict)
     abs_diff_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     measures_old: bool = True  # the policy is still the one that the step started from
@@ -43,21 +45,31 @@ class TokenState:
             advantages=torch.from_numpy(samples.per_token(samples.advantages)).to(device),
             weights=torch.from_numpy(samples.per_token(update_weights(samples, grpo))).to(device),
             not_finite=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
+            measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             abs_diff_max=torch.zeros((), device=device),
         )
 
     def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
         """Log-probs [t] and entropies [t] of the policy that the step started from."""
         index = batch.token_index
+        self._count("padded_tokens", batch.padded_tokens)
+        if index.numel() == 0:
+            return
         if self.grpo.old_logprobs == "recompute":
             self.old_logprobs[index] = logprobs
+            self.measured[index] = True
         difference = (logprobs - self.rollout_logprobs[index]).abs()
         self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())
-        self._count("padded_tokens", batch.padded_tokens)
         self._count("measured_tokens", difference.numel())
         self._add("logprob_abs_diff", difference)
         self._add("entropy", entropies)
         self._note_not_finite(index, logprobs)
+
+    def share_measured(self, group: dist.ProcessGroup) -> None:
+        """Old log-probs go to all context-parallel ranks: which one has a token depends on its micro-batch's width."""
+        both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
+        dist.all_reduce(both, group=group)
+        self.old_logprobs = torch.where(both[1] > 0, both[0], self.old_logprobs)
 
     def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """This micro-batch's part of the update's loss; scalar, differentiable."""

@@ -1,11 +1,19 @@
--- The state machine of a weight group. KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms),
+-- The state machine of a weight group. Each operation answers {status, epoch, ...}; the statuses are
+--   ok        done
+--   unknown   heartbeat: nobody has the slot (the lease ran out, or Redis lost its data)
+--   held      claim: a live worker has the slot (third value)
+--   evicted   another worker has the slot, or nobody: the caller changes nothing
+--   stale     bind, confirm: the epoch is over
+-- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms),
 -- state (hash: epoch, endpoint_epoch, endpoint). ARGV[1] names the operation. Redis TIME is the only clock; every
 -- change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
 local members, leases, state = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+-- An empty Redis begins at its clock (ms), so that epochs grow even if it has lost its data: no number comes twice.
 local function new_epoch()
+  redis.call('HSETNX', state, 'epoch', string.format('%d', now))
   return redis.call('HINCRBY', state, 'epoch', 1)
 end
 
@@ -25,8 +33,10 @@ if #expired > 0 then new_epoch() end
 local operation, slot, worker = ARGV[1], ARGV[2], ARGV[3]
 local holder = slot and redis.call('HGET', members, slot)
 
-if operation == 'join' then
-  -- A new incarnation takes the slot over at once: waiting for the old lease would cost its whole TTL.
+if operation == 'join' or operation == 'claim' then
+  -- join: a new incarnation takes the slot over at once; waiting for the old lease would cost its whole TTL.
+  -- claim: an empty slot only. Who was away for long does not know whether a newer incarnation has come.
+  if operation == 'claim' and holder and holder ~= worker then return {'held', epoch(), holder} end
   if holder ~= worker then
     redis.call('HSET', members, slot, worker)
     new_epoch()
@@ -46,6 +56,13 @@ if operation == 'leave' then
   if holder ~= worker then return {'evicted', epoch()} end
   remove(slot)
   return {'ok', new_epoch()}
+end
+
+if operation == 'confirm' then
+  -- ARGV[4] is the epoch that the caller is about to act in.
+  if holder ~= worker then return {'evicted', epoch()} end
+  if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
+  return {'ok', epoch()}
 end
 
 if operation == 'bind' then

@@ -1,174 +1,200 @@
-"""Point-to-point transfer of packed messages, double-buffered, in the plan's global order."""
+"""Point-to-point transfer of messages, double-buffered, in the plan's global order, passed on from replica to replica.
+
+A message travels as its segments, then its header: contiguous blocks go from parameter to parameter without a copy,
+the rest through a buffer; the sender hashes while the segments are under way.
+"""
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from servicekit.errors import DeadlineExceeded
-from weightsync.digest import HEADER_BYTES, Header, check_header, payload_digest, read_header, write_header
+from servicekit.errors import DeadlineExceeded, DigestMismatch
+from weightsync.digest import HEADER_BYTES
 from weightsync.messages import Hop, Message
-from weightsync.transports.communicator import Communicator
-from weightsync.transports.packing import Packer
+from weightsync.transports.communicator import Communicator, Pending
+from weightsync.transports.packing import Packer, Segment
+from weightsync.transports.transport import TransferJob, TransferStats, message_digest
 
 WINDOW = 2  # messages in flight per rank: the next one is packed or received while the last one moves
 
 
 @dataclass(kw_only=True)
-class TransferStats:
-    """What one rank moved."""
+class _Pieces:
+    """A message in memory: the bytes of each segment, and its header. buffer: None where no segment needs one."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    num_messages: int = 0
-    staging_bytes: int = 0
-    seconds: float = 0.0
-    digests: dict[int, bytes] = field(default_factory=dict)  # by sequence, as the trainer recorded them
+    segments: Sequence[Segment]
+    parts: list[torch.Tensor]
+    head: torch.Tensor
+    buffer: torch.Tensor | None
 
 
 @dataclass(kw_only=True)
 class _InFlight:
     hop: Hop
-    buffer: torch.Tensor  # of the pool's size; the message is its beginning
-    work: torch.distributed.Work
+    pieces: _Pieces
+    works: list[Pending]
     peer: int
     incoming: bool
 
 
-class Transfer:
-    """One rank's part of one transfer."""
+class Buffers:
+    """Buffers of one size, reused from round to round. peak_bytes: all that were ever in use at once."""
 
-    def __init__(
-        self,
-        *,
-        communicator: Communicator,
-        hops: Sequence[Hop],
-        packer: Packer,
-        plan_digest: str,
-        policy_version: int,
-        timeout_s: float,
-    ) -> None:
-        self._comm = communicator
-        self._hops = hops
-        self._packer = packer
-        self._plan_digest = plan_digest
-        self._version = policy_version
-        self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
-        self._in_flight: deque[_InFlight] = deque()
-        self._held: dict[int, torch.Tensor] = {}  # received messages that go on to the next replica
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._size = 0
         self._free: list[torch.Tensor] = []
+        self.peak_bytes = 0
+
+    def resize(self, size: int) -> None:
+        """Makes buffers of at least this many bytes; those of an older plan go if they are too small."""
+        if size > self._size:
+            self._size, self.peak_bytes = size, 0
+            self._free.clear()
+
+    def take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        self.peak_bytes += self._size
+        return torch.empty(self._size, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
+
+
+class CollectiveTransport:
+    """Messages over a communicator (gloo or NCCL)."""
+
+    name = "collective"
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._comm = communicator
+        self._buffers = Buffers(device)
+        self._hops: tuple[str, list[Hop]] = ("", [])
+
+    def run(self, job: TransferJob) -> TransferStats:
+        """See Transport."""
+        if self._hops[0] != job.plan.digest:
+            self._hops = (job.plan.digest, job.plan.hops_of(self._comm.rank, job.participants))
+        return _Walk(self._comm, job, self._hops[1], self._buffers).run()
+
+    def close(self) -> None:
+        """See Transport."""
+
+
+class _Walk:
+    """One rank's walk over its hops."""
+
+    def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
+        self._comm = communicator
+        self._job = job
+        self._packer: Packer = job.packer
+        self._hops = hops
+        self._buffers = buffers
+        self._in_flight: deque[_InFlight] = deque()
+        self._held: dict[int, _Pieces] = {}  # received messages that go on to the next replica
         self._relayed = {hop.message.sequence for hop in hops if hop.sender == communicator.rank and hop.hop > 0}
-        self._capacity = HEADER_BYTES + max((packer.payload_bytes(hop.message) for hop in hops), default=0)
-        self.stats = TransferStats()
+        self._stats = TransferStats()
+        buffers.resize(max((self._packer.staged_bytes(hop.message) for hop in hops), default=0))
 
     def run(self) -> TransferStats:
-        """Walks the hops. Raises: PeerLost; DigestMismatch: a header is not the expected one; DeadlineExceeded."""
         start = time.monotonic()
         for hop in self._hops:
             while len(self._in_flight) >= WINDOW:
                 self._finish_oldest()
             if hop.receiver == self._comm.rank:
-                self._launch(hop, self._take_buffer(), incoming=True)
+                self._start_receive(hop)
             elif hop.hop > 0:
                 self._start_relay(hop)
             else:
                 self._start_send(hop)
         while self._in_flight:
             self._finish_oldest()
-        self.stats.seconds = time.monotonic() - start
-        return self.stats
+        self._stats.seconds = time.monotonic() - start
+        self._stats.staging_bytes = self._buffers.peak_bytes
+        return self._stats
 
-    def _take_buffer(self) -> torch.Tensor:
-        """A buffer that holds any of this rank's messages."""
-        if self._free:
-            return self._free.pop()
-        self.stats.staging_bytes += self._capacity
-        return torch.empty(self._capacity, dtype=torch.uint8, device=self._packer.device)
-
-    def _view(self, buffer: torch.Tensor, message: Message) -> torch.Tensor:
-        return buffer[: HEADER_BYTES + self._packer.payload_bytes(message)]
+    def _pieces(self, message: Message) -> _Pieces:
+        """Where the message's bytes are, or will be."""
+        segments = self._packer.segments(message)
+        staged = any(segment.lent is None for segment in segments)
+        buffer = self._buffers.take() if staged else None
+        parts = []
+        begin = 0
+        for segment in segments:
+            if segment.lent is not None or buffer is None:
+                parts.append(segment.lent if segment.lent is not None else torch.empty(0))
+            else:
+                parts.append(buffer[begin : begin + segment.num_bytes])
+                begin += segment.num_bytes
+        head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        return _Pieces(segments=segments, parts=parts, head=head, buffer=buffer)
 
     def _start_send(self, hop: Hop) -> None:
-        buffer = self._take_buffer()
-        view = self._view(buffer, hop.message)
-        payload = view[HEADER_BYTES:]
-        self._packer.pack(hop.message, payload)
-        header = Header(
-            plan_digest=self._plan_digest,
-            policy_version=self._version,
-            sequence=hop.message.sequence,
-            payload_bytes=payload.numel(),
-            payload_digest=payload_digest(as_numpy(payload)),
-        )
-        head = np.zeros(HEADER_BYTES, dtype=np.uint8)
-        write_header(head, header)
-        view[:HEADER_BYTES].copy_(torch.from_numpy(head))
-        self._launch(hop, buffer, incoming=False)
+        pieces = self._pieces(hop.message)
+        works = []
+        for segment, part in zip(pieces.segments, pieces.parts, strict=True):
+            if segment.lent is None:
+                self._packer.pack_segment(segment, part)
+            works.append(self._comm.send(part, hop.receiver, hop.message.sequence))
+        pieces.head = self._job.header(hop.message, message_digest(self._packer, hop.message, pieces.parts))
+        works.append(self._comm.send(pieces.head, hop.receiver, hop.message.sequence))
+        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.receiver, incoming=False))
+
+    def _start_receive(self, hop: Hop) -> None:
+        pieces = self._pieces(hop.message)
+        works = [self._comm.receive(p, hop.sender, hop.message.sequence) for p in (*pieces.parts, pieces.head)]
+        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.sender, incoming=True))
 
     def _start_relay(self, hop: Hop) -> None:
         while hop.message.sequence not in self._held:
             self._finish_oldest()
-        self._launch(hop, self._held.pop(hop.message.sequence), incoming=False)
-
-    def _launch(self, hop: Hop, buffer: torch.Tensor, *, incoming: bool) -> None:
-        peer = hop.sender if incoming else hop.receiver
-        start = self._comm.receive if incoming else self._comm.send
-        work = start(self._view(buffer, hop.message), peer, hop.message.sequence)
-        self._in_flight.append(_InFlight(hop=hop, buffer=buffer, work=work, peer=peer, incoming=incoming))
+        pieces = self._held.pop(hop.message.sequence)
+        works = [self._comm.send(p, hop.receiver, hop.message.sequence) for p in (*pieces.parts, pieces.head)]
+        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.receiver, incoming=False))
 
     def _finish_oldest(self) -> None:
         item = self._in_flight.popleft()
-        remaining = self._deadline - time.monotonic()
+        for work in item.works:
+            self._comm.wait(work, item.peer, self._remaining(item.peer))
+        message = item.hop.message
+        self._stats.num_messages += 1
+        if not item.incoming:
+            self._stats.bytes_sent += self._packer.payload_bytes(message)
+            self._release(item.pieces)
+            return
+        self._accept(item)
+        self._stats.bytes_received += self._packer.payload_bytes(message)
+        if message.sequence in self._relayed:
+            self._held[message.sequence] = item.pieces
+        else:
+            self._release(item.pieces)
+
+    def _accept(self, item: _InFlight) -> None:
+        """Checks the header, and the payload too where it goes on: what is not verified is no source."""
+        message, pieces = item.hop.message, item.pieces
+        digest = self._job.digest_in(pieces.head, message)
+        if message.sequence in self._relayed and message_digest(self._packer, message, pieces.parts) != digest:
+            raise DigestMismatch(
+                f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
+                f"{self._comm.slots[item.peer]} is not what the trainer sent; it is not passed on"
+            )
+        self._stats.received.append((message, digest))
+        for segment, part in zip(pieces.segments, pieces.parts, strict=True):
+            if segment.lent is None:
+                self._packer.unpack_segment(segment, part)
+
+    def _release(self, pieces: _Pieces) -> None:
+        if pieces.buffer is not None:
+            self._buffers.give(pieces.buffer)
+
+    def _remaining(self, peer: int) -> float:
+        remaining = self._job.deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(
-                f"transfer not finished in {self._timeout_s:g} s; waiting for {self._comm.slots[item.peer]}"
+                f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
             )
-        self._comm.wait(item.work, item.peer, remaining)
-        self.stats.num_messages += 1
-        message = item.hop.message
-        if item.incoming:
-            self._accept(message, self._view(item.buffer, message))
-            self.stats.bytes_received += self._packer.payload_bytes(message)
-        else:
-            self.stats.bytes_sent += self._packer.payload_bytes(message)
-        if item.incoming and message.sequence in self._relayed:
-            self._held[message.sequence] = item.buffer
-        else:
-            self._free.append(item.buffer)
-
-    def _accept(self, message: Message, view: torch.Tensor) -> None:
-        header = read_header(as_numpy(view[:HEADER_BYTES]))
-        payload = view[HEADER_BYTES:]
-        check_header(
-            header,
-            plan_digest=self._plan_digest,
-            policy_version=self._version,
-            sequence=message.sequence,
-            payload_bytes=payload.numel(),
-        )
-        self.stats.digests[message.sequence] = header.payload_digest
-        self._packer.unpack(message, payload)
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous uint8 tensor, without a copy on CPU."""
-    array: np.ndarray = tensor.cpu().numpy()
-    return array
-
-
-def verify_installed(
-    messages: Sequence[Message], digests: Mapping[int, bytes], packer: Packer
-) -> list[tuple[Message, bytes]]:
-    """Messages whose installed bytes do not have the digest that the trainer recorded, with the digest found."""
-    wrong = []
-    for message in messages:
-        scratch = torch.empty(packer.payload_bytes(message), dtype=torch.uint8, device=packer.device)
-        packer.pack(message, scratch)
-        found = payload_digest(as_numpy(scratch))
-        if digests.get(message.sequence) != found:
-            wrong.append((message, found))
-    return wrong
+        return remaining

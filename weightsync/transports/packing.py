@@ -1,6 +1,7 @@
-"""Packing: the ops of a message copied between a rank's parameters and one contiguous buffer."""
+"""Packing: the ops of a message copied between a rank's parameters and contiguous bytes, or lent without a copy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,59 +10,179 @@ from servicekit.errors import Internal
 from weightsync.layout import Layout
 from weightsync.messages import Message
 
+# An op of at least so many bytes travels on its own, so that it can go from parameter to parameter without a copy. At
+# a few GB/s it takes longer than what one more gloo message costs (about 30 us).
+SEGMENT_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One op on this side: a block of a parameter [rows, cols], and its first element within its segment."""
+
+    values: torch.Tensor
+    start: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of a message's payload that travels as one piece; both ends cut a message alike.
+
+    lent: the parameter's own bytes (uint8), where the run is one contiguous block of it in the type that travels.
+    """
+
+    num_bytes: int
+    blocks: tuple[Block, ...]
+    lent: torch.Tensor | None
+
 
 class Packer:
-    """One side's view of its parameters.
+    """One side's view of its parameters. Keeps what it has worked out for a message.
 
     Args:
         layout: the layout that the message's parameter ids and offsets on this side refer to.
         tensors: parameter (or its staging copy) by name; contiguous, one dtype, one device.
         side: which end of the ops this rank is.
+        dtype: type of the payload; None: the parameters' own. Packing and unpacking cast.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], side: Literal["src", "dst"]) -> None:
-        self._matrices = [_as_matrix(name, tensors[name]) if name in tensors else None for name in layout.params]
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        side: Literal["src", "dst"],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._matrices = [as_matrix(name, tensors[name]) if name in tensors else None for name in layout.params]
+        self._names = layout.params
         self._side = side
         held = next(iter(tensors.values()))
-        self.dtype = held.dtype
+        self.dtype = dtype if dtype is not None else held.dtype
         self.device = held.device
+        # By identity; the message is kept, so that its id stays its own.
+        self._known: dict[int, tuple[Message, tuple[Segment, ...]]] = {}
+
+    @property
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """[rows, cols] of every parameter, by name."""
+        return {name: m for name, m in zip(self._names, self._matrices, strict=True) if m is not None}
 
     def payload_bytes(self, message: Message) -> int:
         """Size of the message's payload."""
         return message.elements * int(self.dtype.itemsize)
 
+    def staged_bytes(self, message: Message) -> int:
+        """Size of the segments that need a buffer."""
+        return sum(segment.num_bytes for segment in self.segments(message) if segment.lent is None)
+
+    def segments(self, message: Message) -> tuple[Segment, ...]:
+        """The message's payload, in pieces."""
+        known = self._known.get(id(message))
+        if known is None:
+            known = (message, tuple(self._cut(message)))
+            self._known[id(message)] = known
+        return known[1]
+
+    def forget(self) -> None:
+        """Drops what was worked out for the messages of an old plan."""
+        self._known.clear()
+
     def pack(self, message: Message, payload: torch.Tensor) -> None:
         """Parameters -> payload (uint8 [payload_bytes])."""
-        for block, part in self._blocks(message, payload):
-            part.copy_(block)
+        for segment, part in self._parts(message, payload):
+            self.pack_segment(segment, part)
 
     def unpack(self, message: Message, payload: torch.Tensor) -> None:
         """Payload (uint8 [payload_bytes]) -> parameters."""
-        for block, part in self._blocks(message, payload):
-            block.copy_(part)
+        for segment, part in self._parts(message, payload):
+            self.unpack_segment(segment, part)
 
-    def _blocks(self, message: Message, payload: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(block of a parameter [rows, cols], its place in the payload [rows, cols]) of each op."""
-        flat = payload.view(self.dtype)
-        ops = message.ops
-        side = self._side
+    def pack_segment(self, segment: Segment, part: torch.Tensor) -> None:
+        """Parameters -> uint8 [num_bytes]."""
+        for values, piece in self._pairs(segment, part):
+            piece.copy_(values)
+
+    def unpack_segment(self, segment: Segment, part: torch.Tensor) -> None:
+        """Uint8 [num_bytes] -> parameters."""
+        for values, piece in self._pairs(segment, part):
+            values.copy_(piece)
+
+    def split(self, message: Message, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The payload's bytes, segment by segment: what its digest is made of."""
+        return [part for _, part in self._parts(message, payload)]
+
+    def _parts(self, message: Message, payload: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+        begin = 0
+        for segment in self.segments(message):
+            yield segment, payload[begin : begin + segment.num_bytes]
+            begin += segment.num_bytes
+
+    def _pairs(self, segment: Segment, part: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        flat = part.view(self.dtype)
+        for block in segment.blocks:
+            piece = flat[block.start : block.start + block.elements]
+            yield block.values, piece.view(block.values.shape)
+
+    def _cut(self, message: Message) -> Iterator[Segment]:
+        """Small ops share a segment; a large one has its own."""
+        run: list[Block] = []
+        filled = 0
+        least = SEGMENT_BYTES // self.dtype.itemsize
+        for values in self.blocks(message):
+            elements = values.numel()
+            if run and (elements >= least or run[0].elements >= least):
+                yield self._segment(run)
+                run, filled = [], 0
+            run.append(Block(values, filled, elements))
+            filled += elements
+        if run:
+            yield self._segment(run)
+
+    def _segment(self, run: list[Block]) -> Segment:
+        only = run[0].values
+        lent = None
+        if len(run) == 1 and only.is_contiguous() and only.dtype == self.dtype:
+            lent = only.view(-1).view(torch.uint8)
+        return Segment(sum(block.elements for block in run) * int(self.dtype.itemsize), tuple(run), lent)
+
+    def blocks(self, message: Message) -> Iterator[torch.Tensor]:
+        """The block of a parameter [rows, cols] of each op."""
+        ops, side = message.ops, self._side
         columns = [ops[name].tolist() for name in (f"{side}_param", f"{side}_row", f"{side}_col", "rows", "cols")]
-        pairs = []
-        offset = 0
         for param, row, col, rows, cols in zip(*columns, strict=True):
             matrix = self._matrices[param]
             if matrix is None:
                 raise Internal(f"message {message.sequence} names parameter {param}, which this rank does not have")
-            pairs.append(
-                (matrix[row : row + rows, col : col + cols], flat[offset : offset + rows * cols].view(rows, cols))
-            )
-            offset += rows * cols
-        return pairs
+            yield matrix[row : row + rows, col : col + cols]
 
 
-def _as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """[rows, cols] view without a gradient; a stack of matrices is one tall matrix, a vector one column."""
     if not tensor.is_contiguous():
         raise Internal(f"parameter {name} is not contiguous")
     data = tensor.detach()
     return data.view(-1, 1) if data.dim() == 1 else data.view(-1, data.shape[-1])
+
+
+class Packers:
+    """The packers of a rank's memories, made anew only where a tensor has moved."""
+
+    def __init__(self, layout: Layout, side: Literal["src", "dst"]) -> None:
+        self._layout = layout
+        self._side: Literal["src", "dst"] = side
+        self._made: dict[int, tuple[object, Packer]] = {}
+
+    def get(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Packer:
+        """The packer of these tensors for a payload of this type (None: their own)."""
+        held = next(iter(tensors.values()))
+        key = (dtype or held.dtype, [(tensor.data_ptr(), tensor.dtype) for tensor in tensors.values()])
+        made = self._made.get(id(tensors))
+        if made is None or made[0] != key:
+            made = (key, Packer(self._layout, tensors, self._side, dtype))
+            self._made[id(tensors)] = made
+        return made[1]
+
+    def forget(self) -> None:
+        """A new plan: what was worked out for the messages of the old one goes."""
+        for _, packer in self._made.values():
+            packer.forget()

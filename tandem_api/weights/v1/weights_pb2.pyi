@@ -102,6 +102,38 @@ PAUSE_MODE_ABORT_REQUEUE: PauseMode.ValueType  # 3
 """Abort the running requests; the coordinator asks for them again."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
+class _SyncTransport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SyncTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SyncTransport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SYNC_TRANSPORT_UNSPECIFIED: _SyncTransport.ValueType  # 0
+    """Collective: what a coordinator says that does not know the field."""
+    SYNC_TRANSPORT_AUTO: _SyncTransport.ValueType  # 1
+    """Colocated where every participant is on one host and proves it, collective elsewhere."""
+    SYNC_TRANSPORT_COLLECTIVE: _SyncTransport.ValueType  # 2
+    """Point-to-point messages (NCCL on GPUs, gloo on CPUs), passed on along the chain of replicas."""
+    SYNC_TRANSPORT_COLOCATED: _SyncTransport.ValueType  # 3
+    """The trainer's own memory, opened by the receivers: a file descriptor on CPUs, CUDA IPC on GPUs."""
+    SYNC_TRANSPORT_DISK: _SyncTransport.ValueType  # 4
+    """Files under sync.disk_folder; what is written stays for late joiners."""
+
+class SyncTransport(_SyncTransport, metaclass=_SyncTransportEnumTypeWrapper):
+    """How the bytes travel."""
+
+SYNC_TRANSPORT_UNSPECIFIED: SyncTransport.ValueType  # 0
+"""Collective: what a coordinator says that does not know the field."""
+SYNC_TRANSPORT_AUTO: SyncTransport.ValueType  # 1
+"""Colocated where every participant is on one host and proves it, collective elsewhere."""
+SYNC_TRANSPORT_COLLECTIVE: SyncTransport.ValueType  # 2
+"""Point-to-point messages (NCCL on GPUs, gloo on CPUs), passed on along the chain of replicas."""
+SYNC_TRANSPORT_COLOCATED: SyncTransport.ValueType  # 3
+"""The trainer's own memory, opened by the receivers: a file descriptor on CPUs, CUDA IPC on GPUs."""
+SYNC_TRANSPORT_DISK: SyncTransport.ValueType  # 4
+"""Files under sync.disk_folder; what is written stays for late joiners."""
+Global___SyncTransport: _TypeAlias = SyncTransport  # noqa: Y015
+
 class _ReplicaState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -223,6 +255,9 @@ class Round(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     FORMATION_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TRANSFER_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    DISK_FOLDER_FIELD_NUMBER: _builtins.int
     round_id: _builtins.str
     policy_version: _builtins.int
     """Version that the rollouts serve once the round has committed."""
@@ -235,6 +270,11 @@ class Round(_message.Message):
     formation_timeout_s: _builtins.float
     """Deadlines of a communicator's formation and of one transfer, in seconds."""
     transfer_timeout_s: _builtins.float
+    transport: Global___SyncTransport.ValueType
+    wire_dtype: _builtins.str
+    """Type that the bytes travel and arrive in ("bfloat16"); empty: the trainer's own. The trainer casts at the source."""
+    disk_folder: _builtins.str
+    """Where the transport DISK writes; every participant reaches it under this path."""
     @_builtins.property
     def trainer(self) -> Global___ParallelSizes: ...
     @_builtins.property
@@ -255,10 +295,13 @@ class Round(_message.Message):
         bucket_bytes: _builtins.int = ...,
         formation_timeout_s: _builtins.float = ...,
         transfer_timeout_s: _builtins.float = ...,
+        transport: Global___SyncTransport.ValueType = ...,
+        wire_dtype: _builtins.str = ...,
+        disk_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,6 +342,7 @@ class PhaseReport(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     plan_digest: _builtins.str
     """Hex digest of the transfer plan; equal on every rank or the round stops."""
     bytes_sent: _builtins.int
@@ -310,6 +354,8 @@ class PhaseReport(_message.Message):
     """Peak bytes of transfer buffers."""
     state: Global___ReplicaState.ValueType
     policy_version: _builtins.int
+    transport: _builtins.str
+    """What carried the round: "collective", "colocated" or "disk"; empty before PREPARE."""
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds by stage: rendezvous, prepare, pause, transfer, install, verify, commit."""
@@ -326,14 +372,190 @@ class PhaseReport(_message.Message):
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         state: Global___ReplicaState.ValueType = ...,
         policy_version: _builtins.int = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "num_messages", b"num_messages", "plan_digest", b"plan_digest", "policy_version", b"policy_version", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staging_bytes", b"staging_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "num_messages", b"num_messages", "plan_digest", b"plan_digest", "policy_version", b"policy_version", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staging_bytes", b"staging_bytes", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PhaseReport: _TypeAlias = PhaseReport  # noqa: Y015
+
+@_typing.final
+class TransportCard(_message.Message):
+    """What each rank lays open in PREPARE; all ranks see all cards and judge them alike, before any byte moves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    MEMORY_GENERATION_FIELD_NUMBER: _builtins.int
+    MEMORY_SOCKET_FIELD_NUMBER: _builtins.int
+    MEMORY_KEY_FIELD_NUMBER: _builtins.int
+    LINK_ERROR_FIELD_NUMBER: _builtins.int
+    round_id: _builtins.str
+    plan_digest: _builtins.str
+    wire_dtype: _builtins.str
+    """Type of the bytes that travel, as this rank sees it."""
+    transport: Global___SyncTransport.ValueType
+    host_id: _builtins.bytes
+    """Equal on two ranks only if they share a kernel and a network namespace."""
+    memory_generation: _builtins.int
+    """Counts how often this trainer rank's memory has moved since it was laid open."""
+    memory_socket: _builtins.str
+    """Abstract Unix socket on which this trainer rank hands out its memory, and the word that opens it."""
+    memory_key: _builtins.bytes
+    link_error: _builtins.str
+    """Why this rank could not open the others' memory; empty: it could."""
+    def __init__(
+        self,
+        *,
+        round_id: _builtins.str = ...,
+        plan_digest: _builtins.str = ...,
+        wire_dtype: _builtins.str = ...,
+        transport: Global___SyncTransport.ValueType = ...,
+        host_id: _builtins.bytes = ...,
+        memory_generation: _builtins.int = ...,
+        memory_socket: _builtins.str = ...,
+        memory_key: _builtins.bytes = ...,
+        link_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_error", b"link_error", "memory_generation", b"memory_generation", "memory_key", b"memory_key", "memory_socket", b"memory_socket", "plan_digest", b"plan_digest", "round_id", b"round_id", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportCard: _TypeAlias = TransportCard  # noqa: Y015
+
+@_typing.final
+class SharedMemory(_message.Message):
+    """Memory that a trainer rank hands out: the handles of its regions, and where each parameter lies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGIONS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """Not 0: no parameters, but one region of so many slots of slot_bytes each, filled in turn."""
+    slot_bytes: _builtins.int
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedRegion]: ...
+    @_builtins.property
+    def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedParameter]: ...
+    def __init__(
+        self,
+        *,
+        regions: _abc.Iterable[Global___SharedRegion] | None = ...,
+        parameters: _abc.Iterable[Global___SharedParameter] | None = ...,
+        slots: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "regions", b"regions", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+
+@_typing.final
+class SharedRegion(_message.Message):
+    """A region is a file descriptor (passed beside this message) or a CUDA IPC handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    CUDA_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    @_builtins.property
+    def cuda(self) -> Global___CudaHandle: ...
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        cuda: Global___CudaHandle | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cuda", b"cuda"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedRegion: _TypeAlias = SharedRegion  # noqa: Y015
+
+@_typing.final
+class CudaHandle(_message.Message):
+    """The fields of torch's CUDA storage handle, in its order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    STORAGE_BYTES_FIELD_NUMBER: _builtins.int
+    STORAGE_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_HANDLE_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    EVENT_HANDLE_FIELD_NUMBER: _builtins.int
+    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _builtins.int
+    device: _builtins.int
+    handle: _builtins.bytes
+    storage_bytes: _builtins.int
+    storage_offset_bytes: _builtins.int
+    ref_counter_handle: _builtins.bytes
+    ref_counter_offset: _builtins.int
+    event_handle: _builtins.bytes
+    event_sync_required: _builtins.bool
+    def __init__(
+        self,
+        *,
+        device: _builtins.int = ...,
+        handle: _builtins.bytes = ...,
+        storage_bytes: _builtins.int = ...,
+        storage_offset_bytes: _builtins.int = ...,
+        ref_counter_handle: _builtins.bytes = ...,
+        ref_counter_offset: _builtins.int = ...,
+        event_handle: _builtins.bytes = ...,
+        event_sync_required: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "handle", b"handle", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "storage_bytes", b"storage_bytes", "storage_offset_bytes", b"storage_offset_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaHandle: _TypeAlias = CudaHandle  # noqa: Y015
+
+@_typing.final
+class SharedParameter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    region: _builtins.int
+    offset_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        region: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "offset_bytes", b"offset_bytes", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedParameter: _TypeAlias = SharedParameter  # noqa: Y015
 
 @_typing.final
 class RunPhaseRequest(_message.Message):

@@ -1,7 +1,7 @@
 """Weight-sync rounds on a real replica: what they leave in the engine, and what a failed one does."""
 
-import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ from tests.integration.rollout.tiny_models import logprobs, make_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 PROMPT = [7, 8, 9, 10] * 12
+NUM_TOKENS = 400
 
 
 def reason_of(error: grpc.RpcError) -> str:
@@ -104,38 +105,91 @@ def test_a_round_given_up_after_its_transfer_poisons_until_the_next_sync(replica
     assert greedy(replica, 7).token_ids
 
 
-@pytest.mark.parametrize("install", [pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED])
+class LongCall:
+    """400 tokens for each of four completions, under way."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.version = replica.status().policy_version
+        self._pool = ThreadPoolExecutor(1)
+        self._groups = self._pool.submit(
+            replica.generate, [PROMPT], n=4, max_new_tokens=NUM_TOKENS, version=self.version
+        )
+        wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+
+    def completions(self) -> list[rollout_pb2.Completion]:
+        (group,) = self._groups.result(timeout=CALL_S)
+        self._pool.shutdown()
+        return list(group.completions)
+
+
+def spans_of(completion: rollout_pb2.Completion) -> list[tuple[int, int, int]]:
+    """(version, start, end); together they are all of the tokens."""
+    spans = [(span.policy_version, span.start, span.end) for span in completion.version_spans]
+    assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
+    assert spans[-1][2] == len(completion.token_ids)
+    return spans
+
+
+INSTALL = pytest.mark.parametrize(
+    "install", [pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED], ids=["in_place", "staged"]
+)
+
+
+@INSTALL
 def test_frozen_requests_go_on_with_the_new_version(
     replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
 ) -> None:
-    version = replica.status().policy_version
-    groups: list[rollout_pb2.GroupResult] = []
-    call = threading.Thread(
-        target=lambda: groups.extend(replica.generate([PROMPT], n=4, max_new_tokens=400, version=version))
-    )
-    call.start()
-    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
-    trainer.sync(version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
-    call.join(timeout=CALL_S)
-    for completion in groups[0].completions:
-        spans = [(span.policy_version, span.start, span.end) for span in completion.version_spans]
-        versions = [span[0] for span in spans]
-        assert versions in ([version, version + 1], [version + 1])
-        assert spans[-1][2] == len(completion.token_ids) == 400
+    call = LongCall(replica)
+    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
+    for completion in call.completions():
+        spans = spans_of(completion)
+        assert [span[0] for span in spans] in ([call.version, call.version + 1], [call.version + 1])
+        assert spans[-1][2] == NUM_TOKENS
 
 
-def test_requests_are_aborted_when_the_round_says_so(replica: Replica, trainer: Trainer) -> None:
+@INSTALL
+def test_drained_requests_end_with_the_version_that_they_began_with(
+    replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
+) -> None:
+    call = LongCall(replica)
+    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_DRAIN, install_mode=install)
+    for completion in call.completions():
+        assert spans_of(completion) == [(call.version, 0, NUM_TOKENS)]
+        assert completion.finish_reason == rollout_pb2.FINISH_REASON_LENGTH
+
+
+@INSTALL
+def test_aborted_requests_are_of_the_old_version_and_can_be_asked_for_again(
+    replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
+) -> None:
+    call = LongCall(replica)
+    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE, install_mode=install)
+    for completion in call.completions():
+        assert completion.finish_reason == rollout_pb2.FINISH_REASON_ABORT
+        assert len(completion.token_ids) < NUM_TOKENS
+        assert {span.policy_version for span in completion.version_spans} <= {call.version}
+    assert spans_of(greedy(replica, call.version + 1)) == [(call.version + 1, 0, 12)]
+
+
+def test_staged_bytes_travel_while_the_old_version_generates(
+    replica: Replica, trainer: Trainer, model: Path, other_model: Path
+) -> None:
     version = replica.status().policy_version
-    groups: list[rollout_pb2.GroupResult] = []
-    call = threading.Thread(
-        target=lambda: groups.extend(replica.generate([PROMPT], n=4, max_new_tokens=400, version=version))
-    )
-    call.start()
-    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
-    trainer.sync(version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE)
-    call.join(timeout=CALL_S)
-    reasons = {completion.finish_reason for completion in groups[0].completions}
-    assert reasons == {rollout_pb2.FINISH_REASON_ABORT}
+    assert argmax_of(other_model, greedy(replica, version))
+    trainer.load(model)
+    round_ = trainer.round(version + 1, install_mode=pb.INSTALL_MODE_STAGED)
+    trainer.both(pb.ROUND_PHASE_PREPARE, round_)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(replica.phase, pb.ROUND_PHASE_TRANSFER, round_)  # the trainer does not send yet
+        assert argmax_of(other_model, greedy(replica, version))
+        assert not receiving.done()
+        trainer.member.run_phase(pb.ROUND_PHASE_TRANSFER, round_)
+        assert receiving.result(timeout=CALL_S).state == pb.REPLICA_STATE_SERVING
+    assert argmax_of(other_model, greedy(replica, version))  # all bytes are there, and none is in use
+    trainer.both(pb.ROUND_PHASE_VERIFY, round_)
+    trainer.both(pb.ROUND_PHASE_COMMIT, round_)
+    assert argmax_of(model, greedy(replica, version + 1))
 
 
 def test_a_call_that_is_given_up_stops_its_requests(replica: Replica) -> None:
@@ -161,4 +215,6 @@ def test_metrics_tell_the_sync_stages(replica: Replica) -> None:
     for stage in ("prepare", "pause", "transfer", "verify", "commit"):
         assert f'tandem_weight_sync_seconds_count{{stage="{stage}"}}' in text
     assert 'tandem_replica_state{state="serving"} 1.0' in text
+    assert 'tandem_weight_sync_outcomes_total{outcome="committed"}' in text
+    assert "tandem_weight_sync_redundancy_ratio 1.0" in text
     assert "tandem_generated_tokens_total" in text

@@ -1,120 +1,106 @@
-"""What a sync writes into SGLang is, bit for bit, what SGLang's own loader puts there from the exported folder.
+"""What a sync writes into SGLang is, bit for bit, what SGLang's own loader puts there from the same folder.
 
-Real trainer processes, real SGLang replicas (one of TP 1, one of TP 2), real Redis, gloo. Every parameter is NaN before
-each of the two, so that nothing can be right by having been right before.
+Real SGLang replicas, real Redis, gloo. Every parameter is NaN before each of the two, so that nothing can be right by
+having been right before. Here the trainer's ranks are weight-sync members without Megatron, which makes every layout
+cheap; test_megatron_sync_is_exact.py has the real trainer.
 """
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
-from safetensors.torch import load_file
 
-from coordinator.replica import Replica
-from coordinator.trainer import Trainer
-from coordinator.weights import WeightSync
-from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem_config.schema import RunConfig
-from tests.integration.trainer.tiny_models import save_model
+from tests.integration.rollout.tiny_models import logprobs, make_model
+from tests.integration.sync.replicas import Replicas
+from tests.integration.sync.rounds import run_round
+from tests.integration.sync.senders import senders
 from tests.service_processes import Services
-from tests.weight_stores import same
-from weightsync.rendezvous import Rendezvous
+from weightsync.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-RUN_ID = "exact"
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # trainer TP, PP
-REPLICAS = {"rollout-0": 1, "rollout-1": 2}  # rollout TP
+
+PROMPTS = [[7 + i, 8, 9, 10 + i] * (i + 1) for i in range(6)]
+NUM_TOKENS = 12
+
+PLAIN = [
+    Parallel(),
+    Parallel(tensor=2),
+    Parallel(pipeline=2),
+    Parallel(tensor=2, pipeline=2),
+    Parallel(data=2, context=2),
+    Parallel(pipeline=2, virtual_pipeline=3),
+    Parallel(tensor=2, pipeline=3, first_stage_layers=1, last_stage_layers=1),
+    Parallel(pipeline=4, embedding_counts=True, loss_counts=True),
+]
+EXPERTS = [
+    Parallel(tensor=2, expert=2),
+    Parallel(tensor=2, expert_tensor=2),
+    Parallel(data=2, expert=4, tensor=2),
+    Parallel(tensor=2, data=2, expert=2, expert_tensor=2),
+    Parallel(pipeline=2, virtual_pipeline=3, data=2, expert=2),
+]
+NO_KV_TO_SHARE = [layout for layout in PLAIN if layout.tensor == 1]
 
 
-@pytest.fixture
-def services(redis_server: str) -> Iterator[Services]:
-    # Not tmp_path: receivers make Unix sockets below it, and a socket's path has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="sync-") as folder:
-        running = Services(redis_server, Path(folder), RUN_ID)
-        yield running
-        running.close()
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A model, the layouts that it is sent from, and those of its replicas."""
+
+    family: str
+    sources: list[Parallel]
+    targets: list[Parallel]
+    tied: bool = False
+    changes: dict[str, object] = field(default_factory=dict)
 
 
-def configuration(model: Path, *, trainer: tuple[int, int] = (1, 1), rollout_tp: int = 1) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "run": {"name": RUN_ID},
-            "model": {"path": model},
-            "data": {"train": model / "unused.jsonl"},
-            "trainer": {"tensor_parallel": trainer[0], "pipeline_parallel": trainer[1]},
-            "rollout": {"tensor_parallel": rollout_tp, "max_total_tokens": 1024},
-            "sync": {"bucket_mib": 0.01},
-        }
-    )
+KINDS = {
+    "qwen2-tied": Kind(family="qwen2", tied=True, sources=PLAIN, targets=[Parallel(tensor=2)]),
+    "llama-replicated-kv": Kind(
+        family="llama",
+        sources=NO_KV_TO_SHARE,
+        targets=[Parallel(tensor=2)],
+        changes={"num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "qwen3_moe": Kind(family="qwen3_moe", sources=PLAIN + EXPERTS, targets=[Parallel(), Parallel(tensor=2, expert=2)]),
+    "qwen3": Kind(family="qwen3", sources=PLAIN, targets=[Parallel(), Parallel(tensor=2)]),
+    "qwen2": Kind(family="qwen2", sources=PLAIN, targets=[Parallel(), Parallel(tensor=2)]),
+    "llama-tied": Kind(family="llama", tied=True, sources=PLAIN, targets=[Parallel(), Parallel(tensor=2)]),
+    "qwen3-four-ranks": Kind(family="qwen3", tied=True, sources=PLAIN, targets=[Parallel(tensor=4)]),
+    "qwen3_moe-sliced": Kind(
+        family="qwen3_moe",
+        sources=PLAIN + EXPERTS,
+        targets=[Parallel(tensor=2), Parallel(tensor=4, expert=2)],
+    ),
+}
+FAST = ("qwen2-tied", "llama-replicated-kv", "qwen3_moe")
 
 
-def receivers(services: Services) -> dict[str, weights_pb2_grpc.ShardReceiverServiceStub]:
-    """A stub per rollout rank."""
-    return {
-        f"{name}/{rank}": weights_pb2_grpc.ShardReceiverServiceStub(grpc.insecure_channel(address))
-        for name in REPLICAS
-        for rank, address in enumerate(services.sockets_of(name))
-    }
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in KINDS]
+)
+def test_sync_writes_what_sglang_would_load(name: str, services: Services, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    # Six layers: stages of 3 + 3, 1 + 4 + 1 or 1 + 2 + 2 + 1, and virtual ones of one layer.
+    model = make_model(tmp_path / "m", kind.family, kind.tied, **{"num_hidden_layers": 6, **kind.changes})
+    replicas = Replicas(services, model, {f"rollout-{i}": target for i, target in enumerate(kind.targets)})
+    replicas.wait_up()
+    truth = replicas.truth(model)
+    version = 0
+    for version, source in enumerate(kind.sources, 1):
+        replicas.poison()
+        with senders(model, source, replicas.redis_url, replicas.group) as trainer:
+            received = run_round(trainer, source, replicas, version)
+        assert replicas.checksums() == truth, source
+        assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
+    for replica in replicas.layouts:
+        check_generation(replicas, replica, version)
 
 
-def checksums(stubs: dict[str, weights_pb2_grpc.ShardReceiverServiceStub]) -> dict[str, dict[str, str]]:
-    return {
-        slot: dict(stub.GetChecksums(weights_pb2.GetChecksumsRequest(), timeout=30).checksums)
-        for slot, stub in stubs.items()
-    }
-
-
-def poison(stubs: dict[str, weights_pb2_grpc.ShardReceiverServiceStub]) -> None:
-    for stub in stubs.values():
-        assert stub.PoisonWeights(weights_pb2.PoisonWeightsRequest(), timeout=30).num_tensors > 20
-
-
-@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2", "qwen3"])
-async def test_sync_writes_what_sglang_would_load(kind: str, services: Services, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    save_model(kind, model)
-    for name, rollout_tp in REPLICAS.items():
-        services.start_rollout(name, configuration(model, rollout_tp=rollout_tp))
-    for layout in LAYOUTS:
-        names = services.start_trainer(configuration(model, trainer=layout))
-        exported = tmp_path / f"hf-{layout[0]}-{layout[1]}"
-        await export(services, exported)
-        # HF -> Megatron -> HF is the identity.
-        assert same(load_file(exported / "model.safetensors"), load_file(model / "model.safetensors")) == []
-        await compare(services, exported)
-        assert services.stop(names) == [0] * len(names)
-
-
-async def export(services: Services, folder: Path) -> None:
-    address = services.address_of("trainer", "trainer")
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        await stub.ExportModel(trainer_pb2.ExportModelRequest(path=str(folder)), timeout=60)
-
-
-async def compare(services: Services, exported: Path) -> None:
-    addresses = {name: services.address_of("rollout", name) for name in REPLICAS}
-    stubs = receivers(services)
-    assert list(stubs) == ["rollout-0/0", "rollout-1/0", "rollout-1/1"]
-    poison(stubs)
-    before = checksums(stubs)
-    for stub in stubs.values():
-        stub.LoadFolder(weights_pb2.LoadFolderRequest(path=str(exported)), timeout=30)
-    truth = checksums(stubs)
-    assert all(before[slot][name] != truth[slot][name] for slot in truth for name in truth[slot])
-    poison(stubs)
-    async with AsyncExitStack() as stack:
-        trainer = Trainer(services.address_of("trainer", "trainer"))
-        stack.push_async_callback(trainer.close)
-        replicas = [Replica(name, address) for name, address in addresses.items()]
-        for replica in replicas:
-            stack.push_async_callback(replica.close)
-        group = Rendezvous(services.redis_url, f"tandem:{RUN_ID}")
-        sync = WeightSync(trainer=trainer, replicas=replicas, group=group, settings=configuration(exported).sync)
-        result = await sync.publish(0)
-    assert result.redundancy == 1.0
-    assert checksums(stubs) == truth
+def check_generation(replicas: Replicas, replica: str, version: int) -> None:
+    """The engine computes with these weights what transformers does."""
+    for prompt, completion in zip(PROMPTS, replicas.greedy(replica, PROMPTS, version, NUM_TOKENS), strict=True):
+        ids = list(completion.token_ids)
+        expected = logprobs(replicas.model, prompt, ids, 1.0)
+        assert expected.argmax(-1).tolist() == ids
+        for position, token in enumerate(ids):
+            assert abs(float(expected[position, token]) - completion.logprobs[position]) <= 1e-5

@@ -1,7 +1,6 @@
 """The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
 
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -10,7 +9,6 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 
@@ -20,14 +18,10 @@ from servicekit.registry import ServiceRecord
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
-from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.receiver import differing, exported, receive
 from tests.integration.trainer.tiny_inputs import VOCAB
-from weightsync.hf_files import load_shards
 from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.rendezvous import Rendezvous
-from weightsync.session import SyncMember
-from weightsync.sglang_layout import sglang_layout
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
@@ -163,43 +157,9 @@ async def test_unwritable_path_leaves_the_trainer_serving(stub: Any) -> None:
 async def test_published_weights_are_the_exported_ones(
     stub: Any, shared_redis: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    spec, parallel = ModelSpec.from_folder(tiny_model), Parallel()
-    layout = sglang_layout(spec, parallel)
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in layout.parameters_of(0).items()}
-    group = f"tandem:{RUN_ID}"
-    member = SyncMember(
-        spec=spec, slot="rollout-0/0", parallel=parallel, tensors=tensors, redis_url=shared_redis, group=group
-    )
-    member.start()
-    try:
-        slots = ["trainer/0", "trainer/1", "rollout-0/0"]
-        round_ = weights_pb2.Round(
-            round_id="round-1",
-            policy_version=await version(stub),
-            group=group,
-            epoch=Rendezvous(shared_redis, group).wait_for(slots, 10.0).epoch,
-            trainer=Parallel(tensor=2).to_proto(),
-            replicas=[weights_pb2.ReplicaSpec(name="rollout-0", parallel=parallel.to_proto())],
-            install_mode=weights_pb2.INSTALL_MODE_IN_PLACE,
-            bucket_bytes=2**16,
-            formation_timeout_s=20.0,
-            transfer_timeout_s=20.0,
-        )
-        with ThreadPoolExecutor(1) as pool:
-            for phase in ("PREPARE", "TRANSFER", "VERIFY", "COMMIT"):
-                number = weights_pb2.RoundPhase.Value(f"ROUND_PHASE_{phase}")
-                mine = pool.submit(member.run_phase, number, round_)
-                if phase != "VERIFY":
-                    request = pb.PublishWeightsRequest(phase=number, round=round_)
-                    reply = await stub.PublishWeights(request, timeout=TIMEOUT_S)
-                    assert len(reply.ranks) == 2
-                mine.result(timeout=30)
-    finally:
-        member.close()
-    await stub.ExportModel(pb.ExportModelRequest(path=str(tmp_path / "hf")), timeout=TIMEOUT_S)
-    expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
-    load_shards(tmp_path / "hf", spec, layout, 0, expected)
-    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
+    tensors, reports = await receive(stub, shared_redis, tiny_model, Parallel(tensor=2))
+    assert len(reports) == 2
+    assert differing(tensors, await exported(stub, tiny_model, tmp_path / "hf")) == []
 
 
 async def test_round_of_another_version_is_refused(stub: Any) -> None:

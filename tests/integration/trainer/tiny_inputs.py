@@ -10,7 +10,6 @@ from trainer_service.samples import Samples
 
 # Odd: under TP 2 the vocabulary is padded.
 VOCAB = 127
-KINDS = ("qwen2", "qwen2-tied", "qwen3")
 NUM_UPDATES = 2
 
 # Every term of the loss is on, and micro-batches are small, so that samples are really cut up.

@@ -1,19 +1,61 @@
 """Tiny Hugging Face checkpoints for the trainer's tests, and the transformers step to compare with."""
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, VOCAB
 from trainer_service.samples import Samples
 
+EXPERTS: dict[str, Any] = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Llama 3's own constants; at 64 positions the stretched frequencies still change every log-prob
+ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+KINDS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
+    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
+    "qwen2-tied": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
+    # other numbers of layers, which leave places for the embedding, or for embedding and loss
+    "qwen2-1-layer": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes | {"num_hidden_layers": 1})),
+    "qwen2-5-layers": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes | {"num_hidden_layers": 5})),
+    "qwen2-tied-6-layers": lambda sizes: Qwen2ForCausalLM(
+        Qwen2Config(**sizes | {"num_hidden_layers": 6}, tie_word_embeddings=True)
+    ),
+    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(head_dim=16, **sizes)),
+    "qwen3-moe": lambda sizes: Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True, **sizes)),
+    # the second layer is dense, and the chosen experts' weights do not add up to 1
+    "qwen3-moe-mixed": lambda sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**EXPERTS, norm_topk_prob=False, mlp_only_layers=[1], **sizes)
+    ),
+    "llama": lambda sizes: LlamaForCausalLM(LlamaConfig(head_dim=16, rope_parameters=ROPE, **sizes)),
+    "llama-tied": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+}
+
 
 def make_model(kind: str) -> PreTrainedModel:
-    """4 layers, GQA 4/2, random float32; for qwen3 head_dim is twice hidden / heads."""
+    """4 layers, GQA 4/2, random float32; with head_dim 16 it is twice hidden / heads."""
     common = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -22,14 +64,10 @@ def make_model(kind: str) -> PreTrainedModel:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": kind.endswith("tied"),
         "initializer_range": 0.2,
     }
     torch.manual_seed(0)
-    if kind == "qwen3":
-        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **common))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**common))
+    model = KINDS[kind](common)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers starts biases at 0 and norms at 1, which would hide a mix-up
@@ -43,6 +81,13 @@ def save_model(kind: str, folder: Path) -> PreTrainedModel:
     model = make_model(kind)
     model.save_pretrained(folder)
     return model
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors as it writes them: by expert, where transformers keeps those of a layer as one tensor."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def token_logprobs(model: PreTrainedModel, samples: Samples, rows: Any, temperature: float) -> tuple[Any, Any]:

@@ -79,7 +79,7 @@ def test_stages_are_those_of_the_slowest_participant() -> None:
     )
     reports.add({"r0": [report(seconds={"prepare": 0.1, "install": 0.2})]})
     reports.check_bytes({"r0": [report(bytes_received=10, shard_bytes=10), report(bytes_received=30, shard_bytes=30)]})
-    result = reports.result(policy_version=4, attempts=1, total_s=1.0)
+    result = reports.result(policy_version=4, attempts=1, total_s=1.0, outcomes={}, epoch=1)
     assert result.stages == {"prepare": 0.4, "rendezvous": 0.5, "install": 0.2}
     assert (result.bytes_per_rollout_rank, result.bytes_received, result.redundancy) == (30, 40, 1.0)
 

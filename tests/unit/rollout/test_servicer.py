@@ -19,6 +19,7 @@ from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 from tests.unit.rollout.test_updates import a_round
+from weightsync.layout import Parallel
 
 NAME = "tandem_api.rollout.v1.RolloutService"
 
@@ -38,7 +39,7 @@ class Served:
         )
         self.servicer = RolloutServicer(
             name="rollout-0",
-            tensor_parallel=2,
+            parallel=Parallel(tensor=2),
             max_groups=4,
             engine=self.engine,
             ranks=ranks,

@@ -7,7 +7,7 @@ from rollout_service.admission import Admission
 from rollout_service.engine import Group, Sampling
 from rollout_service.pauses import Pauses
 from rollout_service.updates import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, WeightUpdates
-from servicekit.errors import NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
+from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 
@@ -27,12 +27,14 @@ class Rig:
         self.pauses = Pauses(self.engine, self.admission, drain_s=0.05)
         self.states: list[int] = []
         self.reports: list[list[pb.PhaseReport]] = []
+        self.outcomes: list[str] = []
         self.updates = WeightUpdates(
             self.engine,
             self.ranks,
             self.pauses,
             lambda state, version: self.states.append(state),
             self.reports.append,
+            lambda outcome, epoch: self.outcomes.append(outcome),
         )
 
     async def run(self, *phases: pb.RoundPhase.ValueType, round_: pb.Round) -> int:
@@ -284,3 +286,15 @@ async def test_states_are_told_as_they_change() -> None:
     rig = Rig()
     await rig.seed()
     assert rig.states == [UNSEEDED] * 4 + [SERVING]
+
+
+async def test_outcomes_are_told_as_rounds_end() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(PREPARE, PAUSE, ABORT, round_=a_round("untouched"))
+    await rig.run(PREPARE, PAUSE, TRANSFER, ABORT, round_=a_round("touched"))
+    rig.ranks.fail_at = {VERIFY: DigestMismatch("rank 0: a message differs")}
+    with pytest.raises(DigestMismatch):
+        await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, round_=a_round("wrong"))
+    await rig.run(ABORT, round_=a_round("wrong"))
+    assert rig.outcomes == ["committed", "aborted", "poisoned", "mismatch", "poisoned"]

@@ -1,5 +1,7 @@
 """Dealing, cutting, padding and planning: every completion token is in exactly one place of every pass."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
 from trainer_service.cuts import cut, deal
-from trainer_service.padded import Padded, pad
-from trainer_service.plan import Ranks, plan_step
+from trainer_service.padded import Padded, context_share, pad
+from trainer_service.plan import Ranks, measure_all, plan_step
+from weightsync.layout import Parallel
 
 
-def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: int) -> Ranks:
+def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: Any) -> Ranks:
     fields = {"pipeline_parallel": 1, "width_multiple": 1, "max_tokens": 64}
     return Ranks(data_rank=data_rank, data_parallel=data_parallel, **{**fields, **changes})
 
@@ -103,3 +106,55 @@ def test_update_without_gradient_runs_nothing_anywhere() -> None:
     plan = plan_step(samples, 1, GrpoSection(), ranks())
     assert plan.updates == [[]]
     assert plan_step(samples, 1, GrpoSection(entropy_coefficient=0.1), ranks()).updates != [[]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_ranks_share_the_columns_and_every_completion_token_once(size: int) -> None:
+    whole = pad(random_samples(6), np.arange(6), multiple=2 * size)
+    shares = [context_share(whole, rank, size) for rank in range(size)]
+    chunk = whole.input_ids.shape[1] // (2 * size)
+    for rank, share in enumerate(shares):
+        first, second = whole.input_ids[:, rank * chunk :], whole.input_ids[:, (2 * size - 1 - rank) * chunk :]
+        assert np.array_equal(share.input_ids, np.hstack([first[:, :chunk], second[:, :chunk]]))
+        # the token that predicts each target is the one at its position, as in the whole
+        before = whole.input_ids.reshape(-1)[whole.positions[np.isin(whole.token_index, share.token_index)]]
+        assert np.array_equal(share.input_ids.reshape(-1)[share.positions], before)
+        assert np.array_equal(share.targets, whole.targets[np.isin(whole.token_index, share.token_index)])
+    tokens = np.concatenate([share.token_index for share in shares])
+    assert sorted(tokens.tolist()) == sorted(whole.token_index.tolist())
+
+
+@pytest.mark.parametrize("count_multiple", [1, 2, 4])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_micro_batches_come_in_the_numbers_that_the_engine_needs(count_multiple: int, in_step: bool) -> None:
+    samples = random_samples(41, updates=1)
+    options = {"count_multiple": count_multiple, "in_step": in_step, "max_tokens": 24}
+    each = [measure_all(samples, ranks(rank, 3, **options)) for rank in range(3)]
+    plain = [measure_all(samples, ranks(rank, 3, max_tokens=24)) for rank in range(3)]
+    counts = [len(batches) for batches in each]
+    assert all(count % count_multiple == 0 for count in counts)
+    assert len(set(counts)) == 1 or not in_step
+    assert max(counts) < max(len(batches) for batches in plain) + count_multiple
+    counted = [[batch for batch in batches if batch.counted] for batches in each]
+    assert [rows_of(batches) for batches in counted] == [rows_of(batches) for batches in plain]
+
+
+SIZES: list[tuple[Parallel, bool, tuple[int, int, bool]]] = [
+    (Parallel(tensor=2, pipeline=2), False, (1, 1, False)),
+    (Parallel(tensor=2), True, (2, 1, False)),
+    (Parallel(tensor=2, context=2), True, (8, 1, False)),
+    (Parallel(context=3), False, (6, 1, False)),
+    (Parallel(pipeline=4, virtual_pipeline=2), False, (1, 4, False)),
+    (Parallel(data=2, expert=2), False, (1, 1, True)),
+    (Parallel(tensor=2, data=2, expert=2), True, (2, 1, False)),
+    (Parallel(tensor=2, data=2, expert=2, expert_tensor=2), True, (2, 1, True)),
+    (Parallel(tensor=2, expert=2), True, (2, 1, False)),
+]
+
+
+@pytest.mark.parametrize(("parallel", "sequence_parallel", "expected"), SIZES)
+def test_parallel_sizes_decide_what_micro_batches_must_be(
+    parallel: Parallel, sequence_parallel: bool, expected: tuple[int, int, bool]
+) -> None:
+    of = Ranks.of(parallel, sequence_parallel=sequence_parallel, max_tokens=64, data_rank=0, context_rank=0)
+    assert (of.width_multiple, of.count_multiple, of.in_step) == expected

@@ -1,0 +1,64 @@
+"""A fleet as the registry knows it: replicas that are gone leave it, replicas that return are new ones."""
+
+import asyncio
+from collections.abc import Sequence
+
+from coordinator.replica import Replica
+from coordinator.trainer import Trainer
+from servicekit.logs import get_logger
+from servicekit.registry import Registry, ServiceRecord
+
+ROLLOUT_ROLE, TRAINER_ROLE = "rollout", "trainer"
+
+log = get_logger(__name__)
+
+
+class WatchedFleet:
+    """Follows the registry; also tells the trainer's client where the trainer is now.
+
+    A replica's incarnation is its record's worker_id.
+    """
+
+    def __init__(self, registry: Registry, trainer: Trainer) -> None:
+        self._registry = registry
+        self._trainer = trainer
+        self._known: dict[str, Replica] = {}  # by worker_id
+        self._serving: tuple[Replica, ...] = ()
+
+    async def look(self) -> tuple[Replica, ...]:
+        """Raises: Unavailable: Redis does not answer."""
+        rollouts, trainers = await asyncio.to_thread(self._read)
+        for record in trainers:
+            await self._trainer.move_to(record.address)
+        for record in rollouts:
+            if record.worker_id not in self._known:
+                self._known[record.worker_id] = Replica(record.name, record.address)
+                log.info("replica found", replica=record.name, address=record.address)
+        await self._forget({record.worker_id for record in rollouts})
+        return tuple(self._known[record.worker_id] for record in rollouts)
+
+    def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord]]:
+        return self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE)
+
+    async def _forget(self, announced: set[str]) -> None:
+        for worker_id in self._known.keys() - announced:
+            gone = self._known.pop(worker_id)
+            self._serving = tuple(replica for replica in self._serving if replica is not gone)
+            log.warning("replica gone", replica=gone.name)
+            await gone.close()
+
+    def serving(self) -> tuple[Replica, ...]:
+        """Replicas that get work."""
+        return self._serving
+
+    def admit(self, replicas: Sequence[Replica]) -> None:
+        """From now on these serve."""
+        before, now = {replica.name for replica in self._serving}, {replica.name for replica in replicas}
+        if before != now:
+            log.info("fleet changed", joined=sorted(now - before), left=sorted(before - now), serving=sorted(now))
+        self._serving = tuple(replicas)
+
+    async def close(self) -> None:
+        """Close the channels."""
+        for replica in self._known.values():
+            await replica.close()

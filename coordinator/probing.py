@@ -1,0 +1,51 @@
+"""Waiting for a service that may die or freeze meanwhile: it is asked how it is while it works."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
+
+T = TypeVar("T")
+
+
+class Askable(Protocol):
+    """A service that answers GetStatus at once whatever it works on."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def status(self, *, timeout_s: float) -> Any: ...
+
+
+async def while_alive(call: Coroutine[Any, Any, T], service: Askable, *, probe_timeout_s: float) -> T:
+    """Await `call`, a call to `service`; give it up when the service no longer says how it is.
+
+    A process that was killed fails its calls by itself; one that is frozen holds them until their own deadline, which
+    may be an hour.
+
+    Raises: what `call` raises; PeerLost: no answer to a probe within probe_timeout_s.
+    """
+    work = asyncio.create_task(call, name=f"call-{service.name}")
+    probes = asyncio.create_task(_probe(service, probe_timeout_s), name=f"probe-{service.name}")
+    try:
+        await asyncio.wait({work, probes}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            probes.result()
+        return await work
+    finally:
+        for task in (work, probes):
+            task.cancel()
+        await asyncio.gather(work, probes, return_exceptions=True)
+
+
+async def _probe(service: Askable, probe_timeout_s: float) -> None:
+    """Until the service fails to answer. Raises: PeerLost."""
+    while True:
+        await asyncio.sleep(probe_timeout_s / 2)
+        try:
+            await service.status(timeout_s=probe_timeout_s)
+        except (DeadlineExceeded, Unavailable) as error:
+            raise PeerLost(f"{service.name} does not answer any more: {error}") from error
+        except TandemError:  # it answers, if only that it has nothing to tell
+            continue

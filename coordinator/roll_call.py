@@ -1,0 +1,190 @@
+"""Who takes part in a round: services that answer, whose ranks hold their slots in the weight group.
+
+Who does not answer is left out, as long as the trainer and rollout.min_replicas replicas are there; fewer are waited
+for, until the deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.fleet.base import Fleet
+from coordinator.replica import Replica
+from coordinator.trainer import Trainer
+from servicekit.errors import DeadlineExceeded, TandemError, Unavailable, WrongVersion
+from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tandem_api.weights.v1 import weights_pb2
+from weightsync.layout import Parallel
+from weightsync.participants import rollout_slot, trainer_slot
+
+# Between two looks at a fleet that is not complete: services take seconds to come back.
+LOOK_INTERVAL_S = 0.1
+# A look at the group that outlives the run's end holds the process for so long.
+_WAIT_SLICE_S = 0.5
+
+log = get_logger(__name__)
+
+
+class Membership(Protocol):
+    """Who is in the weight group at one moment (weightsync.rendezvous.Membership)."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def members(self) -> dict[str, str]: ...
+
+
+class Group(Protocol):
+    """The weight group (weightsync.rendezvous.Rendezvous); blocking."""
+
+    @property
+    def group(self) -> str: ...
+
+    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """Who is there."""
+
+    epoch: int
+    trainer: trainer_pb2.GetStatusResponse
+    replicas: dict[Replica, rollout_pb2.GetStatusResponse]
+
+
+@dataclass(kw_only=True)
+class _Look:
+    """One look: who answered, and why the others are not counted, by name."""
+
+    trainer: trainer_pb2.GetStatusResponse | None = None
+    replicas: dict[Replica, rollout_pb2.GetStatusResponse] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+class RollCall:
+    """Finds out who is there.
+
+    Args:
+        probe_timeout_s: who has not said how it is by then is not there.
+        slots_timeout_s: a rank without its slot for so long is not there.
+        timeout_s: for the trainer and min_replicas replicas to be there.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        fleet: Fleet,
+        group: Group,
+        min_replicas: int,
+        probe_timeout_s: float,
+        slots_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._trainer, self._fleet, self._group = trainer, fleet, group
+        self._min_replicas = min_replicas
+        self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
+
+    async def call(self, policy_version: int) -> Present:
+        """Wait until enough are there.
+
+        Raises:
+            DeadlineExceeded: the trainer or too many replicas are missing; each is named with what is wrong with it.
+            WrongVersion: the trainer has another version, since it was restarted from an older checkpoint, say.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            look = await self._look(max(left_s, 0.0))
+            present = await self._with_slots(look, max(left_s, 0.0))
+            if present is not None and present.trainer.policy_version != policy_version:
+                raise WrongVersion(
+                    f"the trainer is at policy version {present.trainer.policy_version}, not at {policy_version}: "
+                    "it was restarted from another checkpoint; go on from the newest one that is complete"
+                )
+            if present is not None and len(present.replicas) >= self._min_replicas:
+                if look.absent:
+                    log.warning("going on without some", absent=look.absent)
+                return present
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(self._complaint(look))
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _look(self, left_s: float) -> _Look:
+        """Ask everyone that is announced how it is."""
+        look = _Look()
+        try:
+            replicas = await self._fleet.look()
+        except Unavailable as error:
+            look.absent["the registry"] = str(error)
+            return look
+        answers = await asyncio.gather(
+            self._trainer.status(timeout_s=self._probe_timeout_s),
+            *(replica.status(timeout_s=self._probe_timeout_s) for replica in replicas),
+            return_exceptions=True,
+        )
+        services: tuple[Trainer | Replica, ...] = (self._trainer, *replicas)
+        for service, answer in zip(services, answers, strict=True):
+            if isinstance(answer, TandemError):
+                look.absent[service.name] = str(answer)
+            elif isinstance(answer, trainer_pb2.GetStatusResponse):
+                look.trainer = answer
+            elif isinstance(answer, rollout_pb2.GetStatusResponse) and isinstance(service, Replica):
+                look.replicas[service] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+        return look
+
+    async def _with_slots(self, look: _Look, left_s: float) -> Present | None:
+        """Those of `look` whose ranks are in the group. None: the trainer is not."""
+        if look.trainer is None or not look.replicas:
+            return None
+        slots = {self._trainer.name: [trainer_slot(rank) for rank in range(look.trainer.world_size)]}
+        for replica, status in look.replicas.items():
+            world_size = Parallel.from_proto(status.parallel).world_size
+            slots[replica.name] = [rollout_slot(replica.name, rank) for rank in range(world_size)]
+        try:
+            group = await self._settle([slot for each in slots.values() for slot in each], left_s)
+        except Unavailable as error:
+            look.absent["the weight group"] = str(error)
+            return None
+        for name, wanted in slots.items():
+            missing = [slot for slot in wanted if slot not in group.members]
+            if missing:
+                look.absent[name] = f"slots missing from {self._group.group}: {', '.join(missing)}"
+        if self._trainer.name in look.absent:
+            return None
+        here = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
+        return Present(epoch=group.epoch, trainer=look.trainer, replicas=here)
+
+    async def _settle(self, slots: Sequence[str], left_s: float) -> Membership:
+        """The group once all slots are taken, or after the time that ranks may be without one."""
+        deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
+        while True:
+            # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
+            slice_s = max(0.0, min(deadline_s - time.monotonic(), _WAIT_SLICE_S))
+            group = await asyncio.to_thread(self._group.settle, slots, slice_s)
+            if set(slots) <= set(group.members) or time.monotonic() >= deadline_s:
+                return group
+
+    def _complaint(self, look: _Look) -> str:
+        absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "nobody else is announced"
+        there = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
+        return (
+            f"waited {self._timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
+            f"replicas there: {there}; {absent}"
+        )
+
+
+def parallel_sizes(present: Present) -> weights_pb2.Round:
+    """The parallel sizes of those present, as a round names them."""
+    specs = [
+        weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
+        for replica, status in present.replicas.items()
+    ]
+    return weights_pb2.Round(trainer=present.trainer.parallel, replicas=specs)

@@ -1,0 +1,97 @@
+"""`tandem plan`: what a weight sync would move, on which ranks, and how long it would take. Needs no GPU."""
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.commands import BAD_CONFIGURATION
+from launcher.plan_figures import Planned, PlanRequest
+from launcher.plan_model import model_spec
+from launcher.plan_simulated import simulated, simulation_table
+from launcher.plan_sizes import rollout_sizes, trainer_sizes
+from launcher.report import print_problems
+from launcher.view import make_console
+from tandem_config.problems import ConfigErrors
+from weightsync.cost import Speeds
+
+
+def plan_command(
+    *,
+    model: str,
+    trainer: str,
+    rollout: str,
+    replicas: int,
+    dtype: str,
+    bucket_mib: float,
+    speeds: Speeds,
+    as_json: bool,
+    simulate: bool,
+    faults: Sequence[str],
+) -> int:
+    """Plans and prints. Returns: the exit code."""
+    try:
+        spec = model_spec(model)
+        trainer_parallel, notes = trainer_sizes(trainer, spec)
+        request = PlanRequest(
+            model=model,
+            spec=spec,
+            trainer=trainer_parallel,
+            rollout=rollout_sizes(rollout),
+            replicas=replicas,
+            dtype=dtype,
+            bucket_bytes=int(bucket_mib * 2**20),
+            speeds=speeds,
+            notes=notes,
+        )
+        planned = Planned.of(request)
+        figures = planned.as_json()
+        if simulate or faults:
+            figures["simulated"] = simulated(planned, faults)
+    except ConfigErrors as errors:
+        print_problems(make_console(stderr=True), errors.problems)
+        return BAD_CONFIGURATION
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        _print_table(make_console(), planned, figures)
+    return 0
+
+
+def _print_table(console: Console, planned: Planned, figures: dict) -> None:  # type: ignore[type-arg]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in _rows(planned, figures):
+        table.add_row(Text(name, style="bold"), Text(text))
+    console.print(table)
+    for note in figures["notes"]:
+        console.print(Text(f"chosen: {note}", style="dim"))
+    if "simulated" in figures:
+        console.print(simulation_table(figures["simulated"]))
+
+
+def _rows(planned: Planned, figures: dict) -> list[tuple[str, str]]:  # type: ignore[type-arg]
+    request = planned.request
+    replica_ranks = request.rollout.world_size
+    return [
+        ("model", f"{figures['model']}: {_size(figures['total_bytes'])} in {figures['dtype']}"),
+        ("trainer", f"{figures['trainer_ranks']} ranks"),
+        ("rollouts", f"{figures['rollout_ranks']} ranks: {request.replicas} replicas of {replica_ranks}"),
+        ("redundancy", f"{figures['redundancy']:.2f} (bytes received / bytes of the shards)"),
+        ("busiest sender", f"{_size(figures['max_sender_bytes'])}, {figures['sender_imbalance']:.3f} of the mean"),
+        ("busiest receiver", _size(figures["max_receiver_bytes"])),
+        ("trainer egress", f"{_size(figures['trainer_egress_bytes'])}, whatever the number of replicas"),
+        ("messages", f"{figures['messages']} of at most {_size(request.bucket_bytes)} to each replica"),
+        ("staging", f"{_size(figures['staging_bytes_per_rank'])} per rank"),
+        ("predicted", f"{figures['predicted_seconds']:.3f} s, bound by {figures['bound_by']}"),
+        ("", ", ".join(f"{name} {seconds:.3f} s" for name, seconds in figures["predicted_terms_s"].items())),
+        ("planned in", f"{figures['plan_seconds']:.2f} s, {_size(figures['peak_rss_bytes'])} peak memory"),
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.4g} {units[0]}"

@@ -1,0 +1,49 @@
+"""The model of `tandem plan`: a built-in name, a config.json, or the folder of one."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from weightsync.model_spec import ModelSpec
+from weightsync.presets import CONFIGS, preset
+
+# They change what a model computes, not which parameters it has.
+_NO_MATTER = ("rope_scaling", "rope_parameters", "use_sliding_window")
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The sizes of a model.
+
+    Raises: ConfigErrors: an unknown name, with the closest one; a file that is no supported config.json.
+    """
+    if model in CONFIGS:
+        return preset(model)
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigErrors([_unknown(model)])
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return ModelSpec.from_config({key: value for key, value in config.items() if key not in _NO_MATTER})
+    except ConfigError as error:
+        raise ConfigErrors([_problem(model, str(error), "")]) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        hint = "give the config.json that `save_pretrained` writes"
+        raise ConfigErrors([_problem(model, f"cannot be read as a model's config.json: {error}", hint)]) from None
+
+
+def _unknown(model: str) -> ConfigProblem:
+    close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], CONFIGS, 1, 0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return _problem(
+        model,
+        "is neither a file, nor a folder with config.json, nor a built-in model",
+        f"{hint}built in: {', '.join(CONFIGS)}",
+    )
+
+
+def _problem(model: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key="--model", value=model, message=message, suggestion=suggestion)

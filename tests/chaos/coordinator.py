@@ -1,0 +1,61 @@
+"""A coordinator of the chaos tests: one publication by the real code, then the end."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from coordinator.fleet.watched import WatchedFleet
+from coordinator.trainer import Trainer
+from coordinator.weights import WeightSync
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import TandemError
+from servicekit.lifecycle import run_main
+from servicekit.registry import Registry
+from tandem_config.schema import RunConfig
+from tests.chaos.members import begin, leave
+from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
+
+
+def main(settings: dict[str, Any]) -> None:
+    """One publication, then the end: the result, or the error, goes into the file settings["result"]."""
+    config, environment = begin(settings)
+
+    async def conduct(stop: asyncio.Event) -> int:
+        work = asyncio.create_task(_publish(config, environment, settings))
+        try:
+            said = {"result": await work}
+        except TandemError as error:
+            said = {"error": str(error), "reason": error.reason}
+        result = Path(settings["result"])
+        draft = result.with_suffix(".draft")
+        draft.write_text(json.dumps(said))
+        draft.rename(result)
+        return 0 if "result" in said else 1
+
+    leave(run_main("coordinator", conduct))
+
+
+async def _publish(config: RunConfig, environment: ServiceEnvironment, settings: dict[str, Any]) -> dict[str, Any]:
+    registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+    group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
+    lead = Lease(group, COORDINATOR_SLOT, config.sync.lease_ttl_s)
+    async with AsyncExitStack() as stack:
+        await asyncio.to_thread(lead.claim, 3 * config.sync.lease_ttl_s)
+        stack.push_async_callback(asyncio.to_thread, lead.close)
+        records = await asyncio.to_thread(registry.wait_for, "trainer", ["trainer"], config.sync.formation_timeout_s)
+        client = Trainer(records[0].address)
+        stack.push_async_callback(client.close)
+        fleet = WatchedFleet(registry, client)
+        stack.push_async_callback(fleet.close)
+        fleet.admit([each for each in await fleet.look() if each.name in settings["serving"]])
+        sync = WeightSync(trainer=client, fleet=fleet, group=group, settings=config.sync, lead=lead)
+        if settings["serving"]:
+            result = await sync.seed_late_joiners(int(settings["policy_version"]))
+        else:
+            result = await sync.publish(int(settings["policy_version"]))
+        said = {} if result is None else asdict(result)
+        said["outcomes"] = {name: outcome.name for name, outcome in said.get("outcomes", {}).items()}
+        return {**said, "serving": sorted(each.name for each in fleet.serving())}

@@ -1,0 +1,281 @@
+"""A fleet of real processes to do harm to: two trainer ranks, three replicas, Redis, a coordinator per publication.
+
+Processes come from a fork server that has imported torch and the services once. They stay from cell to cell; what a
+cell has killed it starts again.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from servicekit.errors import TandemError, from_rpc_error
+from servicekit.limits import CHANNEL_OPTIONS
+from servicekit.registry import Registry
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.chaos.gates import GateKeeper
+from tests.chaos.policy import expected_checksums
+from tests.conftest import RedisProcess
+from tests.polling import until
+
+REPLICAS = ("rollout-0", "rollout-1", "rollout-2")
+TRAINERS = ("trainer-0", "trainer-1")
+RUN_ID = "chaos"
+START_S = 60.0
+CALL_S = 10.0
+# A publication may take three rounds, each with its deadlines (of seconds here), and the wait for those who are lost.
+PUBLISH_S = 60.0
+
+_fork_server = multiprocessing.get_context("forkserver")
+_fork_server.set_forkserver_preload(["tests.chaos.trainer", "tests.chaos.replica"])
+
+
+class ChaosFleet:
+    """The processes by name, and what a test asks of them."""
+
+    def __init__(self, folder: Path, redis: RedisProcess, **sync: Any) -> None:
+        self.folder, self.redis = folder, redis
+        self.version = 0
+        self.processes: dict[str, ForkServerProcess] = {}
+        self._sync = sync
+        self._serial = 0
+        self._registry: Registry | None = None
+        self._channels: dict[str, grpc.Channel] = {}
+        self._addresses: dict[str, str] = {}
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Everyone, at the current version, seeded."""
+        self.start_trainer()
+        for name in REPLICAS:
+            self.start_replica(name)
+        self.wait_announced()
+        outcome = self.publish()
+        assert outcome.get("serving") == list(REPLICAS), f"the fleet did not come up: {outcome}\n{self.logs()}"
+
+    def start_trainer(self) -> None:
+        """Both ranks, from a "checkpoint" of the current version; what is left of the old ones is ended first."""
+        for name in TRAINERS:
+            self.end(name)
+        for rank, name in enumerate(TRAINERS):
+            self._start(name, "trainer", rank=rank, policy_version=self.version)
+
+    def start_replica(self, name: str) -> None:
+        self.end(name)
+        self._start(name, "replica")
+
+    def start_coordinator(self, name: str = "coordinator", *, serving: list[str] | None = None) -> Path:
+        """Begins a publication of the current version; with `serving`, the seeding of the others.
+
+        Returns: the file that its result will be in.
+        """
+        self._serial += 1
+        result = self.folder / f"{name}-{self._serial}.json"
+        version = self.version
+        self._start(name, "coordinator", policy_version=version, result=str(result), serving=serving or [])
+        return result
+
+    def _start(self, name: str, kind: str, **settings: Any) -> None:
+        common = {
+            "log": str(self.folder / f"{name}.log"),
+            "folder": str(self.folder),
+            "name": name,
+            "config": self._config(),
+            "environment": {
+                "REDIS_URL": self.redis.url,
+                "TANDEM_RUN_ID": RUN_ID,
+                "TANDEM_RUN_DIR": str(self.folder),
+            },
+        }
+        process = _fork_server.Process(target=_run, args=(kind, {**common, **settings}), name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def _config(self) -> dict[str, Any]:
+        sync = {
+            "bucket_mib": 0.004,
+            "formation_timeout_s": 2.0,
+            "transfer_timeout_s": 2.0,
+            "probe_timeout_s": 1.0,
+            "lease_ttl_s": 1.2,
+            "transport": "collective",
+            **self._sync,
+        }
+        return {
+            "run": {"name": RUN_ID, "startup_timeout_s": START_S},
+            "model": {"path": str(self.folder)},
+            "data": {"train": str(self.folder / "unused.jsonl")},
+            # More than the 2 s after which an idle rank 0 sends the others a sign of life.
+            "trainer": {"tensor_parallel": 2, "collective_timeout_s": 4.0},
+            "rollout": {"replicas": len(REPLICAS)},
+            "sync": sync,
+        }
+
+    def use(self, **sync: Any) -> None:
+        """Settings of the publications from here on."""
+        self._sync = {**self._sync, **sync}
+
+    def end(self, name: str) -> None:
+        """SIGKILL, whatever state it is in; nothing if there is no such process."""
+        process = self.processes.pop(name, None)
+        if process is not None:
+            process.kill()
+            process.join(timeout=10)
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.end(name)
+        for channel in self._channels.values():
+            channel.close()
+        if self._registry is not None:
+            self._registry.close()
+
+    # ---- harm ----
+
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        """To a process or to Redis."""
+        pid = self.redis.pid if name == "redis" else self.processes[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def gate(self, name: str) -> GateKeeper:
+        return GateKeeper(self.folder, name)
+
+    # ---- questions ----
+
+    def wait_announced(self) -> None:
+        """Until trainer and replicas have announced themselves as the processes that run now."""
+        self.registry.wait_for("trainer", ["trainer"], START_S)
+        self.registry.wait_for("rollout", REPLICAS, START_S)
+        until(lambda: all(map(self._answers, (*REPLICAS, "trainer"))), START_S)
+
+    def _answers(self, name: str) -> bool:
+        try:
+            role = name.partition("-")[0]
+            self._addresses |= {record.name: record.address for record in self.registry.list(role)}
+            if name == "trainer":
+                return self.trainer_status().policy_version == self.version
+            self.status(name)
+        except (TandemError, LookupError):
+            return False
+        return True
+
+    @property
+    def registry(self) -> Registry:
+        if self._registry is None:
+            self._registry = Registry(self.redis.url, RUN_ID)
+        return self._registry
+
+    def _channel(self, name: str) -> grpc.Channel:
+        """To where the service was announced when wait_announced() last looked; Redis may be away now."""
+        address = self._addresses[name]
+        if address not in self._channels:
+            self._channels[address] = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return self._channels[address]
+
+    def trainer_status(self) -> trainer_pb2.GetStatusResponse:
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
+        return _call(stub.GetStatus, trainer_pb2.GetStatusRequest())
+
+    def status(self, name: str) -> rollout_pb2.GetStatusResponse:
+        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(name))
+        return _call(stub.GetStatus, rollout_pb2.GetStatusRequest())
+
+    def train_step(self) -> None:
+        """The trainer goes to the next version."""
+        header = trainer_pb2.TrainStepHeader(
+            step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1
+        )
+        batch = trainer_pb2.MicroBatch(
+            sample_ids=["s"],
+            prompt_lengths=[1],
+            completion_lengths=[1],
+            token_ids=[1, 2],
+            rollout_logprobs=[-1.0],
+            advantages=[1.0],
+            trainable=[True],
+        )
+        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(micro_batch=batch)]
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
+        reply = _call(stub.TrainStep, iter(requests))
+        self.version += 1
+        assert reply.policy_version == self.version
+
+    def publish(self, *, serving: list[str] | None = None) -> dict[str, Any]:
+        """A publication from its beginning to its end."""
+        return self.result_of(self.start_coordinator(serving=serving))
+
+    def publish_by(self, name: str) -> dict[str, Any]:
+        """The same, by a coordinator process of this name."""
+        return self.result_of(self.start_coordinator(name))
+
+    def round_is_open(self, name: str) -> bool:
+        """Whether a replica is in a round (as its process says in a file)."""
+        return (self.folder / f"{name}.round").exists()
+
+    def result_of(self, result: Path, timeout_s: float = PUBLISH_S) -> dict[str, Any]:
+        """What a coordinator has said, once it has."""
+        until(result.exists, timeout_s)
+        said = json.loads(result.read_text())
+        return said.get("result", said)
+
+    def mixture(self, name: str) -> str:
+        """What is wrong with what a replica has and serves; "" for nothing.
+
+        A replica that serves must hold exactly the weights of its version; one that does not must refuse.
+        """
+        status = self.status(name)
+        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(name))
+        if status.state in (pb.REPLICA_STATE_SERVING, pb.REPLICA_STATE_PAUSED):
+            reply = _call(stub.GetChecksums, rollout_pb2.GetChecksumsRequest())
+            expected = expected_checksums(status.policy_version)
+            wrong = [each for each, digest in expected.items() if reply.ranks[0].checksums[each] != digest]
+            return f"{name} at version {status.policy_version}: {wrong} are others" if wrong else ""
+        return "" if self._refuses(stub, status.policy_version) else f"{name} is {status.state} and generates"
+
+    def _refuses(self, stub: rollout_pb2_grpc.RolloutServiceStub, version: int) -> bool:
+        group = rollout_pb2.PromptGroup(group_id="g", prompt_ids=[1], num_completions=1)
+        sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=1)
+        request = rollout_pb2.GenerateGroupsRequest(groups=[group], sampling=sampling, policy_version=version)
+        try:
+            list(stub.GenerateGroups(request, timeout=CALL_S))
+        except grpc.RpcError as error:
+            return error.code() == grpc.StatusCode.FAILED_PRECONDITION
+        return False
+
+    def logs(self) -> str:
+        """The end of every process's log."""
+        texts = {path.name: path.read_text(errors="replace")[-2500:] for path in sorted(self.folder.glob("*.log"))}
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
+
+
+def _run(kind: str, settings: dict[str, Any]) -> None:
+    # Imported in the process that it is for.
+    from tests.chaos.members import run
+
+    run(kind, settings)
+
+
+def _call(method: Callable[..., Any], request: Any) -> Any:
+    try:
+        return method(request, timeout=CALL_S)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def until_settled(look: Callable[[], bool], timeout_s: float) -> float:
+    """Waits for a condition. Returns: seconds that it took."""
+    start_s = time.monotonic()
+    until(look, timeout_s)
+    return time.monotonic() - start_s

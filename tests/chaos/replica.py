@@ -1,0 +1,63 @@
+"""A rollout replica of the chaos tests: the real service and receiver, with plain tensors in the place of SGLang."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from rollout_service import app as rollout_app
+from rollout_service.sglang_engine.receiver import ShardReceiver
+from servicekit.lifecycle import run_main
+from servicekit.registry import Registry
+from servicekit.sync_server import start_sync_server
+from tandem_api.weights.v1 import weights_pb2_grpc
+from tests.chaos.gates import Gate
+from tests.chaos.members import GatedMember, begin, leave, set_up_gates
+from tests.chaos.policy import ROLLOUT, SPEC
+from tests.unit.rollout.fake_engine import FakeEngine
+from tests.weight_stores import empty_like_rank
+from weightsync.sglang_layout import sglang_layout
+
+
+class GatedEngine(FakeEngine):
+    """The engine of a replica without one: its part in PAUSE is to drop its cache, and there is the gate."""
+
+    def __init__(self, address: str, gate: Gate) -> None:
+        super().__init__(num_ranks=1)
+        self.rank_addresses = [address]
+        self._gate = gate
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        await asyncio.to_thread(self._gate.at, "pause")
+        return await super().flush_cache(timeout_s)
+
+
+def main(settings: dict[str, Any]) -> None:
+    """A rollout replica: its service, and the receiver of its only rank."""
+    config, environment = begin(settings)
+    name, folder = str(settings["name"]), Path(settings["folder"])
+    gate = set_up_gates(folder, name)
+    member = GatedMember(
+        spec=SPEC,
+        slot=f"{name}/0",
+        parallel=ROLLOUT,
+        tensors=empty_like_rank(sglang_layout(SPEC, ROLLOUT), 0),
+        redis_url=environment.redis_url,
+        group=f"tandem:{environment.run_id}",
+        lease_ttl_s=config.sync.lease_ttl_s,
+    )
+    member.start()
+    address = f"unix:{folder}/{name}-{os.getpid()}.sock"
+    receiver = ShardReceiver(member, lambda _: None)
+    server = start_sync_server(weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server, receiver, address)
+
+    async def serve(stop: asyncio.Event) -> None:
+        registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+        engine = GatedEngine(address, gate)
+        await rollout_app._serve_engine(config, name, environment, stop, engine, registry)
+        registry.close()
+
+    code = run_main("rollout", serve)
+    server.stop(grace=0)
+    member.close()
+    leave(code)

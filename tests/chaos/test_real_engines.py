@@ -1,0 +1,251 @@
+"""Cells of the fault matrix with the real SGLang and Megatron: killed and frozen mid-transfer, and around it.
+
+Before each publication every parameter of every replica is made NaN, so that "old" and "new" differ everywhere. What a
+replica holds afterwards is either what SGLang's own loader would put there, or NaN, or it refuses to serve.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import pytest
+
+from coordinator.fleet.watched import WatchedFleet
+from coordinator.sync_report import Outcome, SyncResult
+from coordinator.trainer import Trainer
+from coordinator.weights import WeightSync
+from servicekit.errors import TandemError
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_config.schema import RunConfig
+from tests.conftest import RedisProcess
+from tests.integration.trainer.tiny_models import save_model
+from tests.polling import until
+from tests.service_processes import START_S, Services
+from weightsync.rendezvous import Rendezvous
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
+
+RUN_ID = "chaos"
+REPLICAS = ("rollout-0", "rollout-1")
+TRAINERS = ("trainer-0", "trainer-1")
+CALL_S = 60.0
+PREPARE, TRANSFER, COMMIT = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_COMMIT
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+CELLS = [
+    ("rollout-0", TRANSFER, KILL),
+    ("rollout-1", TRANSFER, KILL),
+    ("rollout-0", TRANSFER, STOP),
+    ("rollout-1", TRANSFER, STOP),
+    ("rollout-0", PREPARE, KILL),
+    ("rollout-1", COMMIT, KILL),
+    ("redis", TRANSFER, KILL),
+    ("trainer-0", PREPARE, KILL),
+    ("trainer-0", TRANSFER, KILL),
+    ("trainer-1", TRANSFER, KILL),
+]
+
+
+class HarmingTrainer(Trainer):
+    """Does harm once a phase is under way everywhere: all participants are called at the same time."""
+
+    def __init__(self, address: str, fleet: "RealFleet", victim: str, phase: int, harm: signal.Signals) -> None:
+        super().__init__(address)
+        self._fleet, self._victim, self._phase, self._harm = fleet, victim, phase, harm
+        self.done = False
+
+    async def run_phase(
+        self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round, *, timeout_s: float
+    ) -> list[pb.PhaseReport]:
+        call = asyncio.create_task(super().run_phase(phase, sync_round, timeout_s=timeout_s))
+        if phase == self._phase and not self.done:
+            self.done = True
+            await asyncio.sleep(0.02)  # hundreds of messages take longer: some have arrived by now, and not all
+            self._fleet.send_signal(self._victim, self._harm)
+        return await call
+
+
+class RealFleet:
+    """Trainer TP 2 and two replicas, as processes that a test may end and start again."""
+
+    def __init__(self, folder: Path, redis: RedisProcess) -> None:
+        self.redis = redis
+        self.model = folder / "model"
+        save_model("qwen3", self.model)
+        self.services = Services(redis.url, folder, RUN_ID)
+        self.services.start_trainer(self.config())
+        for name in REPLICAS:
+            self.services.start_rollout(name, self.config())
+        self.wait_up()
+        self.truth = self._load_with_sglang()
+
+    def config(self) -> RunConfig:
+        sync = {
+            "bucket_mib": 0.0005,
+            "transport": "collective",
+            "formation_timeout_s": 20.0,
+            "transfer_timeout_s": 8.0,
+            "probe_timeout_s": 5.0,
+            "lease_ttl_s": 5.0,
+        }
+        return RunConfig.model_validate(
+            {
+                "run": {"name": RUN_ID},
+                "model": {"path": self.model},
+                "data": {"train": self.model / "unused.jsonl"},
+                "trainer": {"tensor_parallel": 2, "collective_timeout_s": 10.0},
+                "rollout": {"max_total_tokens": 1024, "replicas": 2},
+                "sync": sync,
+            }
+        )
+
+    def wait_up(self) -> None:
+        """Until the processes that run now are announced and answer."""
+        for name in REPLICAS:
+            self.services.address_of("rollout", name)
+        self.services.address_of("trainer", "trainer")
+        until(lambda: len(self._receivers()) == len(REPLICAS), START_S)
+
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        """To a service and all of its processes, as when its pod or its host goes."""
+        if name == "redis":
+            os.kill(self.redis.pid, number)
+        else:
+            os.killpg(self.services.processes[name].pid, number)
+
+    def bring_back(self, victim: str, harm: signal.Signals) -> None:
+        if victim == "redis":
+            self.redis.restart()
+        elif harm == STOP:
+            self.send_signal(victim, signal.SIGCONT)
+        elif victim in TRAINERS:
+            for name in TRAINERS:
+                self._end(name)
+            self.services.start_trainer(self.config())
+        else:
+            self._end(victim)
+            shutil.rmtree(self.services.folder / victim)
+            self.services.start_rollout(victim, self.config())
+
+    def _end(self, name: str) -> None:
+        process = self.services.processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, KILL)
+        process.wait(timeout=30)
+
+    def _receivers(self) -> dict[str, weights_pb2_grpc.ShardReceiverServiceStub]:
+        return {
+            name: weights_pb2_grpc.ShardReceiverServiceStub(grpc.insecure_channel(address))
+            for name in REPLICAS
+            for address in self.services.sockets_of(name)
+        }
+
+    def poison(self) -> None:
+        for stub in self._receivers().values():
+            stub.PoisonWeights(pb.PoisonWeightsRequest(), timeout=CALL_S)
+
+    def checksums(self, name: str) -> dict[str, str]:
+        return dict(self._receivers()[name].GetChecksums(pb.GetChecksumsRequest(), timeout=CALL_S).checksums)
+
+    def _load_with_sglang(self) -> dict[str, str]:
+        for stub in self._receivers().values():
+            stub.LoadFolder(pb.LoadFolderRequest(path=str(self.model)), timeout=CALL_S)
+        first, *others = [self.checksums(name) for name in REPLICAS]
+        assert all(each == first for each in others)
+        return first
+
+    @asynccontextmanager
+    async def coordinator(self, trainer: Trainer) -> AsyncIterator[tuple[WeightSync, WatchedFleet]]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(trainer.close)
+            registry = self.services.registry
+            stack.callback(registry.close)
+            fleet = WatchedFleet(registry, trainer)
+            stack.push_async_callback(fleet.close)
+            group = Rendezvous(self.services.redis_url, f"tandem:{RUN_ID}")
+            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=self.config().sync), fleet
+
+    async def publish(self, trainer: Trainer) -> SyncResult:
+        async with self.coordinator(trainer) as (sync, _):
+            return await sync.publish(0)
+
+    async def states(self) -> dict[str, int]:
+        """State of every replica that answers."""
+        found = {}
+        async with self.coordinator(Trainer("127.0.0.1:1")) as (_, fleet):
+            for replica in await fleet.look():
+                with contextlib.suppress(TandemError):
+                    found[replica.name] = (await replica.status(timeout_s=5.0)).state
+        return found
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RealFleet]:
+    # Not tmp_path: receivers make Unix sockets below it, and a socket's path has at most 107 bytes.
+    with TemporaryDirectory(prefix="chaos-") as folder:
+        redis = RedisProcess()
+        redis.start()
+        real = None
+        try:
+            real = RealFleet(Path(folder), redis)
+            yield real
+        finally:
+            if real is not None:
+                for name in list(real.services.processes):
+                    real._end(name)
+            redis.close()
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase", "harm"),
+    [pytest.param(*cell, id=f"{cell[0]}-{pb.RoundPhase.Name(cell[1])[12:].lower()}-{cell[2].name}") for cell in CELLS],
+)
+async def test_cell(fleet: RealFleet, victim: str, phase: int, harm: signal.Signals) -> None:
+    fleet.poison()
+    poisoned = {name: fleet.checksums(name) for name in REPLICAS}
+    address = fleet.services.address_of("trainer", "trainer")
+    trainer = HarmingTrainer(address, fleet, victim, phase, harm)
+    living = [name for name in REPLICAS if name != victim]
+    if victim in TRAINERS:
+        with pytest.raises(TandemError):
+            await fleet.publish(trainer)
+    else:
+        result = await fleet.publish(trainer)
+        assert {name: result.outcomes[name].name for name in living} == dict.fromkeys(living, "COMMITTED")
+    assert trainer.done
+    if victim == "redis":
+        fleet.bring_back(victim, harm)
+    await check_no_mixture(fleet, living, poisoned)
+    if victim != "redis":
+        fleet.bring_back(victim, harm)
+    fleet.wait_up()
+    await heal(fleet)
+
+
+async def check_no_mixture(fleet: RealFleet, living: list[str], poisoned: dict[str, dict[str, str]]) -> None:
+    """A replica that serves holds the new weights, or what it had before."""
+    states: dict[str, int] = {}
+    async with asyncio.timeout(START_S):
+        while not set(living) <= set(states):
+            states = await fleet.states()
+    for name in living:
+        if states[name] == pb.REPLICA_STATE_SERVING:
+            assert fleet.checksums(name) in (fleet.truth, poisoned[name])
+
+
+async def heal(fleet: RealFleet) -> None:
+    """One publication makes the fleet whole again, once everybody is back."""
+    async with asyncio.timeout(START_S):
+        while True:
+            with contextlib.suppress(TandemError):  # a predecessor's record or lease may not have run out yet
+                result = await fleet.publish(Trainer(fleet.services.address_of("trainer", "trainer")))
+                if [name for name, each in result.outcomes.items() if each is Outcome.COMMITTED] == list(REPLICAS):
+                    break
+    assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)

@@ -1,0 +1,92 @@
+"""What a publication and a fleet do when services return, when they do not, and when they return from the past."""
+
+import signal
+
+import pytest
+
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.chaos.conftest import Fleets
+from tests.chaos.fleet import REPLICAS, ChaosFleet
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+def versions(fleet: ChaosFleet) -> dict[str, tuple[int, int]]:
+    """State and version of each replica."""
+    found = {name: fleet.status(name) for name in REPLICAS}
+    return {name: (status.state, status.policy_version) for name, status in found.items()}
+
+
+def all_serve(version: int) -> dict[str, tuple[int, int]]:
+    return dict.fromkeys(REPLICAS, (pb.REPLICA_STATE_SERVING, version))
+
+
+def test_a_trainer_that_returns_meanwhile_is_published_in_a_new_epoch(fleets: Fleets) -> None:
+    with fleets.whole() as fleet:
+        fleet.train_step()
+        fleet.use(install="in_place", formation_timeout_s=20.0)
+        gate = fleet.gate("trainer-0")
+        gate.arm("transfer", 4)
+        result = fleet.start_coordinator()
+        gate.wait_reached(20.0)
+        fleet.send_signal("trainer-0", signal.SIGKILL)
+        gate.open()
+        fleet.start_trainer()
+        said = fleet.result_of(result)
+        fleet.use(formation_timeout_s=2.0)
+        assert said.get("outcomes") == dict.fromkeys(REPLICAS, "COMMITTED"), said
+        assert said["attempts"] == 2
+        assert versions(fleet) == all_serve(fleet.version)
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
+        fleet.wait_announced()
+
+
+def test_a_rollout_does_not_go_back_with_a_trainer_from_the_past(fleets: Fleets) -> None:
+    with fleets.whole() as fleet:
+        fleet.train_step()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+        fleet.version -= 1
+        fleet.start_trainer()
+        fleet.wait_announced()
+        said = fleet.publish()
+        assert said["reason"] == "STALE_VERSION"
+        assert "versions only grow" in said["error"]
+        fleet.version += 1
+        assert versions(fleet) == all_serve(fleet.version)
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
+        fleet.start_trainer()
+        fleet.wait_announced()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+
+
+def test_when_all_replicas_are_lost_the_error_says_so_after_the_deadline(fleets: Fleets) -> None:
+    with fleets.whole() as fleet:
+        for name in REPLICAS:
+            fleet.end(name)
+        said = fleet.publish()
+        assert said["reason"] == "DEADLINE_EXCEEDED"
+        assert "waited 2 s for the trainer and 1 replicas (rollout.min_replicas); replicas there: none" in said["error"]
+        for name in REPLICAS:
+            fleet.start_replica(name)
+        fleet.wait_announced()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+
+
+def test_two_replicas_lost_in_one_round_leave_the_third(fleets: Fleets) -> None:
+    with fleets.whole() as fleet:
+        fleet.train_step()
+        gate = fleet.gate("rollout-1")
+        gate.arm("transfer", 4)
+        result = fleet.start_coordinator()
+        gate.wait_reached(20.0)
+        fleet.send_signal("rollout-0", signal.SIGKILL)
+        fleet.send_signal("rollout-1", signal.SIGKILL)
+        gate.open()
+        said = fleet.result_of(result)
+        assert said.get("serving") == ["rollout-2"], said
+        assert fleet.mixture("rollout-2") == ""
+        for name in ("rollout-0", "rollout-1"):
+            fleet.start_replica(name)
+        fleet.wait_announced()
+        assert fleet.publish(serving=["rollout-2"])["serving"] == list(REPLICAS)
+        assert versions(fleet) == all_serve(fleet.version)

@@ -1,0 +1,65 @@
+"""A trainer rank of the chaos tests: the real service, with plain tensors in the place of Megatron."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import trainer_service.app as trainer_app
+import trainer_service.worker as trainer_worker
+from tests.chaos.members import GatedMember, begin, set_up_gates
+from tests.chaos.policy import SPEC, TRAINER, weights_of
+from tests.weight_stores import cut
+from trainer_service.checks import Limits
+from trainer_service.engine import StepResult
+from trainer_service.samples import FloatArray, Samples
+from trainer_service.worker import WorkerSettings
+from trainer_service.world import Place
+from weightsync.megatron_layout import megatron_layout
+from weightsync.model_spec import ModelSpec
+
+
+class FakeTrainerEngine:
+    """A trainer of plain tensors: a step gives all of them other numbers."""
+
+    def __init__(self, rank: int, policy_version: int) -> None:
+        self.policy_version = policy_version
+        self.spec: ModelSpec = SPEC
+        self.parallel = TRAINER
+        self.limits = Limits(vocab_size=100, max_positions=64, max_tokens=1024)
+        self._rank = rank
+        self._layout = megatron_layout(SPEC, TRAINER)
+        self._tensors = cut(self._layout, rank, weights_of(policy_version))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def train_step(self, samples: Samples, num_updates: int) -> StepResult:
+        self.policy_version += 1
+        for name, tensor in cut(self._layout, self._rank, weights_of(self.policy_version)).items():
+            self._tensors[name].copy_(tensor)
+        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={"pack": 0.0})
+
+    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
+        return np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+def main(settings: dict[str, Any]) -> None:
+    """A trainer rank."""
+    config, environment = begin(settings)
+    rank = int(settings["rank"])
+    set_up_gates(Path(settings["folder"]), f"trainer-{rank}")
+
+    class Worker(trainer_worker.Worker):
+        def _load(self, store: Any, device: torch.device) -> Any:
+            return FakeTrainerEngine(rank, int(settings["policy_version"]))
+
+    trainer_worker.SyncMember = GatedMember  # type: ignore[misc]
+    trainer_app.Worker = Worker  # type: ignore[misc]
+    place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)
+    trainer_app.run(WorkerSettings(config=config, environment=environment, place=place, resume=False))

@@ -1,0 +1,116 @@
+"""A fleet that changes while the run goes on: replicas that die, return and join, over real Redis and gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.app import conduct
+from coordinator.fleet.watched import WatchedFleet
+from servicekit.environment import ServiceEnvironment
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.rollout.v1 import rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, with_settings
+from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import fake_fleet
+from tests.fakes.fake_rollout import FakeRollout
+from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
+
+DEADLINE_S = 20.0
+TTL_S = 30.0
+
+
+def record(name: str, address: str, worker_id: str) -> ServiceRecord:
+    return ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=worker_id)
+
+
+@pytest.fixture
+async def announcer(environment: ServiceEnvironment) -> AsyncIterator[list[Registry]]:
+    """Two registries to announce services with."""
+    registries = [Registry(environment.redis_url, environment.run_id) for _ in range(3)]
+    yield registries
+    for registry in registries:
+        registry.close()
+
+
+async def test_a_replica_that_returns_is_a_new_one_that_does_not_serve(announcer: list[Registry]) -> None:
+    looker, first, second = announcer
+    async with fake_fleet() as services:
+        fleet = WatchedFleet(looker, services.trainer)
+        first.announce(record("rollout-0", services.addresses["rollout-0"], "a"), TTL_S)
+        second.announce(record("rollout-1", services.addresses["rollout-1"], "b"), TTL_S)
+        found = await fleet.look()
+        assert [replica.name for replica in found] == ["rollout-0", "rollout-1"]
+        fleet.admit(found)
+        assert await fleet.look() == found
+        second.withdraw()
+        assert await fleet.look() == found[:1]
+        assert fleet.serving() == found[:1]
+        second.announce(record("rollout-1", services.addresses["rollout-1"], "c"), TTL_S)
+        again = await fleet.look()
+        assert again[0] is found[0]
+        assert again[1] is not found[1]
+        assert fleet.serving() == found[:1]
+        await fleet.close()
+
+
+async def test_the_trainers_client_follows_a_trainer_that_moves(announcer: list[Registry]) -> None:
+    looker, first, _ = announcer
+    async with fake_fleet() as old, fake_fleet() as new:
+        new.trainer_service.policy_version = 9
+        fleet = WatchedFleet(looker, old.trainer)
+        first.announce(record("trainer", old.addresses["trainer"], "a"), TTL_S)
+        await fleet.look()
+        assert (await old.trainer.status()).policy_version == 0
+        first.withdraw()
+        first.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
+        await fleet.look()
+        assert (await old.trainer.status()).policy_version == 9
+
+
+@asynccontextmanager
+async def served(service: FakeRollout) -> AsyncIterator[str]:
+    """The service's address."""
+    server = GrpcServer("rollout")
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService")
+    try:
+        yield await server.start()
+    finally:
+        await server.drain(0.0)
+
+
+async def test_a_run_goes_on_without_a_replica_and_takes_it_back(
+    config: RunConfig, environment: ServiceEnvironment, announcer: list[Registry]
+) -> None:
+    config = with_settings(config, run={"iterations": 12}, sync={"probe_timeout_s": 1.0, "lease_ttl_s": 1.0})
+    async with announced_fleet(environment.redis_url, environment.run_id) as services:
+        run = asyncio.create_task(conduct(config, environment, resume=False, stop=asyncio.Event()))
+        await asyncio.wait_for(services.rollout_services[1].asked.wait(), DEADLINE_S)
+        await services.servers["rollout-1"].drain(0.0)  # killed: its record outlives it
+        lost = dict(services.addresses)["rollout-1"]
+        back = FakeRollout(name="rollout-1")
+        async with served(back) as address:
+            assert address != lost
+            services.registries["rollout-1"].withdraw()
+            announcer[0].announce(record("rollout-1", address, "another process"), TTL_S)
+            await asyncio.wait_for(back.asked.wait(), DEADLINE_S)
+            assert back.state == weights_pb2.REPLICA_STATE_SERVING  # seeded before it was asked for anything
+            assert await asyncio.wait_for(run, DEADLINE_S) == 0
+    assert [row["iteration"] for row in rows(environment)] == list(range(1, 13))
+
+
+async def test_a_second_coordinator_is_refused_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(config, sync={"lease_ttl_s": 0.2})
+    first = Lease(Rendezvous(environment.redis_url, f"tandem:{environment.run_id}"), COORDINATOR_SLOT, TTL_S)
+    first.claim(0.0)
+    async with announced_fleet(environment.redis_url, environment.run_id) as services:
+        code = await asyncio.wait_for(conduct(config, environment, resume=False, stop=asyncio.Event()), DEADLINE_S)
+        assert code == 1
+        assert all(service.sync.seen == [] for service in services.rollout_services)
+    error = (environment.run_dir / "state.json").read_text()
+    assert f"slot coordinator of tandem:t is held by worker {first.worker_id}" in error
+    first.close()

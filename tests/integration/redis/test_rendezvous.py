@@ -1,0 +1,193 @@
+"""Slots, leases, epochs and fencing against real servers: races, replays, replacements."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from servicekit.errors import Aborted, AlreadyExists, TandemError
+from tests.conftest import RedisProcess
+from tests.integration.redis.conftest import GROUP
+from tests.polling import until
+from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, Rendezvous
+
+pytestmark = pytest.mark.integration
+TTL_S = 30.0
+RACERS = [f"worker-{i}" for i in range(12)]
+
+
+def race(action: Callable[[str], int]) -> dict[str, int | TandemError]:
+    """All racers at once. Returns: what each has got."""
+    start = Barrier(len(RACERS))
+
+    def run(worker: str) -> int | TandemError:
+        start.wait(timeout=10)
+        try:
+            return action(worker)
+        except TandemError as error:
+            return error
+
+    with ThreadPoolExecutor(len(RACERS)) as pool:
+        return dict(zip(RACERS, pool.map(run, RACERS), strict=True))
+
+
+def test_of_two_coordinators_one_is_refused_by_name(group: Rendezvous) -> None:
+    found = race(lambda worker: group.claim(COORDINATOR_SLOT, worker, TTL_S))
+    (winner,) = [worker for worker, answer in found.items() if not isinstance(answer, TandemError)]
+    assert group.snapshot().members == {COORDINATOR_SLOT: winner}
+    for worker in set(RACERS) - {winner}:
+        assert isinstance(found[worker], AlreadyExists)
+        assert str(found[worker]) == f"slot coordinator of {GROUP} is held by worker {winner}; its lease is alive"
+        with pytest.raises(Evicted):
+            group.confirm(COORDINATOR_SLOT, worker, group.snapshot().epoch)
+
+
+def test_the_last_slot_has_one_holder_and_every_loser_is_told(group: Rendezvous) -> None:
+    group.join("trainer/0", "trainer", TTL_S)
+    epochs = race(lambda worker: group.join("rollout-0/0", worker, TTL_S))
+    now = group.snapshot()
+    holder = now.members["rollout-0/0"]
+    assert len(set(epochs.values())) == len(RACERS)  # each change of the holder is an epoch of its own
+    assert epochs[holder] == now.epoch
+    for worker in RACERS:
+        expected = "ok" if worker == holder else "evicted"
+        assert group.heartbeat("rollout-0/0", worker, TTL_S) == expected
+
+
+def test_a_replayed_message_changes_nothing(group: Rendezvous) -> None:
+    epoch = group.join("trainer/0", "a", TTL_S)
+    assert group.join("trainer/0", "a", TTL_S) == epoch
+    assert group.claim("trainer/0", "a", TTL_S) == epoch
+    group.bind_endpoint("trainer/0", "a", epoch, "host:1")
+    group.bind_endpoint("trainer/0", "a", epoch, "host:1")
+    assert group.heartbeat("trainer/0", "a", TTL_S) == "ok"
+    assert (group.snapshot().epoch, group.snapshot().endpoint) == (epoch, "host:1")
+    group.leave("trainer/0", "a")
+    left = group.snapshot()
+    group.leave("trainer/0", "a")
+    assert group.snapshot() == left
+
+
+def test_late_messages_of_a_replaced_worker_change_nothing(group: Rendezvous) -> None:
+    old = group.join("trainer/0", "a", TTL_S)
+    new = group.join("trainer/0", "b", TTL_S)
+    assert new == old + 1  # the same slot, but another incarnation
+    group.bind_endpoint("trainer/0", "b", new, "host:2")
+    before = group.snapshot()
+    for epoch in (old, new):
+        with pytest.raises(Evicted, match="worker a no longer holds this slot"):
+            group.bind_endpoint("trainer/0", "a", epoch, "host:1")
+        with pytest.raises(Evicted):
+            group.confirm("trainer/0", "a", epoch)
+    assert group.heartbeat("trainer/0", "a", TTL_S) == "evicted"
+    group.leave("trainer/0", "a")
+    assert group.snapshot() == before
+
+
+def test_messages_of_an_old_epoch_change_nothing(group: Rendezvous) -> None:
+    old = group.join("trainer/0", "a", TTL_S)
+    new = group.join("rollout-0/0", "b", TTL_S)
+    with pytest.raises(Aborted, match=f"epoch {old} of {GROUP} is over, it is {new}"):
+        group.bind_endpoint("trainer/0", "a", old, "host:1")
+    with pytest.raises(Aborted, match=f"epoch {old}"):
+        group.confirm("trainer/0", "a", old)
+    assert group.snapshot().endpoint is None
+    group.bind_endpoint("trainer/0", "a", new, "host:1")
+    group.join("rollout-0/0", "c", TTL_S)
+    assert group.snapshot().endpoint is None  # an address is that of its epoch alone
+
+
+def test_a_claim_waits_for_a_lease_that_runs_out(group: Rendezvous) -> None:
+    group.claim(COORDINATOR_SLOT, "dead", 0.2)
+    lease = Lease(group, COORDINATOR_SLOT, TTL_S)
+    lease.claim(timeout_s=10.0)
+    assert group.snapshot().members == {COORDINATOR_SLOT: lease.worker_id}
+    rival = Lease(group, COORDINATOR_SLOT, TTL_S)
+    with pytest.raises(AlreadyExists, match=lease.worker_id):
+        rival.claim(timeout_s=0.1)
+    lease.close()
+    assert group.snapshot().members == {}
+
+
+class Interrupted(Rendezvous):
+    """Between the answer to a heartbeat and what follows from it, another worker takes the slot."""
+
+    def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
+        answer = super().heartbeat(slot, worker_id, ttl_s)
+        self.join(slot, "newer", TTL_S)
+        return answer
+
+
+def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[..., RedisProcess]) -> None:
+    group = Interrupted(server().url, GROUP)
+    lease = Lease(group, "rollout-0/0", TTL_S)
+    lease._beat()  # "unknown": the lease had run out
+    with pytest.raises(Evicted, match="replaced by a newer one"):
+        lease.check()
+    lease.close()
+    assert group.snapshot().members == {"rollout-0/0": "newer"}
+
+
+@pytest.fixture
+def holder(server: Callable[..., RedisProcess]) -> "Iterator[Callable[[str], subprocess.Popen[str]]]":
+    """Starts processes that hold a slot of the group at a URL, under a short lease."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(url: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "tests.integration.redis.holder", url, GROUP, "trainer/0", "1.0"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def ask(process: "subprocess.Popen[str]", epoch: int) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{epoch}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("expired", [True, False])
+def test_a_paused_process_that_wakes_after_its_eviction_is_fenced(
+    server: Callable[..., RedisProcess], holder: "Callable[[str], subprocess.Popen[str]]", expired: bool
+) -> None:
+    url = server().url
+    group, process = Rendezvous(url, GROUP), holder(url)
+    assert process.stdout is not None
+    worker = process.stdout.readline().strip()
+    assert group.snapshot().members == {"trainer/0": worker}
+    assert ask(process, group.snapshot().epoch) == "ok"
+    process.send_signal(signal.SIGSTOP)
+    if expired:
+        until(lambda: group.snapshot().members == {})
+    epoch = group.join("trainer/0", "newer", TTL_S)
+    process.send_signal(signal.SIGCONT)
+    assert ask(process, epoch) == "Evicted"
+    assert group.snapshot().endpoint is None
+    assert group.snapshot().members == {"trainer/0": "newer"}
+
+
+def test_a_paused_process_that_nobody_replaced_comes_back_in_a_new_epoch(
+    server: Callable[..., RedisProcess], holder: "Callable[[str], subprocess.Popen[str]]"
+) -> None:
+    url = server().url
+    group, process = Rendezvous(url, GROUP), holder(url)
+    assert process.stdout is not None
+    worker = process.stdout.readline().strip()
+    old = group.snapshot().epoch
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: group.snapshot().members == {})
+    process.send_signal(signal.SIGCONT)
+    until(lambda: group.snapshot().members == {"trainer/0": worker})
+    assert group.snapshot().epoch == old + 2  # it was gone, and it is back
+    assert ask(process, old) == "Aborted"

@@ -1,0 +1,68 @@
+"""Whole rounds over real replicas, whoever the trainer is."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from servicekit.limits import CHANNEL_OPTIONS
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.integration.sync.replicas import CALL_S, Replicas
+from weightsync.layout import Parallel
+from weightsync.participants import Participants
+from weightsync.rendezvous import Rendezvous
+
+SLOTS_S = 30.0
+PHASES = (
+    pb.ROUND_PHASE_PREPARE,
+    pb.ROUND_PHASE_PAUSE,
+    pb.ROUND_PHASE_TRANSFER,
+    pb.ROUND_PHASE_VERIFY,
+    pb.ROUND_PHASE_COMMIT,
+)
+
+RunPhase = Callable[[pb.RoundPhase.ValueType, pb.Round], Any]
+
+
+def run_round(
+    trainer: Sequence[RunPhase], parallel: Parallel, replicas: Replicas, version: int, **fields: object
+) -> list[pb.PhaseReport]:
+    """Every phase on everybody at once.
+
+    Args: trainer: one callable per trainer process that is to be told. fields: of pb.Round.
+    Returns: TRANSFER's reports of the receivers.
+    """
+    rendezvous = Rendezvous(replicas.redis_url, replicas.group)
+    round_ = pb.Round(
+        round_id=uuid.uuid4().hex,
+        policy_version=version,
+        group=replicas.group,
+        trainer=parallel.to_proto(),
+        replicas=[pb.ReplicaSpec(name=name, parallel=layout.to_proto()) for name, layout in replicas.layouts.items()],
+        install_mode=pb.INSTALL_MODE_IN_PLACE,
+        pause_mode=pb.PAUSE_MODE_DRAIN,
+        bucket_bytes=10_000,
+        formation_timeout_s=20.0,
+        transfer_timeout_s=20.0,
+    )
+    round_.MergeFrom(pb.Round(**fields))  # type: ignore[arg-type]
+    round_.epoch = rendezvous.wait_for(Participants.of_round(round_).slots, SLOTS_S).epoch
+    channels = [grpc.insecure_channel(address, options=CHANNEL_OPTIONS) for address in replicas.addresses.values()]
+    stubs = [rollout_pb2_grpc.RolloutServiceStub(channel) for channel in channels]
+    received: list[pb.PhaseReport] = []
+    with ThreadPoolExecutor(len(trainer) + len(stubs)) as pool:
+        for phase in PHASES:
+            request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
+            own = [pool.submit(run, phase, round_) for run in trainer]
+            theirs = [pool.submit(stub.ReloadWeights, request, timeout=CALL_S) for stub in stubs]
+            reports = [rank for future in theirs for rank in future.result(timeout=CALL_S).ranks]
+            for future in own:
+                future.result(timeout=CALL_S)
+            if phase == pb.ROUND_PHASE_TRANSFER:
+                received = reports
+    for channel in channels:
+        channel.close()
+    return received

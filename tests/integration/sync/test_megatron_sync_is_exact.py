@@ -1,0 +1,72 @@
+"""As test_sync_is_exact.py, with the real Megatron trainer.
+
+The exported folder is also compared with the one that was imported: HF -> Megatron -> HF is the identity.
+"""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from safetensors.torch import load_file
+
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.integration.sync.replicas import CALL_S, Replicas, configuration
+from tests.integration.sync.rounds import RunPhase, run_round
+from tests.integration.trainer.tiny_models import save_model
+from tests.service_processes import Services
+from tests.weight_stores import same
+from weightsync.layout import Parallel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "tp1": {},
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "dp2": {"data_parallel": 2},
+}
+BOTH = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("qwen3", ["tp2-pp2"]),
+        *[pytest.param(kind, list(LAYOUTS), marks=pytest.mark.slow) for kind in ("qwen2-tied", "qwen2", "qwen3")],
+    ],
+    ids=["qwen3-tp2-pp2", "qwen2-tied", "qwen2", "qwen3"],
+)
+def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], services: Services, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_model(kind, model)
+    replicas = Replicas(services, model, BOTH)
+    for version, name in enumerate(layouts):
+        processes = services.start_trainer(configuration(model, services.run_id, trainer=LAYOUTS[name]))
+        replicas.wait_up()
+        with grpc.insecure_channel(services.address_of("trainer", "trainer")) as channel:
+            trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+            exported = tmp_path / f"hf-{name}"
+            trainer.ExportModel(trainer_pb2.ExportModelRequest(path=str(exported)), timeout=CALL_S)
+            assert same(load_file(exported / "model.safetensors"), load_file(model / "model.safetensors")) == []
+            truth = replicas.truth(exported)
+            replicas.poison()
+            received = run_round([publisher(trainer)], sizes(LAYOUTS[name]), replicas, version)
+        assert replicas.checksums() == truth
+        assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
+        assert services.stop(processes) == [0] * len(processes)
+
+
+def publisher(trainer: trainer_pb2_grpc.TrainerServiceStub) -> RunPhase:
+    """The trainer's part of a phase."""
+
+    def run(phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round) -> None:
+        trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(phase=phase, round=round_), timeout=CALL_S)
+
+    return run
+
+
+def sizes(trainer: dict[str, int]) -> Parallel:
+    """The layout that a trainer section asks for."""
+    return Parallel(**{key.removesuffix("_parallel"): value for key, value in trainer.items()})

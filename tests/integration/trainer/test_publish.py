@@ -1,0 +1,51 @@
+"""A mixture of experts over two data-parallel ranks: each has half of the experts, and a copy of all the rest."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from servicekit.channel import open_channel
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.receiver import differing, exported, receive
+from tests.integration.trainer.tiny_models import save_model
+from weightsync.layout import Parallel
+
+pytestmark = pytest.mark.integration
+SIZES = {"data_parallel": 2, "expert_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("qwen3-moe", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainer(shared_redis: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses(shared_redis, tmp_path_factory.mktemp("trainer"), model, **SIZES)
+    try:
+        yield processes.start(2)
+    finally:
+        processes.kill()
+
+
+async def test_data_parallel_ranks_share_the_load(
+    trainer: TrainerProcesses, shared_redis: str, model: Path, tmp_path: Path
+) -> None:
+    async with open_channel(trainer.ready().address) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+        assert (status.world_size, status.parallel.data, status.parallel.expert) == (2, 2, 2)
+        step = step_requests("step-1", status.policy_version, [micro_batch(num_samples=8)])
+        await stub.TrainStep(iter(step), timeout=60)
+        tensors, reports = await receive(stub, shared_redis, model, Parallel(data=2, expert=2))
+        assert differing(tensors, await exported(stub, model, tmp_path / "hf")) == []
+    sent = [report.bytes_sent for report in reports]
+    weights = load_file(tmp_path / "hf" / "model.safetensors").values()  # without the engine's padding
+    assert sum(sent) == sum(tensor.nbytes for tensor in weights)
+    assert max(sent) <= 1.10 * sum(sent) / len(sent)

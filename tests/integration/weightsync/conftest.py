@@ -1,0 +1,22 @@
+"""Fleets of real SyncMembers over real Redis and gloo."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.sync_fleet import Fleet
+from tests.weight_stores import tiny_spec
+from weightsync.layout import Parallel
+
+
+@pytest.fixture
+def fleet(redis_server: str) -> Iterator[Callable[..., Fleet]]:
+    made = []
+
+    def make(trainer: Parallel, replicas: dict[str, Parallel], **spec: object) -> Fleet:
+        made.append(Fleet(redis_server, tiny_spec(**spec), trainer, replicas))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

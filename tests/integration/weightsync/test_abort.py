@@ -1,0 +1,44 @@
+"""Giving a round up ends the waits of a transfer at once: nobody sits out a deadline for a peer that is lost."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from servicekit.errors import PeerLost
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.polling import until
+from tests.sync_fleet import Fleet
+from tests.weight_stores import same, tiny_spec
+from weightsync.layout import Parallel
+
+pytestmark = pytest.mark.integration
+REPLICAS = ("rollout-0/0", "rollout-1/0")
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def fleet(redis_server: str) -> Iterator[Fleet]:
+    them = Fleet(redis_server, tiny_spec(), Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
+    yield them
+    them.close()
+
+
+def test_an_abort_ends_transfers_that_wait(fleet: Fleet) -> None:
+    round_ = fleet.round(1, transfer_timeout_s=DEADLINE_S, transport=pb.SYNC_TRANSPORT_COLLECTIVE)
+    fleet.run(pb.ROUND_PHASE_PREPARE, round_)
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(len(REPLICAS)) as pool:
+        # The trainer does not send: both replicas wait.
+        waiting = [pool.submit(fleet.members[slot].run_phase, pb.ROUND_PHASE_TRANSFER, round_) for slot in REPLICAS]
+        until(lambda: all(fleet.members[slot]._lock.locked() for slot in REPLICAS))
+        fleet.members[REPLICAS[0]].run_phase(pb.ROUND_PHASE_ABORT, round_)
+        assert isinstance(waiting[0].exception(timeout=DEADLINE_S), PeerLost)
+        # Its connections are closed, so its successor in the chain is told as well.
+        assert isinstance(waiting[1].exception(timeout=DEADLINE_S), PeerLost)
+    assert time.monotonic() - start_s < DEADLINE_S / 4
+    for slot in fleet.members:
+        fleet.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
+    fleet.sync(fleet.round(2))
+    assert same(fleet.stores[REPLICAS[1]], fleet.expected(REPLICAS[1])) == []

@@ -1,0 +1,73 @@
+"""The trainer's egress is one model, whatever the number of replicas: bytes counted on every rank's own wire."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.sync_fleet import Fleet
+from tests.weight_stores import same
+from weightsync.digest import HEADER_BYTES
+from weightsync.layout import Parallel
+from weightsync.transports.communicator import Communicator, Pending
+
+pytestmark = pytest.mark.integration
+
+
+class CountingWire:
+    """A communicator that counts what goes out and comes in."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank, self.slots, self.wait = inner.rank, inner.slots, inner.wait
+        self.out_bytes = self.in_bytes = self.sends = 0
+
+    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+        self.out_bytes += buffer.numel()
+        self.sends += 1
+        return self._inner.send(buffer, to, tag)
+
+    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+        self.in_bytes += buffer.numel()
+        return self._inner.receive(buffer, source, tag)
+
+
+def counted_round(them: Fleet, round_: pb.Round) -> dict[str, CountingWire]:
+    them.run(pb.ROUND_PHASE_PREPARE, round_)
+    wires = {}
+    for slot, member in them.members.items():
+        transport = member._transport
+        wires[slot] = transport._comm = CountingWire(transport._comm)  # type: ignore[union-attr]
+    for phase in (pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT):
+        for result in them.run(phase, round_).values():
+            assert isinstance(result, pb.PhaseReport), result
+    return wires
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_every_rank_sends_at_most_its_own_shard(fleet: Callable[..., Fleet], num_replicas: int, tensor: int) -> None:
+    them = fleet(Parallel(tensor=2), {f"rollout-{i}": Parallel(tensor=tensor) for i in range(num_replicas)})
+    wires = counted_round(them, them.round(1))
+    shard_bytes = [them.members[f"rollout-0/{rank}"]._shard_bytes() for rank in range(tensor)]
+    messages = len(them.members["trainer/0"]._plan.messages[Parallel(tensor=tensor)])  # type: ignore[union-attr]
+    headers = messages * HEADER_BYTES
+    assert wires["trainer/0"].out_bytes + wires["trainer/1"].out_bytes == sum(shard_bytes) + headers
+    for replica in range(num_replicas):
+        mine = [wires[f"rollout-{replica}/{rank}"] for rank in range(tensor)]
+        assert sum(wire.in_bytes for wire in mine) == sum(shard_bytes) + headers
+        passed_on = 0 if replica == num_replicas - 1 else sum(shard_bytes) + headers
+        assert sum(wire.out_bytes for wire in mine) == passed_on
+        for rank in range(tensor):
+            slot = f"rollout-{replica}/{rank}"
+            assert same(them.stores[slot], them.expected(slot)) == []
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_shared_memory_puts_no_payload_on_the_wire(fleet: Callable[..., Fleet], num_replicas: int) -> None:
+    them = fleet(Parallel(tensor=2), {f"rollout-{i}": Parallel() for i in range(num_replicas)})
+    wires = counted_round(them, them.round(1, transport=pb.SYNC_TRANSPORT_COLOCATED))
+    for slot, wire in wires.items():
+        sends_headers = slot.startswith("trainer")
+        assert wire.out_bytes == wire.sends * (HEADER_BYTES if sends_headers else 1)

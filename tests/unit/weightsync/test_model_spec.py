@@ -1,0 +1,53 @@
+"""What ModelSpec reads of a config.json beyond sizes: rotary scaling, and experts in both spellings."""
+
+from typing import Any
+
+import pytest
+
+from servicekit.errors import ConfigError
+from tests.weight_stores import tiny_spec
+
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        ({}, 1.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1.0),
+        ({"rope_scaling": None}, 1.0),
+        ({"rope_parameters": {**ROPE, "rope_theta": 500000.0}}, 8.0),
+        ({"rope_scaling": {**ROPE, "factor": 32.0}, "rope_theta": 500000.0}, 32.0),
+    ],
+)
+def test_llama_3_scaling_is_read_in_both_spellings(config: dict[str, Any], factor: float) -> None:
+    assert tiny_spec("llama", **config).rope_factor == factor
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn'"),
+        ({"type": "linear", "factor": 2.0}, "'linear'"),
+        ({**ROPE, "low_freq_factor": 2.0}, "low_freq_factor 2.0"),
+        ({**ROPE, "original_max_position_embeddings": 4096}, "original_max_position_embeddings 4096"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+    ],
+)
+def test_another_scaling_is_refused_by_name(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        tiny_spec("llama", rope_scaling=rope)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_experts_are_read_in_both_spellings(name: str, normalised: bool) -> None:
+    spec = tiny_spec("qwen3_moe", **EXPERTS, **{name: 4}, norm_topk_prob=normalised)
+    assert (spec.num_experts, spec.norm_topk_prob) == (4, normalised)

@@ -1,0 +1,83 @@
+"""A packer lends what is contiguous, packs the rest, casts, and both ends cut a message alike."""
+
+import pytest
+import torch
+
+from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from weightsync.layout import Parallel
+from weightsync.megatron_layout import megatron_layout
+from weightsync.messages import cut_messages
+from weightsync.plan import make_plan
+from weightsync.sglang_layout import sglang_layout
+from weightsync.transports import packing
+from weightsync.transports.packing import Packer, Packers
+
+SPEC = tiny_spec(hidden_size=64, intermediate_size=96)
+SOURCE = megatron_layout(SPEC, Parallel(tensor=2))
+TARGET = sglang_layout(SPEC, Parallel())
+MESSAGES = cut_messages(make_plan(SOURCE, TARGET), 4096)
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SEGMENT_BYTES", 2048)
+
+
+def sender(rank: int, dtype: torch.dtype | None = None) -> Packer:
+    return Packer(SOURCE, cut(SOURCE, rank, canonical_tensors(SPEC)), "src", dtype)
+
+
+def test_both_ends_cut_a_message_alike_and_lend_what_they_can() -> None:
+    ends = [sender(rank) for rank in range(2)]
+    receiver = Packer(TARGET, empty_like_rank(TARGET, 0), "dst")
+    lent = [0, 0]
+    for message in MESSAGES:
+        theirs, ours = ends[message.src].segments(message), receiver.segments(message)
+        assert [segment.num_bytes for segment in theirs] == [segment.num_bytes for segment in ours]
+        assert sum(segment.num_bytes for segment in ours) == receiver.payload_bytes(message)
+        lent[0] += sum(segment.lent is not None for segment in theirs)
+        lent[1] += sum(segment.lent is not None for segment in ours)
+    assert lent[0] > lent[1] > 0  # column blocks are whole parameters at the source, strided at the target
+
+
+def test_segments_carry_the_whole_message() -> None:
+    ends = [sender(rank) for rank in range(2)]
+    store = empty_like_rank(TARGET, 0)
+    receiver = Packer(TARGET, store, "dst")
+    for message in MESSAGES:
+        for theirs, ours in zip(ends[message.src].segments(message), receiver.segments(message), strict=True):
+            part = theirs.lent if theirs.lent is not None else torch.empty(theirs.num_bytes, dtype=torch.uint8)
+            if theirs.lent is None:
+                ends[message.src].pack_segment(theirs, part)
+            if ours.lent is not None:
+                ours.lent.copy_(part)
+            else:
+                receiver.unpack_segment(ours, part)
+    expected = cut(TARGET, 0, canonical_tensors(SPEC))
+    for name, tensor in store.items():
+        tensor.nan_to_num_(0.0)  # padding of the vocabulary
+        assert same({name: tensor}, {name: expected[name]}) == []
+
+
+def test_a_cast_lends_nothing() -> None:
+    packer = sender(0, torch.bfloat16)
+    message = next(message for message in MESSAGES if message.src == 0)
+    assert all(segment.lent is None for segment in packer.segments(message))
+    assert packer.payload_bytes(message) == message.elements * 2
+    payload = torch.empty(packer.payload_bytes(message), dtype=torch.uint8)
+    packer.pack(message, payload)
+    exact = torch.empty(message.elements * 4, dtype=torch.uint8)
+    sender(0).pack(message, exact)
+    assert torch.equal(payload.view(torch.bfloat16), exact.view(torch.float32).to(torch.bfloat16))
+
+
+def test_packers_are_made_anew_where_a_tensor_moved() -> None:
+    store = cut(SOURCE, 0, canonical_tensors(SPEC))
+    packers = Packers(SOURCE, "src")
+    first = packers.get(store, None)
+    assert packers.get(store, None) is first
+    assert packers.get(store, torch.bfloat16) is not first
+    again = packers.get(store, None)
+    name = next(iter(store))
+    store[name] = store[name].clone()
+    assert packers.get(store, None) is not again

@@ -1,0 +1,109 @@
+"""`python -m tools.bench_sync.replica`: a replica as users run it, and beside it SGLang's own weight updates."""
+
+import argparse
+import asyncio
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+# SGLang's ranks are spawned processes that import this module first: it must stay light, imports are in main().
+gc.disable()
+
+
+class Stock:
+    """SGLang's own updates on the same engine, as its HTTP server would call them."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    async def run(self, command: dict[str, Any]) -> Any:
+        """Runs the method of that name."""
+        return await getattr(self, f"do_{command.pop('do')}")(**command)
+
+    async def do_init_group(self, port: int, rank_offset: int, world_size: int, group: str) -> None:
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        request = InitWeightsUpdateGroupReqInput(
+            master_address="127.0.0.1",
+            master_port=port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group,
+            backend="gloo",
+        )
+        _require(await self.engine.manager.init_weights_update_group(request, None))
+
+    async def do_begin(self) -> None:
+        await self.engine.freeze()
+        await self.engine.flush_cache()
+        await self.engine.begin_update()
+
+    async def do_update(
+        self, names: list[str], shapes: list[list[int]], dtype: str, group: str, load_format: str | None
+    ) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        request = UpdateWeightsFromDistributedReqInput(
+            names=names,
+            dtypes=[dtype] * len(names),
+            shapes=shapes,
+            group_name=group,
+            flush_cache=False,
+            load_format=load_format,
+        )
+        _require(await self.engine.manager.update_weights_from_distributed(request, None))
+
+    async def do_end(self) -> None:
+        await self.engine.end_update()
+        await self.engine.flush_cache()
+        await self.engine.thaw()
+
+    async def do_disk(self, folder: str) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        # The engine starts with load_format "dummy": a load from disk must say what it reads.
+        request = UpdateWeightFromDiskReqInput(model_path=folder, load_format="safetensors")
+        _require(await self.engine.manager.update_weights_from_disk(request, None))
+
+
+def _require(reply: Any) -> None:
+    success, message = reply[:2]
+    if not success:
+        raise RuntimeError(str(message))
+
+
+def main() -> int:
+    """Runs until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--commands", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    from servicekit.lifecycle import run_main
+
+    async def service(stop: asyncio.Event) -> None:
+        from rollout_service.app import make_sglang_engine, serve
+        from servicekit.environment import ServiceEnvironment
+        from servicekit.logs import configure_logging
+        from tandem_config.loading import load_config
+        from tools.bench_sync.commands import serve_commands
+
+        configure_logging("rollout", name=arguments.name)
+        stock = Stock()
+
+        def make_engine(*parts: Any) -> Any:
+            stock.engine = make_sglang_engine(*parts)
+            return stock.engine
+
+        commands = await serve_commands(arguments.commands, stock.run)
+        config = load_config(arguments.config)
+        await serve(config, arguments.name, ServiceEnvironment.from_env(), stop, make_engine)
+        commands.close()
+
+    return run_main("rollout", service)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

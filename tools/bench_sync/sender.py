@@ -1,0 +1,137 @@
+"""`python -m tools.bench_sync.sender`: one trainer rank, with random weights in Megatron's layout and no Megatron.
+
+It is a weight-sync member as the trainer service has it, behind gRPC; and the trainer's side of the other systems:
+gather whole Hugging Face tensors on rank 0, then broadcast or write them.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout_service.sglang_engine.receiver import ShardReceiver
+from servicekit.sync_server import start_sync_server
+from tandem_api.weights.v1 import weights_pb2_grpc
+from tools.bench_sync.commands import serve_commands
+from weightsync.hf_files import gather_tensors, write_folder
+from weightsync.layout import Parallel
+from weightsync.model_spec import ModelSpec
+from weightsync.round_plan import source_layout
+from weightsync.session import SyncMember
+
+STOCK_GROUP = "stock"
+
+
+def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's parameters, bfloat16; those that every rank has (norms) are the same on all."""
+    tensors = {}
+    for name, shape in source_layout(spec, parallel).parameters_of(rank).items():
+        seed = zlib.crc32(name.encode()) + (0 if "norm" in name else 1 + rank)
+        values = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+        tensors[name] = values.sub_(0.5).bfloat16()
+    return tensors
+
+
+def join_stock_group(port: int, world_size: int) -> dist.ProcessGroup:
+    """Rank 0 of the group that SGLang makes for its own weight updates, formed as SGLang forms it."""
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world, default_pg_timeout
+
+    store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size))
+    group, _ = _new_process_group_helper(
+        world_size,
+        0,
+        [],
+        dist.Backend("gloo"),
+        dist.PrefixStore(STOCK_GROUP, store),
+        group_name=STOCK_GROUP,
+        timeout=default_pg_timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+class Sender:
+    """Commands by name."""
+
+    def __init__(self, model: Path, spec: ModelSpec, parallel: Parallel, rank: int) -> None:
+        self._model, self._spec, self._parallel, self._rank = model, spec, parallel, rank
+        self.tensors = random_shards(spec, parallel, rank)
+        self._whole: dict[str, torch.Tensor] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    async def run(self, command: dict[str, Any]) -> Any:
+        """Runs the method of that name on a thread: gloo blocks."""
+        do = command.pop("do")
+        return await asyncio.to_thread(getattr(self, f"do_{do}"), **command)
+
+    def do_gather(self) -> None:
+        """Whole tensors to rank 0: each shard travels once, point to point."""
+        self._whole = gather_tensors(self._spec, self._parallel, self._rank, self.tensors, None)
+
+    def do_forget(self) -> None:
+        self._whole = None
+
+    def do_join(self, port: int, world_size: int) -> None:
+        self._group = join_stock_group(port, world_size)
+
+    def do_broadcast_flat(self, names: list[str]) -> None:
+        flat = torch.cat([self._named(name).flatten().view(torch.uint8) for name in names])
+        dist.broadcast(flat, src=0, group=self._group)
+
+    def do_broadcast_each(self, names: list[str]) -> None:
+        works = [dist.broadcast(self._named(name), src=0, group=self._group, async_op=True) for name in names]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def do_write(self, folder: str) -> int:
+        if self._whole is None:
+            raise RuntimeError("gather first")
+        return write_folder(self._whole, self._model, folder)
+
+    def _named(self, name: str) -> torch.Tensor:
+        if self._whole is None:
+            raise RuntimeError("gather first")
+        return self._whole[name]
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", required=True)
+    settings = json.loads(parser.parse_args().settings)
+    rank, folder = int(settings["rank"]), Path(settings["folder"])
+    spec = ModelSpec.from_folder(settings["model"])
+    parallel = Parallel(**settings["parallel"])
+    dist.init_process_group("gloo", f"file://{folder}/senders", rank=rank, world_size=parallel.world_size)
+    sender = Sender(Path(settings["model"]), spec, parallel, rank)
+    member = SyncMember(
+        spec=spec,
+        slot=f"trainer/{rank}",
+        parallel=parallel,
+        tensors=sender.tensors,
+        redis_url=settings["redis_url"],
+        group=settings["group"],
+    )
+    member.start()
+    server = start_sync_server(
+        weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server,
+        ShardReceiver(member, lambda folder: None),
+        f"unix:{folder}/trainer{rank}.sock",
+    )
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    commands = await serve_commands(folder / f"trainer{rank}.cmd", sender.run)
+    await stop.wait()
+    commands.close()
+    server.stop(grace=0)
+    member.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
