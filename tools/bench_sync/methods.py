@@ -48,6 +48,9 @@ class Session:
     replicas: list[rollout_pb2_grpc.RolloutServiceStub] = field(default_factory=list)
     versions: Any = field(default_factory=lambda: itertools.count(1))
 
+    def __post_init__(self) -> None:
+        self.rendezvous = Rendezvous(self.rig.redis_url, self.rig.group)  # connected once, as a coordinator's
+
     async def join_stock_group(self) -> None:
         """SGLang's update group: the trainer's rank 0 and every rollout rank."""
         with socket.socket() as probe:
@@ -124,7 +127,7 @@ def describe_round(
         transport=transport,
     )
     slots = Participants.of_round(round_).slots
-    round_.epoch = Rendezvous(session.rig.redis_url, session.rig.group).wait_for(slots, 60.0).epoch
+    round_.epoch = session.rendezvous.wait_for(slots, 60.0).epoch
     return round_
 
 

@@ -58,9 +58,9 @@ def run_round(
             request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
             own = [pool.submit(run, phase, round_) for run in trainer]
             theirs = [pool.submit(stub.ReloadWeights, request, timeout=CALL_S) for stub in stubs]
-            reports = [rank for future in theirs for rank in future.result(timeout=CALL_S).ranks]
-            for future in own:
-                future.result(timeout=CALL_S)
+            failures = [str(error) for future in [*own, *theirs] if (error := future.exception(timeout=CALL_S))]
+            assert failures == []  # the trainer's first: receivers that waited for it say less
+            reports = [rank for future in theirs for rank in future.result().ranks]
             if phase == pb.ROUND_PHASE_TRANSFER:
                 received = reports
     for channel in channels:

@@ -24,19 +24,23 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
-    "pp2": {"pipeline_parallel": 2},
+    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "dp2": {"data_parallel": 2},
+    "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True},
+    "dp2-ep2": {"data_parallel": 2, "expert_parallel": 2},
 }
+DENSE = ["tp2-pp2", "tp1", "tp2", "pp2-vpp2", "dp2"]
+EXPERTS = ["tp2-ep2", "dp2-ep2", "pp2-vpp2"]
 BOTH = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)}
+SLOW_KINDS = dict.fromkeys(("qwen2-tied", "qwen2", "qwen3", "llama-tied"), DENSE) | {"qwen3-moe": EXPERTS}
 
 
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("qwen3", ["tp2-pp2"]),
-        *[pytest.param(kind, list(LAYOUTS), marks=pytest.mark.slow) for kind in ("qwen2-tied", "qwen2", "qwen3")],
+        pytest.param("qwen3", ["tp2-pp2"], id="qwen3-tp2-pp2"),
+        *[pytest.param(kind, layouts, marks=pytest.mark.slow, id=kind) for kind, layouts in SLOW_KINDS.items()],
     ],
-    ids=["qwen3-tp2-pp2", "qwen2-tied", "qwen2", "qwen3"],
 )
 def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], services: Services, tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -68,5 +72,5 @@ def publisher(trainer: trainer_pb2_grpc.TrainerServiceStub) -> RunPhase:
 
 
 def sizes(trainer: dict[str, int]) -> Parallel:
-    """The layout that a trainer section asks for."""
-    return Parallel(**{key.removesuffix("_parallel"): value for key, value in trainer.items()})
+    """The layout that a trainer section asks for; sequence parallelism splits no weights."""
+    return Parallel(**{key.removesuffix("_parallel"): n for key, n in trainer.items() if key != "sequence_parallel"})
