@@ -21,7 +21,7 @@ define pytest
 endef
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto clean gpu-check
+.PHONY: format proto clean gpu-check bench-sync
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +69,9 @@ format: venv ## rewrite the code as ruff formats it and fix what it can
 proto: venv ## generate tandem_api/ from protos/
 	@.venv/bin/buf lint
 	@$(PY) -m tools.proto write
+
+bench-sync: venv ## measure weight sync against SGLang's own updates (half an hour, both cores)
+	@$(PY) -W ignore -m tools.bench_sync
 
 gpu-check: venv ## weight sync on GPUs of this machine: exactness and GB/s; says what it skipped
 	@$(PY) -m tools.gpu_check

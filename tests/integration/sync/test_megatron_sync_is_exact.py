@@ -24,13 +24,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
     "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "dp2": {"data_parallel": 2},
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True},
     "dp2-ep2": {"data_parallel": 2, "expert_parallel": 2},
 }
-DENSE = ["tp2-pp2", "tp1", "tp2", "pp2-vpp2", "dp2"]
+DENSE = ["tp2-pp2", "tp1", "tp2", "pp2", "pp2-vpp2", "dp2"]
 EXPERTS = ["tp2-ep2", "dp2-ep2", "pp2-vpp2"]
+FRESH_VERSION = 0  # every trainer here has just been started
 BOTH = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)}
 SLOW_KINDS = dict.fromkeys(("qwen2-tied", "qwen2", "qwen3", "llama-tied"), DENSE) | {"qwen3-moe": EXPERTS}
 
@@ -46,7 +48,7 @@ def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], servi
     model = tmp_path / "model"
     save_model(kind, model)
     replicas = Replicas(services, model, BOTH)
-    for version, name in enumerate(layouts):
+    for name in layouts:
         processes = services.start_trainer(configuration(model, services.run_id, trainer=LAYOUTS[name]))
         replicas.wait_up()
         with grpc.insecure_channel(services.address_of("trainer", "trainer")) as channel:
@@ -56,7 +58,7 @@ def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], servi
             assert same(load_file(exported / "model.safetensors"), load_file(model / "model.safetensors")) == []
             truth = replicas.truth(exported)
             replicas.poison()
-            received = run_round([publisher(trainer)], sizes(LAYOUTS[name]), replicas, version)
+            received = run_round([publisher(trainer)], sizes(LAYOUTS[name]), replicas, FRESH_VERSION)
         assert replicas.checksums() == truth
         assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
         assert services.stop(processes) == [0] * len(processes)
