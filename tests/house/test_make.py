@@ -7,7 +7,20 @@ import pytest
 
 from tests.house.repository import REPO
 
-PROMISED = ("help", "venv", "demo", "test", "test-fast", "test-all", "check", "format", "proto", "clean")
+PROMISED = (
+    "bench-sync",
+    "gpu-check",
+    "help",
+    "venv",
+    "demo",
+    "test",
+    "test-fast",
+    "test-all",
+    "check",
+    "format",
+    "proto",
+    "clean",
+)
 MAKE_TIMEOUT_S = 60.0
 
 

@@ -38,7 +38,8 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(
     replica: Replica, model: Path, temperature: float
 ) -> None:
     groups = replica.generate(PROMPTS, n=2, temperature=temperature, max_new_tokens=24, version=1)
-    assert worst_difference(model, PROMPTS, groups, temperature) <= 1e-5
+    # Sampling takes unlikely tokens too; at log-probs near -20 float32 resolves 2e-6, and 1/T scales what is summed up.
+    assert worst_difference(model, PROMPTS, groups, temperature) <= 3e-5
 
 
 def test_greedy_tokens_are_the_argmax_with_logprobs_at_temperature_one(replica: Replica, model: Path) -> None:
