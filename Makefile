@@ -41,8 +41,8 @@ test: check ## checks and all tests but the slow ones (at most 20 minutes on 2 c
 test-all: SELECT := slow or not slow
 test-all: test ## checks and every test, slow ones too
 
-test-fast: venv ## unit and contract tests only (under a minute)
-	$(call pytest,test-fast,-m "not slow" tests/unit tests/contract)
+test-fast: venv ## unit tests only, on both cores (under a minute)
+	$(call pytest,test-fast,-n 2 -m "not slow" tests/unit)
 
 check: venv check-format check-lint check-types check-imports check-protos ## format, lint, types, import contracts, protos
 
