@@ -63,7 +63,9 @@ class SamplingParams(_message.Message):
     """> 0, or -1 for the full distribution."""
     max_new_tokens: _builtins.int
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """End a completion, beside the model's own end-of-sequence tokens, which always do."""
+
     def __init__(
         self,
         *,

@@ -51,7 +51,9 @@ Global___TrainStepHeader: _TypeAlias = TrainStepHeader  # noqa: Y015
 
 @_typing.final
 class MicroBatch(_message.Message):
-    """S samples that go through the model together; ragged fields are flattened in sample order."""
+    """S samples of one optimizer update; ragged fields are flattened in sample order. A chunk of the stream: the trainer
+    merges the chunks of an update and cuts them anew by length and token budget.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
