@@ -10,6 +10,7 @@ from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from weightsync.model_spec import ModelSpec
 
+_LAYERS_SHOWN = 8
 
 def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSpec | None, list[ConfigProblem]]:
     """The model's sizes if its config.json can be used, and what is wrong with folder, weights, parallel sizes."""
@@ -23,6 +24,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
         return None, [_problem(folder, _unusable_config(error), _unusable_hint(error))]
     problems = list(check_weights(folder, spec))
     problems += check_trainer_sizes(spec, config.trainer, usable)
+    problems += _check_dense_layers(folder, spec)
     if usable("rollout.tensor_parallel"):
         problems += _check_rollout_tensor(spec, config.rollout.tensor_parallel)
     return spec, problems
@@ -49,6 +51,19 @@ def _unusable_hint(error: Exception) -> str:
     if "model_type" in str(error):
         return "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama 3 models can be trained"
     return "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json"
+
+
+def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """SGLang 0.5.23 builds every layer of a Qwen3-MoE model with experts (qwen3_moe.py: is_layer_sparse = True)."""
+    if spec.dense_layers:
+        layers = ", ".join(map(str, spec.dense_layers[:_LAYERS_SHOWN]))
+        more = ", ..." if len(spec.dense_layers) > _LAYERS_SHOWN else ""
+        yield _problem(
+            folder,
+            f"mlp_only_layers or decoder_sparse_step leave layers {layers}{more} without experts; SGLang gives "
+            "every layer experts, so rollouts could not hold this model",
+            "use a mixture whose every layer has experts",
+        )
 
 
 def _check_rollout_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:

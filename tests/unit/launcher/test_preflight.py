@@ -107,6 +107,23 @@ def test_a_bad_model_folder_is_named(
     assert suggestion in problem.suggestion
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [({"mlp_only_layers": [1]}, "1"), ({"decoder_sparse_step": 2}, "0, 2"), ({"mlp_only_layers": []}, None)],
+)
+def test_a_mixture_with_dense_layers_is_refused_since_rollouts_cannot_hold_it(
+    tmp_path: Path, changes: dict[str, Any], layers: str | None
+) -> None:
+    file = write_config(tmp_path)
+    write_model(tmp_path / "model", **EXPERTS, **changes)
+    found = [problem.message for problem in check(file) if "mlp_only_layers" in problem.message]
+    assert len(found) == (layers is not None)
+    assert all(f"leave layers {layers} without experts" in message for message in found)
+
+
 def test_a_missing_model_folder_lists_models_beside_it(tmp_path: Path) -> None:
     problem = only(write_config(tmp_path), f"model.path={tmp_path / 'modle'}")
     assert (problem.key, problem.message) == ("model.path", "no such folder")
