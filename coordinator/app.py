@@ -9,6 +9,7 @@ from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl, State
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventLog
+from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.loop import GrpoLoop
 from coordinator.rewards.base import Reward
@@ -27,9 +28,10 @@ from servicekit.errors import ConfigError
 from servicekit.files import write_json_atomic
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, cancel
 from servicekit.logs import get_logger
-from servicekit.metrics import serve_metrics
+from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
+from servicekit.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
 from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
@@ -49,6 +51,7 @@ class App:
 
     config: RunConfig
     environment: ServiceEnvironment
+    identity: Identity | None
     inputs: Inputs
     reward: Reward
     registry: Registry
@@ -62,6 +65,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     Returns: the exit code: 0 finished or stopped, 1 failed.
     Raises: ConfigError: something on disk or in the environment cannot be used; nothing was started.
     """
+    identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
     reward = _build_reward(config)
     registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
@@ -69,6 +73,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     app = App(
         config=config,
         environment=environment,
+        identity=identity,
         inputs=inputs,
         reward=reward,
         registry=registry,
@@ -95,8 +100,11 @@ def _build_reward(config: RunConfig) -> Reward:
 async def _serve(app: App) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees what the run waits for."""
     environment = app.environment
+    export_disk_of(environment.run_dir)
     metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
-    server = GrpcServer("coordinator", bind=environment.bind)
+    server = GrpcServer(
+        "coordinator", bind=environment.bind, identity=app.identity, health_bind=environment.health_bind
+    )
     servicer = CoordinatorServicer(
         run=app.config.run.name,
         total_iterations=app.config.run.iterations,
@@ -109,8 +117,8 @@ async def _serve(app: App) -> GrpcServer:
     record = ServiceRecord(
         role="coordinator",
         name="coordinator",
-        address=address,
-        metrics_address=f"{environment.bind_host}:{metrics_port}",
+        address=environment.advertised(address),
+        metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
     await asyncio.to_thread(app.registry.announce, record, _LEASE_TTL_S)
@@ -141,7 +149,7 @@ async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
 async def _work(app: App) -> None:
     """Find the services, run the run, write its summary."""
     async with AsyncExitStack() as stack:
-        services = await find_services(app.config, app.registry, stack)
+        services = await find_services(app.config, app.registry, app.identity, stack)
         versions = await services.versions()
         group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
         lead = await _take_lead(app, group)
@@ -189,6 +197,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         settings=config.sync,
         lead=lead,
         min_replicas=config.rollout.min_replicas,
+        forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
     )
     loop = GrpoLoop(
@@ -218,6 +227,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         control=app.control,
         events=app.events,
         state=inputs.state,
+        resumed=inputs.resumed,
     )
 
 

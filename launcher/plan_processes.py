@@ -32,6 +32,7 @@ class Launch:
             "TANDEM_RUN_ID": self.run_id,
             "TANDEM_RUN_DIR": str(self.run_dir),
             "TANDEM_BIND_HOST": "127.0.0.1",
+            "TANDEM_ADVERTISE_HOST": "127.0.0.1",
             # Whatever the user's shell says: with fixed ports, two processes could not share this machine.
             "TANDEM_GRPC_PORT": "0",
             "TANDEM_METRICS_PORT": "0",

@@ -45,7 +45,7 @@ def make_sglang_engine(
         name,
         redis_url=environment.redis_url,
         group=f"tandem:{environment.run_id}",
-        host=environment.bind_host,
+        host=environment.advertise_host,
         on_terminate=stop.set,
     )
 
@@ -59,13 +59,20 @@ async def serve(
 ) -> None:
     """Run replica `name` until `stop`.
 
-    Raises: ConfigError: Redis or an address is not usable; RuntimeError: the engine did not start, or died.
+    Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the engine did not start, or
+        died.
     """
+    server = GrpcServer(
+        "rollout",
+        bind=environment.bind,
+        identity=environment.identity("rollout"),
+        health_bind=environment.health_bind,
+    )
     registry = Registry(environment.redis_url, environment.run_id)
     engine = make_engine(config, name, environment, stop)
     try:
         if await _start_unless_stopped(engine, stop):
-            await _serve_engine(config, name, environment, stop, engine, registry)
+            await _serve_engine(config, name, environment, stop, engine, registry, server)
     finally:
         await engine.shutdown()
         await asyncio.to_thread(registry.close)
@@ -91,12 +98,13 @@ async def _serve_engine(
     stop: asyncio.Event,
     engine: RolloutEngine,
     registry: Registry,
+    server: GrpcServer,
 ) -> None:
-    server = GrpcServer("rollout", bind=environment.bind)
     metrics = RolloutMetrics()
     ranks = RankClients(engine.rank_addresses)
     admission = Admission()
     metrics.running_groups.set_function(lambda: admission.running_groups)
+    metrics.watch_load(engine.load)
 
     def on_state(state: weights_pb2.ReplicaState.ValueType, policy_version: int) -> None:
         metrics.observe_state(state, policy_version)
@@ -116,10 +124,10 @@ async def _serve_engine(
         metrics=metrics,
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
-    address = await server.start()
+    address = environment.advertised(await server.start())
     on_state(updates.state, updates.policy_version)
     metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
-    lost = await _announce(registry, name, address, f"{environment.bind_host}:{metrics_port}", config.sync.lease_ttl_s)
+    lost = await _announce(registry, name, address, environment.advertised(metrics_port), config.sync.lease_ttl_s)
     _log.info("replica up", name=name, address=address, metrics_port=metrics_port)
     try:
         await run_until_stopped(stop, [_watch(engine.failed, "engine"), _watch(lost, "registry")])

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from servicekit.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.errors import ConfigError
 from servicekit.redis_client import check_scheme
+from servicekit.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+# "Any address of this machine": can be listened on, not connected to.
+WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
 class ServiceEnvironment(BaseModel):
@@ -23,8 +27,16 @@ class ServiceEnvironment(BaseModel):
     run_id: str = Field(alias="TANDEM_RUN_ID", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     run_dir: Path = Field(alias="TANDEM_RUN_DIR")
     bind_host: str = Field("127.0.0.1", alias="TANDEM_BIND_HOST", min_length=1)
+    # Where others reach this process: what it announces, and its end of the weight sync. Unset: bind_host.
+    advertise_host: str = Field("", alias="TANDEM_ADVERTISE_HOST", validate_default=True)
     grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT")
     metrics_port: Port = Field(0, alias="TANDEM_METRICS_PORT")
+    # Plain gRPC health for probes that cannot do TLS. Unset: none.
+    health_port: Port | None = Field(None, alias="TANDEM_HEALTH_PORT")
+    # PEM files for mutual TLS between services: all three or none.
+    tls_cert: str = Field("", alias=CERT)
+    tls_key: str = Field("", alias=KEY)
+    tls_ca: str = Field("", alias=CA)
 
     @field_validator("redis_url")
     @classmethod
@@ -42,10 +54,37 @@ class ServiceEnvironment(BaseModel):
             raise ValueError(f"{str(folder)!r} is not a folder")
         return folder
 
+    @field_validator("advertise_host")
+    @classmethod
+    def _can_be_reached(cls, given: str, info: ValidationInfo) -> str:
+        host = given or str(info.data.get("bind_host", ""))
+        if host in WILDCARDS:
+            raise ValueError(
+                f"{host} says where to listen (TANDEM_BIND_HOST), and nobody can connect to it: set "
+                "TANDEM_ADVERTISE_HOST to the address of this process, in a pod to status.podIP"
+            )
+        if ":" in host:
+            raise ValueError(f"{host!r} is not a host name or an IPv4 address; the port is added to it")
+        return host
+
     @property
     def bind(self) -> str:
         """Address for GrpcServer(bind=...)."""
         return f"{self.bind_host}:{self.grpc_port}"
+
+    @property
+    def health_bind(self) -> str | None:
+        """Address for GrpcServer(health_bind=...)."""
+        return None if self.health_port is None else f"{self.bind_host}:{self.health_port}"
+
+    def identity(self, role: str) -> Identity | None:
+        """Who this process is to its peers; None: no TLS. Raises: ConfigError: what is wrong with the files."""
+        files = TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
+        return None if files is None else Identity(files, role)
+
+    def advertised(self, bound: str | int) -> str:
+        """Where others reach what is bound here: `host:port` for a bound address or a port of this process."""
+        return f"{self.advertise_host}:{str(bound).rpartition(':')[2]}"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "ServiceEnvironment":
@@ -63,5 +102,5 @@ def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:
     name = str(location[0]) if isinstance(location, tuple) else str(location)
     if error["type"] == "missing":
         return f"environment variable {name} is not set; `tandem run` sets it for the services that it starts"
-    shown = "" if name == "REDIS_URL" else f"={given[name]!r}"
+    shown = f"={given[name]!r}" if name in given and name != "REDIS_URL" else ""
     return f"environment variable {name}{shown} is wrong: {error['msg']}"

@@ -13,14 +13,13 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
-from servicekit.metrics import serve_metrics
+from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from trainer_service.ranks import Command, Commander, follow
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
-from trainer_service.world import reachable
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
@@ -54,6 +53,7 @@ class _RankZero:
     async def run(self, stop: asyncio.Event) -> int:
         """Live at once, ready when the model is loaded."""
         loop = asyncio.get_running_loop()
+        identity = self._environment.identity(NAME)
         registry = await asyncio.to_thread(Registry, self._environment.redis_url, self._environment.run_id)
         grpo = self._settings.config.grpo
         commander = Commander()
@@ -64,9 +64,12 @@ class _RankZero:
             loop.call_soon_threadsafe(stop.set)
 
         worker = Worker(self._settings, registry, commander.run, on_stop)
-        server = GrpcServer(NAME, bind=self._environment.bind)
+        server = GrpcServer(
+            NAME, bind=self._environment.bind, identity=identity, health_bind=self._environment.health_bind
+        )
         server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
         address = await server.start()
+        export_disk_of(self._environment.run_dir)
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
         worker.start()
         try:
@@ -87,12 +90,11 @@ class _RankZero:
 
     def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
         """Waits for the lease of a predecessor that was killed."""
-        host = reachable(self._environment.bind_host)
         record = ServiceRecord(
             role="trainer",
             name=NAME,
-            address=f"{host}:{address.rpartition(':')[2]}",
-            metrics_address=f"{host}:{metrics_port}",
+            address=self._environment.advertised(address),
+            metrics_address=self._environment.advertised(metrics_port),
             worker_id=secrets.token_hex(8),
         )
         ttl_s = self._settings.config.sync.lease_ttl_s

@@ -25,7 +25,7 @@ from trainer_service.handlers import CommandHandlers
 from trainer_service.liveness import Liveness
 from trainer_service.publish import Publisher
 from trainer_service.ranks import Handlers, Wire
-from trainer_service.world import Place, connect, device_of, meet, reachable
+from trainer_service.world import Place, connect, device_of, meet
 from weightsync.participants import trainer_slot
 from weightsync.session import SyncMember
 
@@ -96,16 +96,17 @@ class Worker:
         device = device_of(place)
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        store = meet(place, self._registry, environment.bind_host, self._settings.config.run.startup_timeout_s)
+        store = meet(place, self._registry, environment, self._settings.config.run.startup_timeout_s)
         self.liveness = Liveness(store, place.rank, place.world_size)
         self.liveness.start(self._on_stop)
-        group = connect(place, store, device, environment.bind_host, trainer.collective_timeout_s)
+        group = connect(place, store, device, environment.advertise_host, trainer.collective_timeout_s)
         engine = self._load(store, device)
         member = self._member(engine)
         member.start()
         self.loaded.set_result(engine)
         try:
-            self._serve(Wire(group), CommandHandlers(engine, Publisher(member)).table())
+            handlers = CommandHandlers(engine, Publisher(member), self._settings.config.model.path)
+            self._serve(Wire(group), handlers.table())
             self.liveness.end()
         finally:
             member.close()
@@ -146,7 +147,7 @@ class Worker:
             tensors=engine.tensors(),
             redis_url=environment.redis_url,
             group=f"tandem:{environment.run_id}",
-            host=reachable(environment.bind_host),
+            host=environment.advertise_host,
             lease_ttl_s=self._settings.config.sync.lease_ttl_s,
         )
 

@@ -1,6 +1,5 @@
 """How the trainer's ranks find each other: environment, a TCP store, the process groups."""
 
-import contextlib
 import os
 import secrets
 import socket
@@ -12,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, DeadlineExceeded
 from servicekit.logs import get_logger
 from servicekit.registry import Registry
@@ -66,7 +66,7 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def meet(place: Place, registry: Registry, host: str, timeout_s: float) -> dist.TCPStore:
+def meet(place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float) -> dist.TCPStore:
     """The store that all ranks share: at MASTER_ADDR, or at an address that rank 0 publishes in the registry.
 
     Raises: DeadlineExceeded: rank 0 did not come within timeout_s.
@@ -74,7 +74,7 @@ def meet(place: Place, registry: Registry, host: str, timeout_s: float) -> dist.
     if place.master is not None:
         return _torchrun_store(place, timeout_s)
     if place.rank == 0:
-        return _publish_store(place, registry, host, timeout_s)
+        return _publish_store(place, registry, environment, timeout_s)
     return _find_store(place, registry, timeout_s)
 
 
@@ -85,8 +85,11 @@ def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, place.world_size, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _publish_store(place: Place, registry: Registry, host: str, timeout_s: float) -> dist.TCPStore:
+def _publish_store(
+    place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float
+) -> dist.TCPStore:
     """Binds a free port here, then publishes it: no other process can take it in between."""
+    host = environment.bind_host
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -100,7 +103,7 @@ def _publish_store(place: Place, registry: Registry, host: str, timeout_s: float
     )
     incarnation = secrets.token_hex(8)
     store.set("incarnation", incarnation)
-    registry.set_value(STORE_KEY, f"{reachable(host)} {port} {incarnation}")
+    registry.set_value(STORE_KEY, f"{environment.advertise_host} {port} {incarnation}")
     return store
 
 
@@ -159,12 +162,3 @@ def connect(place: Place, store: dist.TCPStore, device: torch.device, host: str,
     if group is None:
         raise RuntimeError("torch.distributed made no control group")
     return group
-
-
-def reachable(host: str) -> str:
-    """An address of this host for others: wildcard addresses cannot be connected to."""
-    if host not in ("0.0.0.0", "::", ""):
-        return host
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"

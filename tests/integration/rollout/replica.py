@@ -56,6 +56,8 @@ class Replica:
         path = folder / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         variables = {"REDIS_URL": redis_url, "TANDEM_RUN_ID": self.run_id, "TANDEM_RUN_DIR": str(folder)}
+        # Another name of where it listens, so that a test sees which of the two is announced.
+        variables["TANDEM_ADVERTISE_HOST"] = "localhost"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollout_service", "--config", str(path), "--name", self.name],

@@ -38,6 +38,8 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica]) -> None:
     replica = replicas["stopped"]
+    assert replica.address.startswith("localhost:")
+    assert replica.metrics_address.startswith("localhost:")
     trainer = Trainer(replica)
     trainer.load(replica.model)
     trainer.sync(1)

@@ -31,7 +31,8 @@ class TrainerProcesses:
             "model": {"path": str(model)},
             "data": {"train": str(folder / "train.jsonl")},
             "grpo": {"prompts_per_iteration": 8, "group_size": 2},
-            "trainer": {"learning_rate": 1e-3, **trainer},
+            # The first steps differ in size, so that a test sees which step one is.
+            "trainer": {"learning_rate": 1e-3, "warmup_iterations": 50, **trainer},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -42,6 +43,8 @@ class TrainerProcesses:
             "REDIS_URL": self._redis_url,
             "TANDEM_RUN_ID": RUN_ID,
             "TANDEM_RUN_DIR": str(self._folder),
+            # Another name of where they listen, so that a test sees which of the two is announced.
+            "TANDEM_ADVERTISE_HOST": "localhost",
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(world_size),
         }

@@ -8,9 +8,11 @@ import pytest
 
 from servicekit.channel import open_channel
 from servicekit.checkpoints import mark_complete, step_folder
+from servicekit.registry import Registry
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
+from trainer_service.world import STORE_KEY
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
@@ -21,12 +23,23 @@ async def call(address: str, method: str, request: Any) -> Any:
         return await getattr(trainer_pb2_grpc.TrainerServiceStub(channel), method)(request, timeout=TIMEOUT_S)
 
 
+def store_address(redis_url: str) -> str:
+    """Where the ranks of the trainer meet, as rank 0 has published it."""
+    registry = Registry(redis_url, RUN_ID)
+    try:
+        return registry.wait_value(STORE_KEY, TIMEOUT_S)
+    finally:
+        registry.close()
+
+
 async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
     """One test, since every start costs ten seconds of imports."""
     first = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
     second = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
     try:
         address = first.start(2).ready().address
+        assert address.startswith("localhost:")
+        assert store_address(redis_server).startswith("localhost ")
         reply = await call(address, "TrainStep", iter(step_requests("one", 0, [micro_batch(0)])))
         assert reply.policy_version == 1
         folder = step_folder(tmp_path, 1)

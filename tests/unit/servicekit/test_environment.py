@@ -1,0 +1,45 @@
+"""Where a service listens, and where it says that others reach it."""
+
+import pytest
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError
+
+GOOD = {"REDIS_URL": "redis://127.0.0.1:6379", "TANDEM_RUN_ID": "demo-1", "TANDEM_RUN_DIR": "/tmp"}
+
+
+def read(**variables: str) -> ServiceEnvironment:
+    return ServiceEnvironment.from_env({**GOOD, **variables})
+
+
+@pytest.mark.parametrize(
+    ("variables", "bind", "advertised"),
+    [
+        ({}, "127.0.0.1:0", "127.0.0.1:4711"),
+        ({"TANDEM_BIND_HOST": "10.0.0.7"}, "10.0.0.7:0", "10.0.0.7:4711"),
+        ({"TANDEM_BIND_HOST": "0.0.0.0", "TANDEM_ADVERTISE_HOST": "10.0.0.7"}, "0.0.0.0:0", "10.0.0.7:4711"),
+        ({"TANDEM_ADVERTISE_HOST": "rollout-0.rollout.ns.svc"}, "127.0.0.1:0", "rollout-0.rollout.ns.svc:4711"),
+        # As a manifest writes a variable that has no value.
+        ({"TANDEM_ADVERTISE_HOST": ""}, "127.0.0.1:0", "127.0.0.1:4711"),
+    ],
+)
+def test_the_advertised_host_is_the_bind_host_unless_given(
+    variables: dict[str, str], bind: str, advertised: str
+) -> None:
+    environment = read(**variables)
+    assert environment.bind == bind
+    assert environment.advertised("0.0.0.0:4711") == environment.advertised(4711) == advertised
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("name", ["TANDEM_BIND_HOST", "TANDEM_ADVERTISE_HOST"])
+def test_an_address_that_nobody_can_connect_to_is_refused_by_name(name: str, host: str) -> None:
+    with pytest.raises(ConfigError, match="TANDEM_ADVERTISE_HOST") as caught:
+        read(**{name: host})
+    assert f"{host} says where to listen" in str(caught.value)
+    assert "status.podIP" in str(caught.value)
+
+
+def test_an_address_with_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"TANDEM_ADVERTISE_HOST='10\.0\.0\.7:80' is wrong.*the port is added"):
+        read(TANDEM_ADVERTISE_HOST="10.0.0.7:80")
