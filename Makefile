@@ -19,6 +19,8 @@ define pytest
 	@status=0; $(PYTEST) --junit-xml=$(REPORTS)/$(1).xml $(2) || status=$$?; \
 		$(PY) -m tools.test_summary $(REPORTS)/$(1).xml || exit 1; exit $$status
 endef
+# Most tests wait for processes more than they compute, so three workers keep two cores busy.
+WORKERS := -n 3 --dist loadgroup
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
 .PHONY: format proto clean gpu-check bench-sync
@@ -36,7 +38,9 @@ demo: venv ## post-train the example model with GRPO on this machine and show it
 	@.venv/bin/tandem demo
 
 test: check ## checks and all tests but the slow ones (at most 20 minutes on 2 cores)
-	$(call pytest,test,-m "$(SELECT)")
+	$(call pytest,test,$(WORKERS) -m "($(SELECT)) and not alone")
+	$(call pytest,test-alone,-m "($(SELECT)) and alone")
+	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml
 
 test-all: SELECT := slow or not slow
 test-all: test ## checks and every test, slow ones too

@@ -12,6 +12,17 @@ import redis
 
 from tests.polling import until
 
+# Their tests share no engine: each runs wherever a worker is free.
+SPREAD = ("tests/chaos/",)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` the tests of a file stay in one worker, because they share its engines."""
+    for item in items:
+        if not item.nodeid.startswith(SPREAD):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
 
 class RedisProcess:
     """A redis-server on a Unix socket in its own folder; starts in about 15 ms."""

@@ -58,7 +58,12 @@ def test_test_runs_the_checks_first() -> None:
 
 @pytest.mark.parametrize(
     ("target", "selection"),
-    [("test", '-m "not slow"'), ("test-all", '-m "slow or not slow"'), ("test-fast", '-m "not slow"')],
+    [
+        ("test", "not slow) and not alone"),
+        ("test", "not slow) and alone"),
+        ("test-all", "slow or not slow) and alone"),
+        ("test-fast", "not slow"),
+    ],
 )
 def test_each_target_selects_its_tests(target: str, selection: str) -> None:
     assert selection in make("--dry-run", target)

@@ -64,6 +64,7 @@ def _seconds(layers: int, data: int) -> float:
     return statistics.median(taken)
 
 
+@pytest.mark.alone
 def test_growth_is_close_to_linear_in_ranks_x_tensors() -> None:
     base = _seconds(layers=8, data=4)
     # Four times the tensors, and four times the ranks: linear is 4, quadratic would be 16.
