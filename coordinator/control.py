@@ -10,6 +10,7 @@ FINISHED, FAILED, INTERRUPTED: final; requests change nothing
 import asyncio
 from enum import Enum
 
+from coordinator import metrics
 from coordinator.events import EventKind, EventLog
 
 
@@ -39,6 +40,7 @@ class RunControl:
         self.state = State.STARTING
         self.error = ""
         self.stop_requested = False
+        self._show()
 
     def enter(self, state: State, why: str = "") -> None:
         """Change the state; a final state stays."""
@@ -47,6 +49,7 @@ class RunControl:
         self.state = state
         if state is State.FAILED:
             self.error = why
+        self._show()
         self._events.append(EventKind.STATE, f"{state.value}: {why}" if why else state.value)
 
     def pause(self) -> State:
@@ -69,6 +72,9 @@ class RunControl:
             self.stop_requested = True
             self._events.append(EventKind.PROGRESS, "stop requested: ending after the current iteration")
         self.resume()
+
+    def _show(self) -> None:
+        metrics.observe_state(self.state.value, [state.value for state in State])
 
     async def gate(self) -> None:
         """Between iterations: returns when the run may go on. Waits as long as a person holds the run."""

@@ -1,7 +1,7 @@
 """Prometheus metrics of the coordinator: declared here, once; base units; names are part of the interface."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -15,6 +15,7 @@ _PART_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 100
 ITERATION = Gauge("tandem_iteration", "GRPO iterations completed.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordinator trains and generates with.")
 REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
+RUN_STATE = Gauge("tandem_run_state", "1 for the state that the run is in.", ["state"])
 LAST_PROGRESS = Gauge(
     "tandem_last_progress_timestamp_seconds", "Unix time at which a step of an iteration last began or ended."
 )
@@ -48,6 +49,33 @@ SYNC_VERIFY_FAILURES = Counter(
     "tandem_weight_sync_verify_failures_total", "Rounds that ended because bytes were not those that were sent."
 )
 SERVING_REPLICAS = Gauge("tandem_serving_replicas", "Replicas that committed the current policy and get work.")
+ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas", "Replicas that are there, whether they serve or not.")
+REPLICA_STARTS = Counter(
+    "tandem_replica_starts_total",
+    "Processes of a replica that have been found: one more than its restarts during the coordinator's life.",
+    ["replica"],
+)
+REPLICA_SYNC_SECONDS = Gauge(
+    "tandem_replica_weight_sync_seconds",
+    "Seconds that a replica's slowest rank worked in its last weight sync, over all stages.",
+    ["replica"],
+)
+SYNC_LAST_SECONDS = Gauge("tandem_weight_sync_last_seconds", "Seconds of the last committed weight sync, start to end.")
+SYNC_GOODPUT = Gauge(
+    "tandem_weight_sync_goodput_bytes_per_second",
+    "Bytes that all rollout ranks received / seconds of the whole round, in the last committed weight sync.",
+)
+SYNC_PREDICTED_SECONDS = Gauge(
+    "tandem_weight_sync_predicted_seconds",
+    "Seconds that the plan predicts for a round of the present fleet over links of sync.link_gbit; 0: not predicted.",
+)
+SYNC_PREDICTED_GOODPUT = Gauge(
+    "tandem_weight_sync_predicted_goodput_bytes_per_second",
+    "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds; 0: not predicted.",
+)
+LOGPROB_DIFF_LIMIT = Gauge(
+    "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
+)
 SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
 SYNC_RANK_BYTES = Gauge(
     "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."
@@ -74,6 +102,8 @@ _ROW_GAUGES = {
     ),
     "logprob_abs_diff_mean": Gauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
     "zero_variance_ratio": Gauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
+    "kl_old": Gauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step."),
+    "staleness_max": Gauge("tandem_staleness_versions", "Age of the oldest sample of the last iteration, in versions."),
     "truncated_ratio": Gauge("tandem_truncated_ratio", "Share of completions cut off by the length limit."),
     "loss": Gauge("tandem_loss", "Policy loss of the last step."),
     "grad_norm": Gauge("tandem_grad_norm", "Gradient norm before clipping of the last step."),
@@ -84,6 +114,20 @@ _ROW_GAUGES = {
         "tandem_overhead_ratio", "Share of the last iteration outside the engine's and the trainer's computation."
     ),
 }
+
+# From 0: a counter that appears with its first event has no increase that an alert could see.
+for _result in ("committed", "aborted"):
+    SYNC_ROUNDS.labels(result=_result)
+for _outcome in Outcome:
+    SYNC_OUTCOMES.labels(outcome=_outcome.value)
+for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry"):
+    WARNINGS.labels(kind=_kind)
+
+
+def observe_state(current: str, states: Iterable[str]) -> None:
+    """Shows the run's state as one 1 among zeros."""
+    for state in states:
+        RUN_STATE.labels(state=state).set(1.0 if state == current else 0.0)
 
 
 def progress() -> None:
@@ -100,9 +144,19 @@ def observe_sync(result: SyncResult) -> None:
     SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
     SYNC_REDUNDANCY.set(result.redundancy)
     SYNC_EPOCH.set(result.epoch)
+    SYNC_LAST_SECONDS.set(result.total_s)
+    SYNC_GOODPUT.set(result.bytes_received / result.total_s if result.total_s > 0 else 0.0)
+    for replica, seconds in result.replica_s.items():
+        REPLICA_SYNC_SECONDS.labels(replica=replica).set(seconds)
     for replica, outcome in result.outcomes.items():
         if outcome is Outcome.COMMITTED:
             REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
+
+
+def forget_replica(replica: str) -> None:
+    """End the series of a replica that is gone."""
+    REPLICA_VERSION.remove(replica)
+    REPLICA_SYNC_SECONDS.remove(replica)
 
 
 def observe_failed_round(error: TandemError, outcomes: Mapping[str, Outcome]) -> None:

@@ -83,6 +83,7 @@ class Run:
         self._announce("sync")
         # Forced, on a resume too: replicas start without weights, and nobody else would send them.
         self._note_sync(await self.loop.weights.publish(self.state.policy_version))
+        metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         metrics.POLICY_VERSION.set(self.state.policy_version)
         metrics.ITERATION.set(self.state.iteration)
         if self.state.initial_accuracy is None:

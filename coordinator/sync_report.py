@@ -42,6 +42,8 @@ class SyncResult:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     # The weight group's epoch in the last round.
     epoch: int = 0
+    # Replica to the seconds that its slowest rank worked, over all stages.
+    replica_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -108,6 +110,10 @@ class RoundReports:
             for stage, seconds in seconds_by_stage.items():
                 stages[stage] = max(stages.get(stage, 0.0), seconds)
         received, shards = sum(self._received.values()), sum(self._shards.values())
+        replica_s: dict[str, float] = {}
+        for (name, rank), seconds_by_stage in self._seconds.items():
+            if (name, rank) in self._received:  # not the trainer
+                replica_s[name] = max(replica_s.get(name, 0.0), sum(seconds_by_stage.values()))
         return SyncResult(
             policy_version=policy_version,
             attempts=attempts,
@@ -118,4 +124,5 @@ class RoundReports:
             redundancy=received / shards if shards else 0.0,
             outcomes=dict(outcomes),
             epoch=epoch,
+            replica_s=replica_s,
         )

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from coordinator import metrics
 from coordinator.fleet.base import Fleet
+from coordinator.fleet_metrics import FleetMetrics
+from coordinator.forecast import Forecast
 from coordinator.replica import Replica
 from coordinator.roll_call import Group, Present, RollCall, parallel_sizes
 from coordinator.sync_report import Outcome, RoundReports, SyncResult
@@ -99,6 +101,7 @@ class WeightSync:
         min_replicas: fewest replicas that must have the weights in the end.
         disk_folder: where the transport "disk" writes.
     """
+        forecast: predicts what a round of the fleet should take; None: nobody does.
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class WeightSync:
         min_replicas: int = 1,
         disk_folder: str = "",
     ) -> None:
+        forecast: Forecast | None = None,
         self._trainer = trainer
         self._fleet = fleet
         self._group = group
@@ -119,6 +123,8 @@ class WeightSync:
         self._min_replicas = min_replicas
         self._disk_folder = disk_folder
         self._roll_call = RollCall(
+        self._fleet_metrics = FleetMetrics()
+        self._forecast = forecast
             trainer=trainer,
             fleet=fleet,
             group=group,
@@ -160,6 +166,7 @@ class WeightSync:
         """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
         work = _Publication(policy_version=policy_version, start_s=time.perf_counter(), committed=list(serving))
         while len(work.failures) < MAX_ROUNDS:
+        self._fleet_metrics.observe(announced, serving)
             try:
                 targets = await self._targets(work)
                 if targets is None or await self._round(work, targets):
@@ -213,6 +220,8 @@ class WeightSync:
             work.outcomes |= sync_round.outcomes
             raise type(error)(told) from error
         work.reports.merge(sync_round.reports)
+        if self._forecast is not None:
+            self._forecast.of(description)
         work.outcomes |= sync_round.outcomes
         metrics.observe_outcomes(sync_round.outcomes)
         done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is Outcome.COMMITTED]

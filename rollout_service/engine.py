@@ -71,6 +71,15 @@ class EngineLimits:
     longest_request: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is: requests being decoded, requests that wait for room, share of the KV cache in use."""
+
+    running_requests: int
+    waiting_requests: int
+    kv_cache_usage: float
+
+
 class RolloutEngine(Protocol):
     """An engine that generates, and whose weights somebody else writes.
 
@@ -91,6 +100,9 @@ class RolloutEngine(Protocol):
 
         Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
         """
+
+    def load(self) -> EngineLoad:
+        """How busy it was when it last said so; takes microseconds, from any thread."""
 
     async def freeze(self) -> None:
         """Stop at the next token boundary, keeping running requests and their KV cache."""

@@ -1,9 +1,10 @@
 """Prometheus metrics of a rollout replica."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from rollout_service.engine import EngineLoad
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 _STATES = tuple(name.removeprefix("REPLICA_STATE_").lower() for name in pb.ReplicaState.keys()[1:])
@@ -26,6 +27,15 @@ class RolloutMetrics:
             registry=registry,
         )
         self.running_groups = Gauge("tandem_running_groups", "Groups being generated.", registry=registry)
+        self.running_requests = Gauge(
+            "tandem_engine_running_requests", "Completions that the engine decodes.", registry=registry
+        )
+        self.waiting_requests = Gauge(
+            "tandem_engine_waiting_requests", "Completions that wait for room in the engine.", registry=registry
+        )
+        self.kv_cache_usage = Gauge(
+            "tandem_kv_cache_usage_ratio", "Share of the engine's KV cache that is in use.", registry=registry
+        )
         self.policy_version = Gauge("tandem_policy_version", "Policy version served.", registry=registry)
         self.replica_state = Gauge(
             "tandem_replica_state", "1 for the state that the replica is in.", ["state"], registry=registry
@@ -71,6 +81,12 @@ class RolloutMetrics:
         )
         for outcome in _OUTCOMES:
             self.sync_outcomes.labels(outcome)
+
+    def watch_load(self, load: Callable[[], EngineLoad]) -> None:
+        """Every scrape asks `load` how busy the engine is."""
+        self.running_requests.set_function(lambda: load().running_requests)
+        self.waiting_requests.set_function(lambda: load().waiting_requests)
+        self.kv_cache_usage.set_function(lambda: load().kv_cache_usage)
 
     def observe_state(self, state: pb.ReplicaState.ValueType, policy_version: int) -> None:
         """Shows the state as one 1 among zeros."""

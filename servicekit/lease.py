@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
+from servicekit.metrics import LEASE_FAILURES
 
 _log = get_logger(__name__)
 
@@ -48,10 +49,12 @@ class Lease:
             try:
                 self._renew()
             except Unavailable as error:
+                LEASE_FAILURES.labels("record", "unavailable").inc()
                 if not away:
                     _log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
                 away = True
             except TandemError as error:
+                LEASE_FAILURES.labels("record", "lost").inc()
                 _log.error("lease lost", lease=self._name, error=str(error))
                 if self._on_lost is not None:
                     self._on_lost(str(error))

@@ -1,4 +1,8 @@
-"""Prometheus metrics of every service: those of its RPCs, and the HTTP endpoint that serves them all."""
+"""Prometheus metrics of every service: RPCs, leases, the run folder's disk, and the HTTP endpoint that serves them."""
+
+import math
+import shutil
+from pathlib import Path
 
 import prometheus_client
 
@@ -13,6 +17,40 @@ RPC_SECONDS = prometheus_client.Histogram(
     ["service", "method"],
     # From a status call (1 ms) to a train step of a large model (an hour).
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
+)
+
+LEASE_FAILURES = prometheus_client.Counter(
+    "tandem_lease_renewals_failed_total",
+    "Renewals that failed, by kind (record: in the registry, slot: in the weight group) and reason (unavailable: Redis "
+    "did not answer, expired: it had run out and was taken again, lost: another worker has it).",
+    ["kind", "reason"],
+)
+for _kind in ("record", "slot"):
+    for _reason in ("unavailable", "expired", "lost"):
+        # From 0: a counter that appears with its first event has no increase that an alert could see.
+        LEASE_FAILURES.labels(_kind, _reason)
+_DISK_FREE = prometheus_client.Gauge("tandem_run_dir_free_bytes", "Bytes free on the file system of the run's folder.")
+_DISK_SIZE = prometheus_client.Gauge("tandem_run_dir_size_bytes", "Size of the file system of the run's folder.")
+
+
+def export_disk_of(folder: Path) -> None:
+    """From now on, every scrape tells how full the file system of `folder` is; NaN while it cannot be asked."""
+    _DISK_FREE.set_function(lambda: _disk_usage(folder)[0])
+    _DISK_SIZE.set_function(lambda: _disk_usage(folder)[1])
+
+
+def _disk_usage(folder: Path) -> tuple[float, float]:
+    """(free, size) in bytes; free is what an ordinary user may still write."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return math.nan, math.nan
+    return float(usage.free), float(usage.total)
+
+
+TLS_EXPIRY = prometheus_client.Gauge(
+    "tandem_tls_certificate_expiry_timestamp_seconds",
+    "Unix time at which this process's certificate expires; 0 without TLS.",
 )
 
 

@@ -276,6 +276,13 @@ class SyncSection(Section):
     bucket_mib: PositiveFloat = Field(
         32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once."
     )
+    link_gbit: PositiveFloat = Field(
+        400.0,
+        description=(
+            "Gbit/s of each rank's link, each way: what the sync predicted on the dashboard is worth (nothing else uses "
+            "it). 400 is a round number for one port per GPU."
+        ),
+    )
     formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
     transfer_timeout_s: PositiveFloat = Field(60.0, description="Seconds for one transfer.")
     probe_timeout_s: PositiveFloat = Field(

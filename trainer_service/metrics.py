@@ -30,6 +30,10 @@ CHECKPOINT_SECONDS = Histogram(
     "tandem_checkpoint_seconds", "Wall seconds to write a checkpoint.", buckets=(0.01, 0.1, 1, 10, 100, 1000)
 )
 
+for _result in ("ok", "not_finite", "failed"):
+    # From 0: a counter that appears with its first event has no increase that an alert could see.
+    STEPS.labels(result=_result)
+
 
 def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], policy_version: int) -> None:
     """A step that worked."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
+from servicekit.metrics import LEASE_FAILURES
 from servicekit.redis_client import connect, redis_errors
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
@@ -185,8 +186,10 @@ class Lease:
             try:
                 self._beat()
             except Unavailable as error:
+                LEASE_FAILURES.labels("slot", "unavailable").inc()
                 log.warning("heartbeat failed", slot=self.slot, error=str(error))
             if self.evicted:
+                LEASE_FAILURES.labels("slot", "lost").inc()
                 log.error("evicted from weight group", slot=self.slot)
                 return
 
@@ -202,5 +205,6 @@ class Lease:
             epoch = self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s)
         except AlreadyExists:
             return "evicted"
+        LEASE_FAILURES.labels("slot", "expired").inc()
         log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
         return "ok"

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engine import EngineLimits, FinishedGroup, Group, Sampling
+from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, Group, Sampling
 from rollout_service.sglang_engine.options import engine_arguments, engine_environment
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.receiver import ReceiverSettings
@@ -118,6 +118,15 @@ class SglangEngine:
         key = f"v{self._policy_version}" if self._cache_prefixes else None
         generated: AsyncIterator[list[FinishedGroup]] = self._manager.generate_groups(groups, sampling, key)
         return generated
+
+    def load(self) -> EngineLoad:
+        # The scheduler writes a snapshot to shared memory after every batch and when it becomes idle.
+        ranks = self._manager.load_snapshot_reader.read_all()
+        return EngineLoad(
+            running_requests=sum(rank.num_running_reqs for rank in ranks),
+            waiting_requests=sum(rank.num_waiting_reqs for rank in ranks),
+            kv_cache_usage=max((rank.token_usage for rank in ranks), default=0.0),
+        )
 
     async def freeze(self) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput

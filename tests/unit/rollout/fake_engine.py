@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from rollout_service.engine import Completion, EngineLimits, Finish, FinishedGroup, Group, Sampling, Span
+from rollout_service.engine import Completion, EngineLimits, EngineLoad, Finish, FinishedGroup, Group, Sampling, Span
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 
@@ -54,6 +54,9 @@ class FakeEngine:
             cached_tokens=0,
         )
         return FinishedGroup(group_id=group.group_id, completions=[completion] * group.num_completions)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running_requests=self._inside, waiting_requests=0, kv_cache_usage=0.0)
 
     async def freeze(self) -> None:
         self.calls.append("freeze")
