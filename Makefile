@@ -65,6 +65,7 @@ check-imports: venv
 check-protos: venv
 	@.venv/bin/buf lint
 	@$(PY) -m tools.proto check
+	@$(PY) -m tools.wire_protocol check
 
 format: venv ## rewrite the code as ruff formats it and fix what it can
 	@.venv/bin/ruff check --fix-only --quiet .

@@ -1,0 +1,77 @@
+"""Writes the tables of docs/wire-protocol.md from the protos and servicekit's errors, or checks that they are current.
+
+python -m tools.wire_protocol write | check
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from servicekit.errors import ERRORS
+
+REPO = Path(__file__).parents[1]
+PAGE = REPO / "docs" / "wire-protocol.md"
+PROTOS = REPO / "protos" / "tandem_api"
+_RPC = re.compile(r"^  rpc (?P<name>\w+)\((?P<takes>[\w ]+)\) returns \((?P<returns>[\w ]+)\);")
+_SERVICE = re.compile(r"^service (\w+) \{")
+
+
+def calls(proto: str) -> list[tuple[str, str, str, str]]:
+    """(service, rpc, shape, comment) of each call in the text of a .proto file, in its order."""
+    service, comment = "", list[str]()
+    found = list[tuple[str, str, str, str]]()
+    for line in proto.splitlines():
+        if begun := _SERVICE.match(line):
+            service = begun[1]
+        if call := _RPC.match(line):
+            found.append((service, call["name"], _shape(call["takes"], call["returns"]), " ".join(comment)))
+        text = line.strip()
+        comment = [*comment, text.removeprefix("// ")] if text.startswith("//") else []
+    return found
+
+
+def _shape(takes: str, returns: str) -> str:
+    return " -> ".join("stream" if side.startswith("stream ") else "one" for side in (takes, returns))
+
+
+def tables() -> dict[str, str]:
+    """Markdown of each generated part, by the name in its markers."""
+    rows = [row for path in sorted(PROTOS.glob("*/v1/*.proto")) for row in calls(path.read_text(encoding="utf-8"))]
+    named = "\n".join(f"| `{service}` | `{name}` | {shape} | {comment} |" for service, name, shape, comment in rows)
+    errors = "\n".join(f"| `{each.reason}` | `{each.code.name}` | {_summary(each)} |" for each in ERRORS)
+    return {
+        "calls": f"| service | call | request -> reply | what it does |\n|---|---|---|---|\n{named}",
+        "reasons": f"| reason | gRPC status | meaning |\n|---|---|---|\n{errors}",
+    }
+
+
+def _summary(error: type) -> str:
+    return " ".join((error.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def rendered(page: str) -> str:
+    """The page with each part between its markers made anew."""
+    for name, table in tables().items():
+        pattern = rf"(<!-- {name}: generated -->\n).*?\n?(<!-- end -->)"
+        page, count = re.subn(pattern, lambda found: found[1] + table + "\n" + found[2], page, flags=re.DOTALL)  # noqa: B023
+        if count != 1:
+            raise SystemExit(f"{PAGE.name}: no markers of the part {name!r}")
+    return page
+
+
+def main(arguments: list[str]) -> int:
+    """Returns: 1 if `check` found the page out of date."""
+    if arguments not in (["write"], ["check"]):
+        raise SystemExit(__doc__)
+    now = PAGE.read_text(encoding="utf-8")
+    if arguments == ["write"]:
+        PAGE.write_text(rendered(now), encoding="utf-8")
+        return 0
+    if rendered(now) == now:
+        return 0
+    print(f"{PAGE.name} is out of date: python -m tools.wire_protocol write", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
