@@ -1,0 +1,143 @@
+"""Builds our kustomizations with the real kubectl, and reads what comes out."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.house.repository import REPO
+
+DEPLOY = REPO / "deploy"
+OVERLAYS = tuple(sorted(path.parent.name for path in DEPLOY.glob("overlays/*/kustomization.yaml")))
+COMPONENTS = tuple(sorted(path.parent.name for path in DEPLOY.glob("components/*/kustomization.yaml")))
+# Components need kustomize 3.7, `labels` with includeTemplates 5.0 (kubectl 1.27); Debian 12's own kubectl has 2.0.
+OLDEST_KUSTOMIZE = (5, 0)
+_BUILD_S = 60.0
+WORKLOADS = ("StatefulSet", "Job", "JobSet", "LeaderWorkerSet")
+
+Manifest = dict[str, Any]
+
+
+@functools.cache
+def kubectl() -> str:
+    """Path of a kubectl that can build. Skips the test, loudly, where there is none."""
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("NO KUBECTL: the manifests were not built; install kubectl 1.27 or newer (docs/kubernetes.md)")
+    answer = subprocess.run(
+        [program, "version", "--client", "--output", "json"], capture_output=True, text=True, check=True, timeout=30
+    )
+    version = json.loads(answer.stdout).get("kustomizeVersion", "v0.0.0")
+    if tuple(int(part) for part in version.lstrip("v").split(".")[:2]) < OLDEST_KUSTOMIZE:
+        pytest.skip(f"OLD KUBECTL: the manifests were not built; its kustomize is {version}, 5.0 or newer is needed")
+    return program
+
+
+@functools.cache
+def build(folder: Path) -> tuple[Manifest, ...]:
+    """What `kubectl kustomize FOLDER` prints. Raises: AssertionError: it failed; with its error."""
+    answer = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, timeout=_BUILD_S)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert "deprecated" not in answer.stderr, answer.stderr
+    return tuple(yaml.safe_load_all(answer.stdout))
+
+
+def overlay(name: str) -> tuple[Manifest, ...]:
+    """An overlay of the repository, or `base`."""
+    return build(DEPLOY / "base" if name == "base" else DEPLOY / "overlays" / name)
+
+
+def combine(folder: Path, base: str, components: Sequence[str]) -> tuple[Manifest, ...]:
+    """An overlay with components added, as a user's own kustomization would."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(DEPLOY / "overlays" / base, folder.resolve())],
+        "components": [os.path.relpath(DEPLOY / "components" / each, folder.resolve()) for each in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    return build(folder)
+
+
+def find(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
+    """The one object of this kind and name (a generated name without its hash). Raises: AssertionError."""
+    found = [each for each in manifests if each["kind"] == kind and _plain(each) == name]
+    assert len(found) == 1, f"{len(found)} objects {kind}/{name} of {sorted(label(each) for each in manifests)}"
+    return found[0]
+
+
+def kinds(manifests: Sequence[Manifest], kind: str) -> list[Manifest]:
+    """All objects of a kind."""
+    return [each for each in manifests if each["kind"] == kind]
+
+
+def label(manifest: Manifest) -> str:
+    """`Kind/name` for messages."""
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def workloads(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Everything that makes pods."""
+    return [each for each in manifests if each["kind"] in WORKLOADS]
+
+
+def pod_template(workload: Manifest) -> Manifest:
+    """The pod template of a workload."""
+    if workload["kind"] == "JobSet":
+        (jobs,) = workload["spec"]["replicatedJobs"]
+        return dict(jobs["template"]["spec"]["template"])
+    return dict(workload["spec"]["template"])
+
+
+def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Workload -> its pod template."""
+    return {label(each): pod_template(each) for each in workloads(manifests)}
+
+
+def component_of(template: Manifest) -> str:
+    """coordinator, trainer, rollout or redis."""
+    return str(template["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def containers(template: Manifest) -> list[Manifest]:
+    """Containers and init containers."""
+    spec = template["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def environment(container: Manifest) -> dict[str, Manifest]:
+    """Name -> the whole entry of `env`."""
+    return {entry["name"]: entry for entry in container.get("env", [])}
+
+
+def run_yaml(manifests: Sequence[Manifest]) -> str:
+    """The run's configuration."""
+    return str(find(manifests, "ConfigMap", "run-config")["data"]["run.yaml"])
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in a tree."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings(each)
+
+
+def _plain(manifest: Manifest) -> str:
+    """The name without the hash that kustomize appends to generated objects."""
+    name: str = manifest["metadata"]["name"]
+    stem, _, last = name.rpartition("-")
+    generated = manifest["kind"] in ("ConfigMap", "Secret") and len(last) == 10 and stem
+    return stem if generated else name

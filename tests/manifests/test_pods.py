@@ -1,0 +1,179 @@
+"""Rules that every pod of every overlay keeps: limits, security, probes, images, termination."""
+
+import re
+
+import pytest
+
+from coordinator import app as coordinator_app
+from launcher import plan_processes
+from rollout_service import app as rollout_app
+from tandem_config.loading import load_config
+from tests.house.repository import REPO
+from tests.manifests.kustomize import (
+    OVERLAYS,
+    Manifest,
+    component_of,
+    containers,
+    kinds,
+    label,
+    overlay,
+    pod_template,
+    pod_templates,
+    run_yaml,
+    strings,
+    workloads,
+)
+
+ALL = ["base", *OVERLAYS]
+# trainer_service.app imports torch; these three are read from its text.
+TRAINER_DRAINS = 3
+
+
+@pytest.fixture(params=ALL)
+def manifests(request: pytest.FixtureRequest) -> tuple[Manifest, ...]:
+    return overlay(request.param)
+
+
+def project_version() -> str:
+    (version,) = re.findall(r'^version = "(.*)"', (REPO / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    return version
+
+
+def test_requests_are_limits(manifests: tuple[Manifest, ...]) -> None:
+    """Guaranteed pods: never the first to be evicted, and exclusive cores where the kubelet gives them."""
+    for owner, template in pod_templates(manifests).items():
+        for container in containers(template):
+            resources = container["resources"]
+            assert {"cpu", "memory"} <= set(resources["limits"]), f"{owner}: {container['name']}"
+            assert resources["requests"] == resources["limits"], f"{owner}: {container['name']}"
+
+
+def test_pods_meet_the_restricted_standard(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        spec = template["spec"]
+        pod = spec["securityContext"]
+        assert pod["runAsNonRoot"] is True, owner
+        assert pod["runAsUser"] > 0, owner
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}, owner
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), owner
+        assert not [each for each in spec["volumes"] if "hostPath" in each], owner
+        for container in containers(template):
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False, owner
+            assert context["readOnlyRootFilesystem"] is True, owner
+            assert context["capabilities"] == {"drop": ["ALL"]}, owner
+            assert "hostPort" not in str(container.get("ports")), owner
+
+
+def test_the_namespace_enforces_it(manifests: tuple[Manifest, ...]) -> None:
+    (namespace,) = kinds(manifests, "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_only_the_coordinator_has_a_token(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        mounts = template["spec"].get("automountServiceAccountToken", True)
+        assert mounts == (component_of(template) == "coordinator"), owner
+
+
+def test_every_container_has_three_probes(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        for container in template["spec"]["containers"]:
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert probe in container, f"{owner}: {container['name']} has no {probe}"
+
+
+def test_probes_ask_for_what_the_health_service_serves(manifests: tuple[Manifest, ...]) -> None:
+    from servicekit.health import LIVENESS, READINESS
+
+    wanted = {"startupProbe": LIVENESS, "readinessProbe": READINESS, "livenessProbe": LIVENESS}
+    for owner, template in pod_templates(manifests).items():
+        if component_of(template) == "redis":
+            continue
+        for container in template["spec"]["containers"]:
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            for probe, service in wanted.items():
+                assert container[probe]["grpc"] == {"port": ports["health"], "service": service}, f"{owner}: {probe}"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_start_up_may_take_as_long_as_the_run_allows(name: str, tmp_path) -> None:
+    """A pod that is ended before run.startup_timeout_s would start over for ever."""
+    path = tmp_path / "run.yaml"
+    path.write_text(run_yaml(overlay(name)), encoding="utf-8")
+    allowed_s = load_config(path).run.startup_timeout_s
+    for owner, template in pod_templates(overlay(name)).items():
+        if component_of(template) not in ("trainer", "rollout"):
+            continue
+        probe = template["spec"]["containers"][0]["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= allowed_s, owner
+
+
+def grace_needed_s() -> dict[str, float]:
+    """From SIGTERM to exit, by the services' own constants."""
+    source = (REPO / "trainer_service" / "app.py").read_text(encoding="utf-8")
+    (drain_s,) = re.findall(r"^DRAIN_GRACE_S = ([\d.]+)", source, flags=re.MULTILINE)
+    return {
+        # The end of running calls, then STOP, then the ranks' own end: each may take DRAIN_GRACE_S.
+        "trainer": TRAINER_DRAINS * float(drain_s),
+        "rollout": rollout_app.DRAIN_S + plan_processes._SERVICE_GRACE_S,
+        "coordinator": coordinator_app._DRAIN_S + plan_processes._CONDUCT_GRACE_S,
+        "redis": 10.0,
+    }
+
+
+def test_the_grace_period_covers_the_shutdown(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        needed_s = grace_needed_s()[component_of(template)]
+        assert template["spec"]["terminationGracePeriodSeconds"] > needed_s, owner
+
+
+def test_images_are_pinned_to_this_version(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        for container in containers(template):
+            image, _, tag = container["image"].partition(":")
+            assert tag not in ("", "latest"), f"{owner}: {container['image']}"
+            if image.startswith("tandem/"):
+                assert tag.removesuffix("-cpu") == project_version(), f"{owner}: {container['image']}"
+                assert image == f"tandem/{component_of(template)}"
+
+
+def test_nothing_says_latest() -> None:
+    for path in sorted((REPO / "deploy").rglob("*.yaml")):
+        assert not re.search(r"\blatest\b", path.read_text(encoding="utf-8")), path
+
+
+def test_labels_are_on_everything(manifests: tuple[Manifest, ...]) -> None:
+    for each in manifests:
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "tandem", label(each)
+        assert "tandem.run/id" in labels, label(each)
+    for workload in workloads(manifests):
+        labels = pod_template(workload)["metadata"]["labels"]
+        assert labels["app.kubernetes.io/component"] == workload["metadata"]["labels"]["app.kubernetes.io/component"]
+
+
+def test_engines_have_shared_memory_and_scratch(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        if component_of(template) not in ("trainer", "rollout"):
+            continue
+        mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory", owner
+        assert "sizeLimit" in volumes[mounts["/tmp"]]["emptyDir"], owner
+
+
+def test_no_password_outside_the_overlay_for_laptops() -> None:
+    for name in ("base", *OVERLAYS):
+        secrets = kinds(overlay(name), "Secret")
+        assert [each["metadata"]["name"].rpartition("-")[0] for each in secrets] == (
+            ["redis-auth"] if name == "dev-cpu" else []
+        )
+        assert name == "dev-cpu" or not [text for text in strings(list(overlay(name))) if "password@" in text]
+
+
+def test_disruptions_are_budgeted(manifests: tuple[Manifest, ...]) -> None:
+    budgets = {
+        each["metadata"]["name"]: each["spec"]["maxUnavailable"] for each in kinds(manifests, "PodDisruptionBudget")
+    }
+    assert budgets == {"trainer": 0, "rollout": 1}
