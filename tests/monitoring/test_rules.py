@@ -1,0 +1,107 @@
+"""Alert rules: they fire when they should, ask for metrics that exist, and each says what to do."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem_config.schema import RunConfig
+from tests.house.repository import REPO
+from tests.monitoring.declared import JOBS, series_of
+from tests.monitoring.promql import problems, selectors
+from tests.monitoring.tools import MONITORING, RULES, tool
+
+RUNBOOK = REPO / "docs" / "runbook.md"
+CASES = MONITORING / "tests" / "tandem_test.yaml"
+GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+ALL_RULES = [rule for group in GROUPS for rule in group["rules"]]
+ALERTS = [rule for rule in ALL_RULES if "alert" in rule]
+RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}
+SERIES = {job: series_of(job) for job in JOBS}
+PARTS = ("**Meaning.**", "**Look.**", "**Do.**")
+# promtool evaluates some hours of every minute: 10 s of a core, and the cores are shared.
+PROMTOOL_S = 180.0
+
+
+def promtool(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [tool("promtool"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROMTOOL_S, check=False)
+
+
+def entries() -> dict[str, str]:
+    """Alert to its entry in the runbook."""
+    parts = re.split(r"^### (\w+)$", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_alerts_fire_when_they_should() -> None:
+    done = promtool("test", "rules", str(CASES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_sees_a_rule_that_fires_too_early(tmp_path: Path) -> None:
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "tests").mkdir()
+    wrong = RULES.read_text(encoding="utf-8").replace("size_bytes\n        for: 5m", "size_bytes * 30\n        for: 5m")
+    (tmp_path / "rules" / "tandem.yaml").write_text(wrong)
+    head, *cases = CASES.read_text(encoding="utf-8").split("  - name: ")
+    case = next(case for case in cases if case.startswith("the disk is full"))
+    (tmp_path / "tests" / "t.yaml").write_text(f"{head}  - name: {case}")
+    assert wrong != RULES.read_text(encoding="utf-8")
+    done = promtool("test", "rules", str(tmp_path / "tests" / "t.yaml"))
+    assert done.returncode != 0
+    assert "TandemDiskFull" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_a_rule_asks_for_what_is_exported(rule: dict[str, Any]) -> None:
+    assert selectors(rule["expr"])
+    assert problems(rule["expr"], SERIES, RECORDED) == []
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
+    name = rule["alert"]
+    assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+    assert rule["annotations"]["summary"]
+    assert rule["labels"]["severity"] in ("info", "warning", "critical")
+    entry = entries()[name]
+    assert [part for part in PARTS if part not in entry] == []
+
+
+def test_the_runbook_has_no_entry_without_its_alert() -> None:
+    assert sorted(entries()) == sorted(rule["alert"] for rule in ALERTS)
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
+    cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+    fired = [sample["labels"] for case in cases for each in case["promql_expr_test"] for sample in each["exp_samples"]]
+    assert f'{{alertname="{rule["alert"]}"}}' in fired
+
+
+def test_settings_that_the_runbook_names_exist() -> None:
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    named = re.findall(r"`([a-z]+)\.([a-z_]+)[:`]", RUNBOOK.read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for section, key in named:
+        if section not in sections:
+            continue
+        assert key in getattr(sections[section], "model_fields", {}), f"{section}.{key}: no such setting"
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("tandem_no_such_metric > 1", "tandem_no_such_metric is not exported"),
+        ('tandem_kl_old{job="rollout"}', "is not exported by rollout"),
+        ('tandem_replica_state{job="rollout", stat="poisoned"}', "has no label stat"),
+        ("rate(tandem_iteration_seconds[5m])", "is not exported"),
+        ("tandem:no:rule", "no recording rule"),
+    ],
+)
+def test_a_wrong_expression_is_seen(expression: str, complaint: str) -> None:
+    assert complaint in "; ".join(problems(expression, SERIES, RECORDED))
