@@ -4,19 +4,21 @@ from collections.abc import AsyncGenerator
 
 from servicekit.channel import open_channel
 from servicekit.errors import rpc_errors
+from servicekit.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 
 # A status comes at once or the service is in trouble; its contract says 10 s.
 STATUS_TIMEOUT_S = 10.0
+LOAD_TIMEOUT_S = 600.0
 
 
 class Replica:
     """One rollout service. Every method raises the TandemError that the service raised, with the name in front."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, identity: Identity | None = None) -> None:
         self.name = name
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, identity=identity, peer="rollout")
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
 
     async def generate(
@@ -39,6 +41,14 @@ class Replica:
         with rpc_errors(self.name):
             response = await self._stub.ReloadWeights(request, timeout=timeout_s)
         return list(response.ranks)
+
+    async def load_published(self, folder: str, *, policy_version: int, round_id: str) -> None:
+        """Seed the replica, which has no weights, from what that round has published on disk."""
+        request = rollout_pb2.LoadPublishedWeightsRequest(
+            folder=folder, policy_version=policy_version, round_id=round_id
+        )
+        with rpc_errors(self.name):
+            await self._stub.LoadPublishedWeights(request, timeout=LOAD_TIMEOUT_S)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
         """State, version, parallel sizes, software versions."""

@@ -11,6 +11,7 @@ from launcher.plan_processes import COORDINATOR
 from launcher.view import RunView
 from servicekit.channel import open_channel
 from servicekit.registry import Registry
+from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -70,7 +71,7 @@ async def _watch_arrivals(
 
 async def _show_events(address: str, view: RunView) -> None:
     sequence = 0
-    async with open_channel(address) as channel:
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         while True:
             request = pb.WatchEventsRequest(after_sequence=sequence)

@@ -36,6 +36,7 @@ class Launch:
             # Whatever the user's shell says: with fixed ports, two processes could not share this machine.
             "TANDEM_GRPC_PORT": "0",
             "TANDEM_METRICS_PORT": "0",
+            "TANDEM_HEALTH_PORT": "",
             # Several processes share the cores: more threads each only fight (10 times slower when they do).
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",

@@ -31,12 +31,19 @@ class ServiceEnvironment(BaseModel):
     advertise_host: str = Field("", alias="TANDEM_ADVERTISE_HOST", validate_default=True)
     grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT")
     metrics_port: Port = Field(0, alias="TANDEM_METRICS_PORT")
+    # Of the pods that a fleet.kind: kubernetes is made of. Unset: the service account's, or the kubeconfig's.
+    kube_namespace: str = Field("", alias="TANDEM_KUBE_NAMESPACE")
     # Plain gRPC health for probes that cannot do TLS. Unset: none.
     health_port: Port | None = Field(None, alias="TANDEM_HEALTH_PORT")
     # PEM files for mutual TLS between services: all three or none.
     tls_cert: str = Field("", alias=CERT)
     tls_key: str = Field("", alias=KEY)
     tls_ca: str = Field("", alias=CA)
+
+    @field_validator("health_port", mode="before")
+    @classmethod
+    def _empty_is_none(cls, given: object) -> object:
+        return None if given == "" else given
 
     @field_validator("redis_url")
     @classmethod

@@ -167,6 +167,16 @@ _BY_REASON = {error.reason: error for error in ERRORS}
 # Statuses that arrive without our reason (raised by gRPC itself or by a proxy). First class of a status wins.
 _BY_CODE = {error.code: error for error in reversed(ERRORS)} | {grpc.StatusCode.CANCELLED: Aborted}
 
+# Texts of gRPC and BoringSSL at the end that refuses. The end that is refused hears "Socket closed" only.
+_HANDSHAKE = {
+    "Hostname Verification Check failed": "the peer's certificate is for another name than that of its role",
+    "certificate has expired": "the peer's certificate has expired, or our clock is wrong",
+    "unable to get local issuer certificate": (
+        "the peer's certificate is not of an authority that we believe (TANDEM_TLS_CA)"
+    ),
+    "WRONG_VERSION_NUMBER": "the peer speaks no TLS, and TANDEM_TLS_CERT is set here",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
@@ -203,7 +213,7 @@ def to_status(error: BaseException) -> Status:
 def from_rpc_error(error: grpc.RpcError) -> TandemError:
     """The error that the server raised, by its reason; by its status where there is no reason we know."""
     call: Any = error  # gRPC's runtime errors are Calls as well; the base class declares nothing
-    code, details = call.code(), call.details() or ""
+    code, details = call.code(), _explain_handshake(call.details() or "")
     found = _BY_REASON.get(_reason(call.trailing_metadata()) or "")
     if found is not None:
         return found(details)
@@ -223,6 +233,14 @@ def rpc_errors(peer: str = "") -> Iterator[None]:
         if not peer:
             raise translated from error
         raise type(translated)(f"{peer}: {translated}") from error
+
+
+def _explain_handshake(details: str) -> str:
+    """What gRPC says of a failed TLS handshake, and what that means here."""
+    for mark, meaning in _HANDSHAKE.items():
+        if mark in details:
+            return f"{meaning} ({details})"
+    return details
 
 
 def _reason(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,12 +20,22 @@ _log = get_logger(__name__)
 # Tools and probes call these without a deadline, and cannot harm.
 _NO_DEADLINE_NEEDED = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, "grpc.reflection.")
 
+CallerCheck = Callable[[str, list[str]], None]
+Boundary = Callable[[str, Any, Any], contextlib.AbstractAsyncContextManager[None]]
+
 # Longer than a client takes between two writes of a stream that it has at hand.
 _QUIET_S = 1.0
 
 
 class RpcBoundary(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of all four kinds of RPC."""
+    """Wraps the handlers of all four kinds of RPC.
+
+    Args:
+        check_caller: called with the method and the names in the caller's certificate; raises what it does not admit.
+    """
+
+    def __init__(self, check_caller: CallerCheck | None = None) -> None:
+        self._boundary = functools.partial(_boundary, check_caller)
 
     async def intercept_service(
         self,
@@ -32,7 +43,8 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        return None if handler is None else wrap_handler(handler, handler_call_details.method, _wrap)
+        wrap = functools.partial(_wrap, self._boundary)
+        return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
 
 
 def wrap_handler(handler: Any, method: str, wrap: Callable[[Any, str, bool], Any]) -> Any:
@@ -77,10 +89,14 @@ def status_of(method: str, error: Exception) -> Status:
 
 
 @contextlib.asynccontextmanager
-async def _boundary(method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+async def _boundary(
+    check_caller: CallerCheck | None, method: str, request: Any, context: grpc.aio.ServicerContext
+) -> AsyncIterator[None]:
     started_s = time.perf_counter()
     code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
     try:
+        if check_caller is not None:
+            check_caller(method, _names(context))
         check_deadline(method, context.time_remaining())
         yield
         code = _set_code(context)
@@ -110,6 +126,11 @@ async def _read_to_end(requests: AsyncIterator[Any]) -> None:
                 await anext(requests)
 
 
+def _names(context: grpc.aio.ServicerContext) -> list[str]:
+    """DNS names in the certificate of the caller, which the handshake has verified."""
+    return [name.decode("utf-8", errors="replace") for name in context.auth_context().get("peer_dns", ())]
+
+
 def _set_code(context: grpc.aio.ServicerContext) -> str:
     """Name of the status that the handler itself has set, OK by default."""
     code = context.code()
@@ -117,17 +138,17 @@ def _set_code(context: grpc.aio.ServicerContext) -> str:
     return name
 
 
-def _wrap(behaviour: Any, method: str, streams_replies: bool) -> Any:
+def _wrap(boundary: Boundary, behaviour: Any, method: str, streams_replies: bool) -> Any:
     if not streams_replies:
-        return _wrap_single(behaviour, method)
+        return _wrap_single(boundary, behaviour, method)
     if inspect.isasyncgenfunction(behaviour):
-        return _wrap_generator(behaviour, method)
-    return _wrap_single(behaviour, method)  # a coroutine that writes its replies by context.write()
+        return _wrap_generator(boundary, behaviour, method)
+    return _wrap_single(boundary, behaviour, method)  # a coroutine that writes its replies by context.write()
 
 
-def _wrap_single(behaviour: Any, method: str) -> Any:
+def _wrap_single(boundary: Boundary, behaviour: Any, method: str) -> Any:
     async def single(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        async with _boundary(method, request, context):
+        async with boundary(method, request, context):
             if not inspect.iscoroutinefunction(behaviour):
                 raise NotImplementedError(f"{method} is not implemented here (as an async method)")
             return await behaviour(request, context)
@@ -135,9 +156,9 @@ def _wrap_single(behaviour: Any, method: str) -> Any:
     return single
 
 
-def _wrap_generator(behaviour: Any, method: str) -> Any:
+def _wrap_generator(boundary: Boundary, behaviour: Any, method: str) -> Any:
     async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with _boundary(method, request, context), contextlib.aclosing(behaviour(request, context)) as replies:
+        async with boundary(method, request, context), contextlib.aclosing(behaviour(request, context)) as replies:
             async for reply in replies:
                 yield reply
 

@@ -15,6 +15,7 @@ from servicekit.health import SERVICE_NAME, HealthServicer
 from servicekit.limits import SERVER_OPTIONS
 from servicekit.logs import get_logger
 from servicekit.rpc_boundary import RpcBoundary
+from servicekit.tls import Identity, check_caller
 
 _log = get_logger(__name__)
 _UNIX = "unix:"
@@ -26,22 +27,39 @@ class GrpcServer:
     Args:
         service: name in logs ("trainer").
         bind: `host:port`, port 0 for one that the system chooses, or `unix:/path.sock`.
+        identity: serve mutual TLS with it, to the callers of servicekit.tls; None: plain.
+        health_bind: `host:port` of a further, plain server of nothing but health, for probes that cannot do TLS
+            (kubelet's); None: no such server.
         max_workers: threads for handlers that are not coroutines (reflection); ours are.
 
-    Must be made and used on the event loop that serves.
+    health_address: where that server listens, "" before start() and without one. Must be made and used on the event
+    loop that serves.
     """
 
-    def __init__(self, service: str, *, bind: str = "127.0.0.1:0", max_workers: int = 2) -> None:
+    def __init__(
+        self,
+        service: str,
+        *,
+        bind: str = "127.0.0.1:0",
+        identity: Identity | None = None,
+        health_bind: str | None = None,
+        max_workers: int = 2,
+    ) -> None:
         self._service = service
         self._bind = bind
+        # A Unix socket is always plain: its folder says who may connect.
+        self._identity = None if bind.startswith(_UNIX) else identity
+        self._health_bind = health_bind
         self._server = grpc.aio.server(
             ThreadPoolExecutor(max_workers, thread_name_prefix=f"{service}-rpc"),
-            interceptors=(RpcBoundary(),),
+            interceptors=(RpcBoundary(None if self._identity is None else check_caller),),
             options=SERVER_OPTIONS,
         )
         self._names = [SERVICE_NAME, reflection.SERVICE_NAME]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health_server: grpc.aio.Server | None = None
+        self.health_address = ""
 
     def add(self, add_to_server: Callable[..., Any], servicer: object, full_service_name: str) -> None:
         """Registers a servicer; `add_to_server` is the generated add_XServicer_to_server."""
@@ -56,10 +74,20 @@ class GrpcServer:
         Raises: ConfigError: the address is in use or not ours.
         """
         reflection.enable_server_reflection(self._names, self._server)
-        address = bind_address(self._server, self._bind)
+        credentials = None if self._identity is None else self._identity.server_credentials()
+        address = bind_address(self._server, self._bind, credentials)
         await self._server.start()
-        _log.info("serving", rpc_service=self._service, address=address)
+        _log.info("serving", rpc_service=self._service, address=address, tls=credentials is not None)
+        if self._health_bind is not None:
+            await self._start_health(self._health_bind)
         return address
+
+    async def _start_health(self, bind: str) -> None:
+        self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+        self.health_address = bind_address(self._health_server, bind)
+        await self._health_server.start()
+        _log.info("serving health", rpc_service=self._service, address=self.health_address)
 
     def set_ready(self, ready: bool) -> None:
         """Switches readiness (not liveness)."""
@@ -70,9 +98,11 @@ class GrpcServer:
         self._health.set_ready(False)
         self._health.close()
         await self._server.stop(grace_s)
+        if self._health_server is not None:  # last: a process that drains is alive
+            await self._health_server.stop(0)
 
 
-def bind_address(server: Any, bind: str) -> str:
+def bind_address(server: Any, bind: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Binds an asyncio or a threaded gRPC server; returns the address with the port that was chosen.
 
     Raises: ConfigError: naming the address.
@@ -82,7 +112,7 @@ def bind_address(server: Any, bind: str) -> str:
     elif ":" not in bind:
         raise ConfigError(f"bind address {bind!r} has no port; write {bind}:0 for a free one")
     try:
-        port = server.add_insecure_port(bind)
+        port = server.add_insecure_port(bind) if credentials is None else server.add_secure_port(bind, credentials)
     except RuntimeError as error:
         raise _bind_error(bind) from error
     if port == 0:
@@ -93,7 +123,7 @@ def bind_address(server: Any, bind: str) -> str:
 def _bind_error(bind: str) -> ConfigError:
     return ConfigError(
         f"cannot listen on {bind}: the address is in use or not one of this machine; "
-        "choose another (TANDEM_BIND_HOST, TANDEM_GRPC_PORT), or port 0 for a free one"
+        "choose another (TANDEM_BIND_HOST, TANDEM_GRPC_PORT, TANDEM_HEALTH_PORT), or port 0 for a free one"
     )
 
 

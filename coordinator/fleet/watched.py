@@ -7,6 +7,7 @@ from coordinator.replica import Replica
 from coordinator.trainer import Trainer
 from servicekit.logs import get_logger
 from servicekit.registry import Registry, ServiceRecord
+from servicekit.tls import Identity
 
 ROLLOUT_ROLE, TRAINER_ROLE = "rollout", "trainer"
 
@@ -16,12 +17,13 @@ log = get_logger(__name__)
 class WatchedFleet:
     """Follows the registry; also tells the trainer's client where the trainer is now.
 
-    A replica's incarnation is its record's worker_id.
+    A replica's incarnation is its record's worker_id. Replicas are called as `identity`.
     """
 
-    def __init__(self, registry: Registry, trainer: Trainer) -> None:
+    def __init__(self, registry: Registry, trainer: Trainer, identity: Identity | None = None) -> None:
         self._registry = registry
         self._trainer = trainer
+        self._identity = identity
         self._known: dict[str, Replica] = {}  # by worker_id
         self._serving: tuple[Replica, ...] = ()
 
@@ -32,7 +34,7 @@ class WatchedFleet:
             await self._trainer.move_to(record.address)
         for record in rollouts:
             if record.worker_id not in self._known:
-                self._known[record.worker_id] = Replica(record.name, record.address)
+                self._known[record.worker_id] = Replica(record.name, record.address, self._identity)
                 log.info("replica found", replica=record.name, address=record.address)
         await self._forget({record.worker_id for record in rollouts})
         return tuple(self._known[record.worker_id] for record in rollouts)

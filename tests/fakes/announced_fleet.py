@@ -4,10 +4,12 @@
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from servicekit.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.lifecycle import run_main
 from servicekit.registry import Registry, ServiceRecord
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
@@ -19,10 +21,12 @@ _TTL_S = 60.0
 
 
 @asynccontextmanager
-async def announced_fleet(redis_url: str, run_id: str, trainer: FakeTrainer | None = None) -> AsyncIterator[FakeFleet]:
+async def announced_fleet(
+    redis_url: str, run_id: str, trainer: FakeTrainer | None = None, tls: TlsFiles | None = None
+) -> AsyncIterator[FakeFleet]:
     """Trainer TP 2 and two replicas, announced."""
     group = Rendezvous(redis_url, f"tandem:{run_id}")
-    async with fake_fleet(trainer=trainer) as fleet:
+    async with fake_fleet(trainer=trainer, tls=tls) as fleet:
         leases = [Lease(group, slot, _TTL_S) for slot in SLOTS]
         registries = {name: Registry(redis_url, run_id) for name in fleet.addresses}
         fleet.registries |= registries
@@ -41,7 +45,8 @@ async def announced_fleet(redis_url: str, run_id: str, trainer: FakeTrainer | No
 
 
 async def _serve(stop: asyncio.Event) -> None:
-    async with announced_fleet(*sys.argv[1:3]):
+    tls = TlsFiles.of(*(os.environ.get(name, "") for name in (CERT, KEY, CA)))
+    async with announced_fleet(sys.argv[1], sys.argv[2], tls=tls):
         await stop.wait()
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from coordinator.replica import Replica
 from coordinator.trainer import Trainer
+from servicekit.certificates import TlsFiles
 from servicekit.registry import Registry
 from servicekit.server import GrpcServer
+from servicekit.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.fakes.fake_rollout import FakeRollout
@@ -30,20 +32,24 @@ class FakeFleet:
 
 @asynccontextmanager
 async def fake_fleet(
-    *, num_replicas: int = 2, trainer: FakeTrainer | None = None, tensor_parallel: int = 1
+    *,
+    num_replicas: int = 2,
+    trainer: FakeTrainer | None = None,
+    tensor_parallel: int = 1,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[FakeFleet]:
-    """Serve a fleet; everything has ended after the block."""
+    """Serve a fleet; everything has ended after the block. With `tls`, only who has a certificate can call it."""
     trainer_service = FakeTrainer() if trainer is None else trainer
     rollouts = [FakeRollout(name=f"rollout-{i}", tensor_parallel=tensor_parallel) for i in range(num_replicas)]
     async with AsyncExitStack() as stack:
-        servers = {"trainer": GrpcServer("trainer")}
+        servers = {"trainer": GrpcServer("trainer", identity=None if tls is None else Identity(tls, "trainer"))}
         servers["trainer"].add(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
             trainer_service,
             "tandem_api.trainer.v1.TrainerService",
         )
         for service in rollouts:
-            servers[service.name] = GrpcServer("rollout")
+            servers[service.name] = GrpcServer("rollout", identity=None if tls is None else Identity(tls, "rollout"))
             servers[service.name].add(
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
             )
