@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from servicekit.environment import ServiceEnvironment
@@ -131,22 +131,47 @@ async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
     environment = settings.environment
     registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
     worker = Worker(settings, registry, follow, lambda _: None)
-    worker.start()
-    if not await _loaded(worker, stop):
-        return EXIT_OK
+    async with _host_health(settings) as set_ready:
+        worker.start()
+        if not await _loaded(worker, stop):
+            return EXIT_OK
+        set_ready(True)
+        await _until_stopped(worker, settings.place.rank, stop)
+    log.info("trainer rank stopped", rank=settings.place.rank)
+    return EXIT_OK
+
+
+async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None:
+    """Follows rank 0 to the end. Raises: DeadlineExceeded: asked to stop, and rank 0 does not see to it."""
     ended = asyncio.create_task(_end_of(worker), name="ranks")
     asked = asyncio.create_task(stop.wait(), name="stop")
     waits: set[asyncio.Task[Any]] = {ended, asked}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done() and worker.liveness is not None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone already
-            worker.liveness.ask_to_stop(f"rank {settings.place.rank} was asked to stop")
+            worker.liveness.ask_to_stop(f"rank {rank} was asked to stop")
         await asyncio.wait({ended}, timeout=3 * DRAIN_GRACE_S)
     if not ended.done():
-        raise DeadlineExceeded(f"rank 0 did not stop rank {settings.place.rank} within {3 * DRAIN_GRACE_S:g} s")
+        raise DeadlineExceeded(f"rank 0 did not stop rank {rank} within {3 * DRAIN_GRACE_S:g} s")
     await ended
-    log.info("trainer rank stopped", rank=settings.place.rank)
-    return EXIT_OK
+
+
+@contextlib.asynccontextmanager
+async def _host_health(settings: WorkerSettings) -> AsyncIterator[Callable[[bool], None]]:
+    """Health for the probes of a host that rank 0 is not on: its first rank serves that, and nothing else.
+
+    Yields: what switches readiness.
+    """
+    bind = settings.environment.health_bind
+    if bind is None or settings.place.local_rank != 0:
+        yield lambda ready: None
+        return
+    server = GrpcServer(NAME, bind=bind)
+    await server.start()
+    try:
+        yield server.set_ready
+    finally:
+        await server.drain(0.0)
 
 
 async def _loaded(worker: Worker, stop: asyncio.Event) -> bool:

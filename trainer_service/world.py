@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -79,10 +79,16 @@ def meet(place: Place, registry: Registry, environment: ServiceEnvironment, time
 
 
 def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
+    """Rank 0 serves the store at MASTER_ADDR, unless torchrun's agent does (then no rank may)."""
     address, port = place.master or ("", 0)
-    # torchrun's agent may run the store itself; then no rank does
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(address, port, place.world_size, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 or by_agent:
+        serves = not by_agent
+        timeout = timedelta(seconds=timeout_s)
+        return dist.TCPStore(address, port, place.world_size, serves, timeout, wait_for_workers=False)
+    return _retry(
+        lambda _: _try_store(place, address, port, timeout_s), timeout_s, f"rank {place.rank}: {address}:{port}"
+    )
 
 
 def _publish_store(
@@ -108,31 +114,43 @@ def _publish_store(
 
 
 def _find_store(place: Place, registry: Registry, timeout_s: float) -> dist.TCPStore:
-    """Follows the published address until it leads to rank 0 of *this* start of the trainer.
+    """Follows the published address until it leads to rank 0 of *this* start of the trainer."""
 
-    The value may still be that of an earlier start: then nobody listens, the incarnation differs, or our rank has
-    been taken there.
-    """
+    def look(left_s: float) -> dist.TCPStore | None:
+        address, port, incarnation = registry.wait_value(STORE_KEY, left_s).split(" ")
+        return _try_store(place, address, int(port), timeout_s, incarnation)
+
+    return _retry(look, timeout_s, f"rank {place.rank}: the address in the registry")
+
+
+def _retry(look: Callable[[float], dist.TCPStore | None], timeout_s: float, where: str) -> dist.TCPStore:
+    """Looks, with the seconds left, until there is a store."""
     deadline = time.monotonic() + timeout_s
     while True:
-        value = registry.wait_value(STORE_KEY, max(0.0, deadline - time.monotonic()))
-        store = _try_store(place, value, timeout_s)
+        store = look(max(0.0, deadline - time.monotonic()))
         if store is not None:
             return store
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"rank {place.rank}: no rank 0 of this start within {timeout_s:g} s (found {value})")
+            raise DeadlineExceeded(f"{where} leads to no rank 0 of this start within {timeout_s:g} s")
         time.sleep(RETRY_S)
 
 
-def _try_store(place: Place, value: str, timeout_s: float) -> dist.TCPStore | None:
-    address, port, incarnation = value.split(" ")
+def _try_store(
+    place: Place, address: str, port: int, timeout_s: float, incarnation: str | None = None
+) -> dist.TCPStore | None:
+    """None if nobody listens there, or rank 0 of an earlier start does, which is about to end.
+
+    That start's incarnation differs from the one that was announced (None: none was), or our rank was taken in it.
+    """
     try:
         # TCPStore logs a stack trace for every refused connection
-        socket.create_connection((address, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
         store = dist.TCPStore(
-            address, int(port), place.world_size, False, timedelta(seconds=CONNECT_TIMEOUT_S), wait_for_workers=False
+            address, port, place.world_size, False, timedelta(seconds=CONNECT_TIMEOUT_S), wait_for_workers=False
         )
-        if store.get("incarnation").decode() != incarnation or store.add(f"joined/{place.rank}", 1) != 1:
+        if incarnation is not None and store.get("incarnation").decode() != incarnation:
+            return None
+        if store.add(f"joined/{place.rank}", 1) != 1:
             return None
     except (OSError, RuntimeError):
         return None

@@ -1,0 +1,141 @@
+"""A trainer on two hosts, as pods start it: every rank at MASTER_ADDR, probes on both, all or none."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.probe import probe
+from servicekit.registry import Registry
+from tests.integration.trainer.processes import EXIT_TIMEOUT_S, READY_TIMEOUT_S, RUN_ID, TrainerProcesses
+from tests.polling import until
+from trainer_service.world import Place, meet
+
+pytestmark = pytest.mark.integration
+STORE_S = 30.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Hosts:
+    """`python -m trainer_service.host` twice, with one rank each."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self._redis_url, self._folder = redis_url, folder
+        self._master = str(free_port())
+        self.health = [str(free_port()), str(free_port())]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, host: int) -> None:
+        environment = os.environ | {
+            "REDIS_URL": self._redis_url,
+            "TANDEM_RUN_ID": RUN_ID,
+            "TANDEM_RUN_DIR": str(self._folder),
+            "TANDEM_HEALTH_PORT": self.health[host],
+            "TANDEM_HOST_INDEX": str(host),
+            "TANDEM_RANKS_PER_HOST": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": self._master,
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-W", "ignore", "-m", "trainer_service.host", "--resume"]
+        with self.log(host).open("ab") as log:
+            self.processes[host] = subprocess.Popen(
+                [*command, "--config", str(self._folder / "config.yaml")], env=environment, stdout=log, stderr=log
+            )
+
+    def log(self, host: int) -> Path:
+        return self._folder / f"host-{host}.log"
+
+    def says(self, host: int, what: str) -> bool:
+        """Whether the host's probe succeeds. Raises: AssertionError: its process has ended."""
+        assert self.processes[host].poll() is None, self.log(host).read_text()[-3000:]
+        return probe(what, {"TANDEM_HEALTH_PORT": self.health[host]}, timeout_s=1.0) == ""
+
+    def exit_code(self, host: int) -> int:
+        return self.processes[host].wait(timeout=EXIT_TIMEOUT_S)
+
+    def kill_rank(self, host: int) -> None:
+        """SIGKILL to the host's rank, not to what started it."""
+        children = Path(f"/proc/{self.processes[host].pid}/task/{self.processes[host].pid}/children").read_text()
+        (rank,) = children.split()
+        os.kill(int(rank), signal.SIGKILL)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(timeout=EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+
+
+@pytest.fixture
+def hosts(redis_server: str, tiny_model: Path, tmp_path: Path) -> Iterator[Hosts]:
+    TrainerProcesses(redis_server, tmp_path, tiny_model, tensor_parallel=2)  # writes config.yaml
+    both = Hosts(redis_server, tmp_path)
+    yield both
+    both.close()
+
+
+@pytest.mark.slow
+def test_two_hosts_start_together_and_start_again_together(hosts: Hosts) -> None:
+    # The follower is first, and alive while it waits: a pod whose peers are late must not be ended for it.
+    hosts.start(1)
+    until(lambda: hosts.says(1, "liveness"), READY_TIMEOUT_S)
+    assert not hosts.says(1, "readiness")
+    hosts.start(0)
+    for host in (0, 1):
+        until(lambda host=host: hosts.says(host, "readiness"), READY_TIMEOUT_S)
+
+    # One rank dies: its host says so at once, and no rank goes on without it.
+    hosts.kill_rank(1)
+    assert hosts.exit_code(1) == 128 + signal.SIGKILL
+    # As the kubelet does: the host that has ended is started again, while rank 0 of the old start may still serve.
+    hosts.start(1)
+    assert hosts.exit_code(0) == 1
+    hosts.start(0)
+    for host in (0, 1):
+        until(lambda host=host: hosts.says(host, "readiness"), READY_TIMEOUT_S)
+
+    for process in hosts.processes.values():
+        process.send_signal(signal.SIGTERM)
+    assert [hosts.exit_code(0), hosts.exit_code(1)] == [0, 0]
+
+
+def test_the_store_of_an_earlier_start_is_left(redis_server: str, tmp_path: Path) -> None:
+    """Rank 1 is started again before rank 0 has noticed that its predecessor is gone."""
+    environment = ServiceEnvironment.from_env(
+        {"REDIS_URL": redis_server, "TANDEM_RUN_ID": RUN_ID, "TANDEM_RUN_DIR": str(tmp_path)}
+    )
+    port = free_port()
+    place = Place(rank=1, world_size=2, local_rank=0, master=("localhost", port))
+    registry = Registry(redis_server, RUN_ID)
+    old = [dist.TCPStore("localhost", port, 2, True, timedelta(seconds=STORE_S), wait_for_workers=False)]
+    assert old[0].add("joined/1", 1) == 1
+    found: list[dist.TCPStore] = []
+    looking = threading.Thread(target=lambda: found.append(meet(place, registry, environment, STORE_S)), daemon=True)
+    looking.start()
+    # It has been there, and has seen that its rank is taken.
+    until(lambda: old[0].add("joined/1", 0) >= 2, STORE_S)
+    assert found == []
+    old.clear()  # and its port is free
+    new = dist.TCPStore("localhost", port, 2, True, timedelta(seconds=STORE_S), wait_for_workers=False)
+    new.set("which", "new")
+    looking.join(STORE_S)
+    registry.close()
+    assert found[0].get("which") == b"new"
