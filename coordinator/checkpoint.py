@@ -38,7 +38,11 @@ class Checkpointer:
         # What a crash left half-written under this number is worth nothing and must not mix with the new files.
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        await self._trainer.save_checkpoint((folder / TRAINER_FOLDER).absolute())
+        await self._trainer.save_checkpoint(self.trainer_folder(iteration))
+
+    def trainer_folder(self, iteration: int) -> Path:
+        """Where the trainer's part of a checkpoint is, or will be."""
+        return (step_folder(self._run_dir, iteration) / TRAINER_FOLDER).absolute()
 
     async def complete(self, state: RunState) -> None:
         """Add the coordinator's state, mark the checkpoint complete, remove the oldest."""

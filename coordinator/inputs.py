@@ -18,7 +18,7 @@ from tandem_config.schema import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Data and state of a run; `cursor` and `rng` stand where `state` says."""
+    """Data and state of a run; `cursor` and `rng` stand where `state` says. resumed: it may have begun earlier."""
 
     codec: TextCodec
     train: PromptSet
@@ -26,6 +26,7 @@ class Inputs:
     cursor: DataCursor
     rng: np.random.Generator
     state: RunState
+    resumed: bool
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -49,7 +50,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     else:
         state = load_newest(run_dir, model=str(config.model.path), fingerprint=fingerprint) or state
         _restore(cursor, rng, state)
-    return Inputs(codec=codec, train=train, heldout=heldout, cursor=cursor, rng=rng, state=state)
+    return Inputs(codec=codec, train=train, heldout=heldout, cursor=cursor, rng=rng, state=state, resumed=resume)
 
 
 def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> None:

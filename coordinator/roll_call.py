@@ -13,7 +13,7 @@ from typing import Protocol
 from coordinator.fleet.base import Fleet
 from coordinator.replica import Replica
 from coordinator.trainer import Trainer
-from servicekit.errors import DeadlineExceeded, TandemError, Unavailable, WrongVersion
+from servicekit.errors import DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
@@ -25,6 +25,8 @@ from weightsync.participants import rollout_slot, trainer_slot
 LOOK_INTERVAL_S = 0.1
 # A look at the group that outlives the run's end holds the process for so long.
 _WAIT_SLICE_S = 0.5
+# What helps where trainer or replicas and the run have parted.
+GO_ON = "end the run and go on from its newest checkpoint (--resume), which gets a version that nobody has had"
 
 log = get_logger(__name__)
 
@@ -96,16 +98,20 @@ class RollCall:
         Raises:
             DeadlineExceeded: the trainer or too many replicas are missing; each is named with what is wrong with it.
             WrongVersion: the trainer has another version, since it was restarted from an older checkpoint, say.
+            StaleVersion: too few replicas are left without those that have had a newer version.
         """
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
             look = await self._look(max(left_s, 0.0))
+            ahead = _leave_out_newer(look, policy_version)
+            if ahead and len(look.replicas) < self._min_replicas:
+                raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {GO_ON}")
             present = await self._with_slots(look, max(left_s, 0.0))
             if present is not None and present.trainer.policy_version != policy_version:
                 raise WrongVersion(
                     f"the trainer is at policy version {present.trainer.policy_version}, not at {policy_version}: "
-                    "it was restarted from another checkpoint; go on from the newest one that is complete"
+                    f"it was restarted from a checkpoint; {GO_ON}"
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 if look.absent:
@@ -179,6 +185,24 @@ class RollCall:
             f"waited {self._timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
             f"replicas there: {there}; {absent}"
         )
+
+
+def _leave_out_newer(look: _Look, policy_version: int) -> list[str]:
+    """Replicas that have had a newer version must not go back: they are not counted until ours is newer.
+
+    Returns: why, one sentence each.
+    """
+    newer = {each: seeded_version(status) for each, status in look.replicas.items()}
+    newer = {each: version for each, version in newer.items() if version > policy_version}
+    for replica, version in newer.items():
+        look.absent[replica.name] = f"it has had version {version}, and versions only grow"
+        del look.replicas[replica]
+    return [f"{replica.name}: {look.absent[replica.name]}" for replica in newer]
+
+
+def seeded_version(status: rollout_pb2.GetStatusResponse) -> int:
+    """The version that a replica has served; 0 if it never had one."""
+    return 0 if status.state == weights_pb2.REPLICA_STATE_UNSEEDED else int(status.policy_version)
 
 
 def parallel_sizes(present: Present) -> weights_pb2.Round:

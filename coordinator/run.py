@@ -19,6 +19,7 @@ from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, 
 from coordinator.state import STATE_FILE, RunState
 from coordinator.stopwatch import Stopwatch
 from coordinator.sync_report import SyncResult
+from coordinator.take_over import take_over
 from servicekit.errors import Internal, WrongVersion
 from servicekit.logs import get_logger
 from tandem_config.schema import RunSection
@@ -39,6 +40,7 @@ class Run:
         logprob_diff_limit: grpo.logprob_diff_limit.
         evaluator: None without held-out data.
         state: what has been done, by this process and those before it.
+        resumed: there may have been processes before it, and services that have worked with them.
     """
 
     settings: RunSection
@@ -50,6 +52,7 @@ class Run:
     control: RunControl
     events: EventLog
     state: RunState
+    resumed: bool = False
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
 
@@ -74,21 +77,35 @@ class Run:
 
     async def _start(self) -> None:
         self._rows.cut_after(self.state.iteration)
-        status = await self.loop.trainer.status()
-        if status.policy_version != self.state.policy_version:
-            raise WrongVersion(
-                f"the trainer is at policy version {status.policy_version}, the run at {self.state.policy_version}: "
-                "start trainer and coordinator from the same checkpoint"
-            )
         self._announce("sync")
+        await self._agree_on_version()
         # Forced, on a resume too: replicas start without weights, and nobody else would send them.
         self._note_sync(await self.loop.weights.publish(self.state.policy_version))
-        metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         metrics.POLICY_VERSION.set(self.state.policy_version)
         metrics.ITERATION.set(self.state.iteration)
+        metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is None:
             await self._evaluate(self.state.iteration, self.state.policy_version)
         self._save_state("running")
+
+    async def _agree_on_version(self) -> None:
+        """Raises: WrongVersion: a new run finds a trainer that has trained already."""
+        trainer, ours = self.loop.trainer, self.state.policy_version
+        if self.resumed:
+            folder = self.checkpointer.trainer_folder(self.state.iteration) if self.state.iteration else None
+            version = await take_over(trainer, self.loop.weights, ours, folder)
+            if version != ours:
+                self._warn(
+                    "take_over", f"the checkpoint's version {ours} goes on as {version}: others were ahead of it"
+                )
+            self.state.policy_version = version
+            return
+        trained = (await trainer.status()).policy_version
+        if trained != ours:
+            raise WrongVersion(
+                f"the trainer is at policy version {trained}, this run begins at {ours}: "
+                "start a new trainer too, or go on from a checkpoint (--resume)"
+            )
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""

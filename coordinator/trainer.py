@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.batches import TrainBatch
-from servicekit.channel import open_channel
+from servicekit.channel import DeadlineChannel, open_channel
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
+from servicekit.tls import Identity
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 
@@ -40,9 +41,10 @@ class Trainer:
 
     name = "trainer"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, identity: Identity | None = None) -> None:
         self._address = address
-        self._channel = open_channel(address)
+        self._identity = identity
+        self._channel = self._open()
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
     async def move_to(self, address: str) -> None:
@@ -50,9 +52,13 @@ class Trainer:
         if address == self._address:
             return
         log.warning("the trainer has moved", old=self._address, new=address)
-        old, self._channel = self._channel, open_channel(address)
-        self._address, self._stub = address, trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._address = address
+        old, self._channel = self._channel, self._open()
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
         await old.close()
+
+    def _open(self) -> DeadlineChannel:
+        return open_channel(self._address, identity=self._identity, peer=self.name)
 
     async def train_step(self, batch: TrainBatch) -> TrainResult:
         """Run one GRPO step.
@@ -88,6 +94,13 @@ class Trainer:
         with rpc_errors(self.name):
             response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
         return int(response.bytes)
+
+    async def restore(self, folder: Path | None, policy_version: int) -> None:
+        """Go back to a checkpoint's folder (None: the initial model), under a version that is new to everybody."""
+        path = "" if folder is None else str(folder)
+        request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version)
+        with rpc_errors(self.name):
+            await self._stub.RestorePolicy(request, timeout=SAVE_TIMEOUT_S)
 
     async def export_model(self, folder: Path) -> int:
         """Write the policy as a Hugging Face folder. Returns: the version written."""

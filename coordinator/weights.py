@@ -17,12 +17,13 @@ from coordinator.fleet.base import Fleet
 from coordinator.fleet_metrics import FleetMetrics
 from coordinator.forecast import Forecast
 from coordinator.replica import Replica
-from coordinator.roll_call import Group, Present, RollCall, parallel_sizes
+from coordinator.roll_call import Group, Present, RollCall, parallel_sizes, seeded_version
 from coordinator.sync_report import Outcome, RoundReports, SyncResult
 from coordinator.sync_round import SyncRound
 from coordinator.trainer import Trainer
 from servicekit.errors import Aborted, DeadlineExceeded, DigestMismatch, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.rendezvous import Evicted
@@ -100,8 +101,8 @@ class WeightSync:
         lead: our claim to be the run's only coordinator.
         min_replicas: fewest replicas that must have the weights in the end.
         disk_folder: where the transport "disk" writes.
-    """
         forecast: predicts what a round of the fleet should take; None: nobody does.
+    """
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class WeightSync:
         lead: Lead | None = None,
         min_replicas: int = 1,
         disk_folder: str = "",
-    ) -> None:
         forecast: Forecast | None = None,
+    ) -> None:
         self._trainer = trainer
         self._fleet = fleet
         self._group = group
@@ -122,9 +123,10 @@ class WeightSync:
         self._lead: Lead = SoleLead() if lead is None else lead
         self._min_replicas = min_replicas
         self._disk_folder = disk_folder
-        self._roll_call = RollCall(
+        self._on_disk = (0, "")  # version and id of the last round that went through disk
         self._fleet_metrics = FleetMetrics()
         self._forecast = forecast
+        self._roll_call = RollCall(
             trainer=trainer,
             fleet=fleet,
             group=group,
@@ -143,17 +145,38 @@ class WeightSync:
         """
         return await self._bring(policy_version, serving=())
 
+    async def newest_version(self) -> int:
+        """The newest version that a replica has had, of those that answer; 0 if none has had any."""
+        replicas = await self._fleet.look()
+        timeout_s = self._settings.probe_timeout_s
+        answers = await asyncio.gather(*(each.status(timeout_s=timeout_s) for each in replicas), return_exceptions=True)
+        newest = 0
+        for answer in answers:
+            if isinstance(answer, rollout_pb2.GetStatusResponse):
+                newest = max(newest, seeded_version(answer))
+            elif not isinstance(answer, TandemError):
+                raise answer
+        return newest
+
     async def seed_late_joiners(self, policy_version: int) -> SyncResult | None:
         """Bring the current weights to replicas that are there and do not serve yet; the others go on undisturbed.
 
-        Returns: None if there is no such replica. A joiner that fails is left for the next call, while
+        If the last round went through disk, joiners without weights read them there: the trainer may be busy or away.
+        Returns: None if no round was needed. A joiner that fails is left for the next call, while
         rollout.min_replicas others serve.
         Raises: TandemError: too few serve, and not enough came within the deadline.
         """
         announced = await self._fleet.look()
         serving = self._fleet.serving()
+        self._fleet_metrics.observe(announced, serving)
         if all(replica in serving for replica in announced) and serving:
             return None
+        loaded = await self._load_published(policy_version, [each for each in announced if each not in serving])
+        if loaded:
+            serving = (*serving, *loaded)
+            self._fleet.admit(serving)
+            if len(serving) == len(announced):
+                return None
         try:
             return await self._bring(policy_version, serving=serving)
         except TandemError as error:
@@ -162,11 +185,28 @@ class WeightSync:
             log.warning("late joiners could not be seeded", error=str(error))
             return None
 
+    async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
+        """The joiners that have loaded this version from disk, as our last round has published it."""
+        version, round_id = self._on_disk
+        if not round_id or version != policy_version:
+            return []
+        calls = (
+            joiner.load_published(self._disk_folder, policy_version=version, round_id=round_id) for joiner in joiners
+        )
+        loaded = []
+        for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, TandemError):  # it has weights, of whatever version: a round brings ours
+                log.warning("a late joiner has not loaded weights from disk", error=str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                loaded.append(joiner)
+        return loaded
+
     async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
         """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
         work = _Publication(policy_version=policy_version, start_s=time.perf_counter(), committed=list(serving))
         while len(work.failures) < MAX_ROUNDS:
-        self._fleet_metrics.observe(announced, serving)
             try:
                 targets = await self._targets(work)
                 if targets is None or await self._round(work, targets):
@@ -206,6 +246,8 @@ class WeightSync:
         Raises: TandemError: it failed and was given up.
         """
         description = self._describe(work.policy_version, present)
+        if self._forecast is not None:
+            self._forecast.of(description)
         await asyncio.to_thread(self._lead.confirm, present.epoch)
         work.rounds += 1
         work.epoch = present.epoch
@@ -220,10 +262,10 @@ class WeightSync:
             work.outcomes |= sync_round.outcomes
             raise type(error)(told) from error
         work.reports.merge(sync_round.reports)
-        if self._forecast is not None:
-            self._forecast.of(description)
         work.outcomes |= sync_round.outcomes
         metrics.observe_outcomes(sync_round.outcomes)
+        if description.transport == weights_pb2.SYNC_TRANSPORT_DISK:
+            self._on_disk = (work.policy_version, description.round_id)
         done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is Outcome.COMMITTED]
         work.committed.extend(done)
         left = [replica.name for replica in present.replicas if replica not in done]

@@ -12,6 +12,7 @@ from tandem_api.weights.v1 import weights_pb2_grpc
 T = TypeVar("T")
 
 CHECKSUM_TIMEOUT_S = 55.0
+LOAD_TIMEOUT_S = 590.0
 _MARGIN_S = 5.0
 
 
@@ -20,6 +21,9 @@ class Ranks(Protocol):
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
         """One report per rank, in rank order. Raises: the first rank's error, after all have answered."""
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Every rank fills its parameters from disk. Raises: the first rank's error, after all have answered."""
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digests by engine parameter name, per rank."""
@@ -38,6 +42,9 @@ class RankClients:
         calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in enumerate(self._stubs)]
         replies = await _all(calls)
         return [reply.report for reply in replies]
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        await _all([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in enumerate(self._stubs)])
 
     async def checksums(self) -> list[dict[str, str]]:
         request = pb.GetChecksumsRequest()

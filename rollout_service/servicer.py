@@ -99,6 +99,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         reports, state = await self._updates.run_phase(request.phase, request.round)
         return pb.ReloadWeightsResponse(ranks=reports, state=state)
 
+    async def LoadPublishedWeights(
+        self, request: pb.LoadPublishedWeightsRequest, context: Any
+    ) -> pb.LoadPublishedWeightsResponse:
+        if not request.folder or not request.round_id:
+            raise InvalidRequest("folder and round_id must be set")
+        published = weights_pb2.LoadPublishedRequest(
+            folder=request.folder, policy_version=request.policy_version, round_id=request.round_id
+        )
+        await self._updates.load_published(published)
+        return pb.LoadPublishedWeightsResponse(state=self._updates.state)
+
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
         await self._updates.pause(request.mode)
         return pb.PauseGenerationResponse(state=self._updates.state)

@@ -13,6 +13,7 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | COMMIT                    | same                 | SERVING  | ranks install; session ends; version flips; KV flushed|
 | ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version goes on         |
 | ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
+| LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
 | no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
 Each phase needs those of NEEDS to be done. A phase that is done, or under way, answers its repetitions with the same
@@ -135,6 +136,30 @@ class WeightUpdates:
             await self._pauses.resume()
             self._tell()
 
+    async def load_published(self, published: pb.LoadPublishedRequest) -> None:
+        """Seed a replica that has no weights from what a round has left on disk; it serves that version then.
+
+        Raises: PhaseOrder: it has weights, or is in a round; StaleVersion: it has had newer ones; errors of the ranks,
+            which leave it as it was.
+        """
+        async with self._lock:
+            if self._round is not None:
+                raise PhaseOrder(f"round {self._round.message.round_id} is under way")
+            if self._rest == SERVING:
+                raise PhaseOrder(f"this replica serves version {self.policy_version} already")
+            self._refuse_older(f"round {published.round_id}", published.policy_version)
+            await self._pauses.pause(pb.PAUSE_MODE_ABORT_REQUEUE)
+            await self._engine.begin_update()
+            try:
+                await self._ranks.load_published(published)
+            finally:
+                await self._engine.end_update()
+            await _all(self._engine.set_version(published.policy_version), self._pauses.flush())
+            self._rest, self.policy_version = SERVING, published.policy_version
+            await self._pauses.resume()
+            self._tell()
+        _log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
+
     async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
         """Run one phase; goes on to its end even if the caller gives up.
 
@@ -222,11 +247,7 @@ class WeightUpdates:
         """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted; Aborted: it is an old epoch's."""
         if round_.round_id in self._closed_rounds:
             raise PhaseOrder(f"round {round_.round_id} is over; start a new one")
-        if self._rest != UNSEEDED and round_.policy_version < self.policy_version:
-            raise StaleVersion(
-                f"round {round_.round_id} brings version {round_.policy_version}, "
-                f"but this replica has had version {self.policy_version}; versions only grow"
-            )
+        self._refuse_older(f"round {round_.round_id}", round_.policy_version)
         if self._round is not None:
             if round_.epoch < self._round.message.epoch:
                 newer = self._round.message.epoch
@@ -234,6 +255,13 @@ class WeightUpdates:
             _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
             await self._abort(self._round.message)
         self._round = _OpenRound(message=round_)
+
+    def _refuse_older(self, what: str, policy_version: int) -> None:
+        if self._rest != UNSEEDED and policy_version < self.policy_version:
+            raise StaleVersion(
+                f"{what} brings version {policy_version}, "
+                f"but this replica has had version {self.policy_version}; versions only grow"
+            )
 
     def _require(self, phase: Phase, round_: pb.Round) -> _OpenRound:
         name = pb.RoundPhase.Name(phase)

@@ -24,7 +24,7 @@ class TrainerEngine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps' policy version: 0 for the initial model, +1 per train step."""
+        """0 for the initial model, +1 per train step; renumber() may leave numbers out."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -39,7 +39,7 @@ class TrainerEngine(Protocol):
         """What a sample may be."""
 
     def load(self, folder: Path) -> None:
-        """Weights from a Hugging Face folder; fresh optimizer; policy version 0."""
+        """Weights from a Hugging Face folder; fresh optimizer; no steps done; policy version 0."""
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """One GRPO step; the policy version grows by 1. Raises: NotFinite: nothing changed."""
@@ -52,6 +52,9 @@ class TrainerEngine(Protocol):
 
     def load_checkpoint(self, folder: Path) -> None:
         """Raises: ConfigError: the folder is from another model or another parallel layout."""
+
+    def renumber(self, policy_version: int) -> None:
+        """The same policy is called `policy_version` from now on."""
 
     def tensors(self) -> Mapping[str, Any]:
         """This rank's live parameters (torch tensors) by the engine's own names."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from servicekit.errors import WrongVersion
+from servicekit.errors import TandemError, WrongVersion
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from trainer_service.batch import merge
 from trainer_service.checks import check_updates
@@ -14,10 +14,10 @@ from trainer_service.stopwatch import Stopwatch
 
 
 class CommandHandlers:
-    """The engine and the weight-sync member of this rank, behind commands."""
+    """The engine and the weight-sync member of this rank, behind commands. model: folder of the initial model."""
 
-    def __init__(self, engine: TrainerEngine, publisher: Publisher) -> None:
-        self._engine, self._publisher = engine, publisher
+    def __init__(self, engine: TrainerEngine, publisher: Publisher, model: Path) -> None:
+        self._engine, self._publisher, self._model = engine, publisher, model
 
     def table(self) -> Handlers:
         """Handler of each command that does something."""
@@ -27,6 +27,7 @@ class CommandHandlers:
             Command.PUBLISH: self.publish,
             Command.SAVE: self.save,
             Command.EXPORT: self.export,
+            Command.RESTORE: self.restore,
         }
 
     def train_step(self, parts: Sequence[bytes]) -> bytes:
@@ -64,6 +65,19 @@ class CommandHandlers:
         """parts: ExportModelRequest."""
         size = self._engine.export(Path(pb.ExportModelRequest.FromString(parts[0]).path))
         return pb.ExportModelResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
+
+    def restore(self, parts: Sequence[bytes]) -> bytes:
+        """parts: RestorePolicyRequest. Raises: RuntimeError, which ends the trainer: half a policy is none."""
+        request = pb.RestorePolicyRequest.FromString(parts[0])
+        try:
+            if request.path:
+                self._engine.load_checkpoint(Path(request.path))
+            else:
+                self._engine.load(self._model)
+        except TandemError as error:
+            raise RuntimeError(f"the policy was not restored: {error}") from error
+        self._engine.renumber(request.policy_version)
+        return pb.RestorePolicyResponse(policy_version=self._engine.policy_version).SerializeToString()
 
 
 def check_version(asked: int, current: int) -> None:

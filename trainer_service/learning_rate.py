@@ -1,24 +1,24 @@
-"""The step size of an iteration, from the policy version alone: a resumed run needs no other state."""
+"""The step size of an iteration, from the number of steps done alone: a resumed run needs no other state."""
 
 import math
 
 from tandem_config.schema import TrainerSection
 
 
-def learning_rate_at(policy_version: int, iterations: int, settings: TrainerSection) -> float:
-    """AdamW step size of the step that starts from `policy_version` (the number of steps done).
+def learning_rate_at(steps_done: int, iterations: int, settings: TrainerSection) -> float:
+    """AdamW step size of the step that follows `steps_done` of them.
 
     Args:
         iterations: run.iterations; a decay ends with it. Steps beyond it keep the last value.
 
     >>> settings = TrainerSection(learning_rate=1.0, learning_rate_decay="linear", warmup_iterations=2)
-    >>> [round(learning_rate_at(version, 6, settings), 3) for version in range(8)]
+    >>> [round(learning_rate_at(steps, 6, settings), 3) for steps in range(8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.25, 0.25]
     """
     warmup = settings.warmup_iterations
-    if policy_version < warmup:
-        return settings.learning_rate * (policy_version + 1) / warmup
+    if steps_done < warmup:
+        return settings.learning_rate * (steps_done + 1) / warmup
     steps = max(1, iterations - warmup)
-    done = min(policy_version - warmup, steps - 1) / steps
+    done = min(steps_done - warmup, steps - 1) / steps
     share = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2.0}
     return settings.learning_rate * share[settings.learning_rate_decay]

@@ -38,6 +38,7 @@ class Command(IntEnum):
     PUBLISH = 4
     SAVE = 5
     EXPORT = 6
+    RESTORE = 7
 
 
 # (parts of the request, serialised) -> serialised reply

@@ -134,6 +134,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         log.info("model exported", path=request.path, policy_version=response.policy_version)
         return response
 
+    async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
+        """Back to a checkpoint, under a new version."""
+        own = self._ready.policy_version
+        if request.policy_version < own:
+            raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
+        if request.path:
+            _check_folder(request.path)
+        replies = await self._command(Command.RESTORE, request.SerializeToString())
+        response = pb.RestorePolicyResponse.FromString(replies[0])
+        metrics.POLICY_VERSION.set(response.policy_version)
+        log.warning("policy restored", path=request.path or "initial model", policy_version=response.policy_version)
+        return response
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """What the trainer has and does."""
         engine = self._ready

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from servicekit.errors import Aborted, ConfigError, DigestMismatch, PhaseOrder, TandemError
+from servicekit.errors import Aborted, ConfigError, DigestMismatch, NotReady, PhaseOrder, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
@@ -120,16 +120,20 @@ class SyncMember:
         """Fills every tensor with NaN (tests of coverage). Returns: the number of tensors."""
         return poison_tensors(self._tensors)
 
-    def load_published(self, folder: Path, *, at_least: int) -> int:
+    def load_published(self, folder: Path, *, at_least: int, round_id: str = "") -> int:
         """Fills the parameters from the newest version in a folder of the disk transport, and checks them.
 
-        For late joiners and cold starts; not while a round is open. Returns: the policy version.
+        For late joiners and cold starts; not while a round is open. round_id: that must have published it, if given.
 
-        Raises: NotReady: nothing is published; StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
+        Returns: the policy version.
+        Raises: NotReady: nothing is published, or by another round; StaleVersion: it is older than at_least;
+            DigestMismatch: a file is torn.
         """
         with self._lock:
             self._require(_State.IDLE)
             published = open_latest(folder, self._spec.fingerprint(), at_least)
+            if round_id not in ("", published.round_id):
+                raise NotReady(f"{published.folder} was published by round {published.round_id}, not {round_id}")
             self._coverage.check(self._tensors)
             packer, stats = self._packer(self._tensors, None), TransferStats()
             read_version(published, self._layout, self._rank, packer, stats, READ_BYTES)

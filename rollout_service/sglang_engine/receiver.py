@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from servicekit.errors import PermissionDenied
+from servicekit.errors import NotReady, PermissionDenied
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.session import SyncMember
@@ -49,8 +49,11 @@ def _variable(field: str) -> str:
 
 
 def receivable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that inference reads and a checkpoint has: parameters and persistent buffers, by engine name."""
-    tensors: dict[str, torch.Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    """Every tensor that inference reads and a checkpoint has: parameters and persistent buffers, by engine name.
+
+    The engine's own, no aliases: a staged round gives them other memory.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -75,6 +78,13 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
 
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
         return pb.RunPhaseResponse(report=self._member.run_phase(request.phase, request.round))
+
+    def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
+        version = request.policy_version
+        loaded = self._member.load_published(Path(request.folder), at_least=version, round_id=request.round_id)
+        if loaded != version:
+            raise NotReady(f"{request.folder} holds version {loaded} by now, not {version}")
+        return pb.LoadPublishedResponse()
 
     def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
         return pb.GetChecksumsResponse(checksums=self._member.checksums())

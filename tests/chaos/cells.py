@@ -33,20 +33,23 @@ TARGETS = {
 }
 # Of about 12 messages that a rank sends or receives.
 MID_TRANSFER = 4
+# Of 13 headers that a receiver may ask for at once and its 13 acknowledgements of what it has copied.
+MID_COPY = 16
 _TRAINER_PHASES = ("prepare", "transfer", "commit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell. install: "in_place" or "staged"."""
+    """One cell. install: "in_place" or "staged"; transport: as in sync.transport."""
 
     target: str
     phase: str
     harm: signal.Signals
     install: str
+    transport: str = "collective"
 
     def __str__(self) -> str:
-        return f"{self.harm.name}-{self.target}-{self.phase}-{self.install}"
+        return f"{self.harm.name}-{self.target}-{self.phase}-{self.install}-{self.transport}"
 
     @property
     def process(self) -> str:
@@ -57,6 +60,13 @@ class Cell:
     def killed(self) -> bool:
         """Not frozen."""
         return self.harm == signal.SIGKILL
+
+    @property
+    def message(self) -> int:
+        """At which message of the phase."""
+        if self.phase != "transfer" or (self.transport == "disk" and self.harms_trainer):
+            return 0  # a trainer rank writes its file in one go
+        return MID_COPY if self.transport == "colocated" else MID_TRANSFER
 
     @property
     def harms_trainer(self) -> bool:
@@ -101,10 +111,24 @@ class Cell:
 
 
 def matrix() -> list[Cell]:
-    """Every target at every phase, killed and frozen."""
+    """Every target at every phase, killed and frozen; mid-transfer also in the other install mode and transports."""
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
     return [
         Cell(target=target, phase=phase, harm=harm, install=install)
-        for harm, install in ((signal.SIGKILL, "in_place"), (signal.SIGSTOP, "staged"))
+        for harm, install in ((kill, "in_place"), (stop, "staged"))
         for target in TARGETS
         for phase in PHASES
+    ] + [
+        Cell(target=target, phase="transfer", harm=harm, install=install, transport=transport)
+        for transport, harm, install, targets in (
+            ("collective", kill, "staged", ("seed", "trainer1")),
+            ("collective", stop, "in_place", ("seed", "trainer1")),
+            ("colocated", kill, "in_place", ("seed", "trainer0")),
+            ("colocated", kill, "staged", ("seed", "trainer0")),
+            ("colocated", stop, "in_place", ("seed", "trainer0")),
+            ("colocated", stop, "staged", ("seed", "trainer0")),
+            ("disk", kill, "in_place", ("last",)),
+            ("disk", kill, "staged", ("trainer1",)),
+        )
+        for target in targets
     ]

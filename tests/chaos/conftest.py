@@ -21,8 +21,11 @@ class Fleets:
     @contextmanager
     def whole(self) -> Iterator[ChaosFleet]:
         """A fleet in which all replicas serve; a test that fails inside brings the processes' logs."""
-        fleet = self._start()
+        started = self._current is not None
+        fleet = self._fleet()
         try:
+            if not started:
+                fleet.start()
             yield fleet
         except BaseException as error:
             logs = fleet.logs()
@@ -30,13 +33,12 @@ class Fleets:
             error.add_note(logs)
             raise
 
-    def _start(self) -> ChaosFleet:
+    def _fleet(self) -> ChaosFleet:
         if self._current is None:
             self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
             redis = RedisProcess()
             redis.start()
             self._current = ChaosFleet(Path(self._folder.name), redis)
-            self._current.start()
         return self._current
 
     def drop(self) -> None:
@@ -47,7 +49,7 @@ class Fleets:
         self._current = None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleets() -> Iterator[Fleets]:
     fleets = Fleets()
     yield fleets

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.fleet.watched import WatchedFleet
+from coordinator.take_over import take_over
 from coordinator.trainer import Trainer
 from coordinator.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
@@ -16,6 +17,7 @@ from servicekit.lifecycle import run_main
 from servicekit.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.chaos.members import begin, leave
+from tests.polling import until
 from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
 
 
@@ -24,18 +26,23 @@ def main(settings: dict[str, Any]) -> None:
     config, environment = begin(settings)
 
     async def conduct(stop: asyncio.Event) -> int:
+        result = Path(settings["result"])
         work = asyncio.create_task(_publish(config, environment, settings))
         try:
-            said = {"result": await work}
+            _say(result, {"result": await work})
         except TandemError as error:
-            said = {"error": str(error), "reason": error.reason}
-        result = Path(settings["result"])
-        draft = result.with_suffix(".draft")
-        draft.write_text(json.dumps(said))
-        draft.rename(result)
-        return 0 if "result" in said else 1
+            _say(result, {"error": str(error), "reason": error.reason})
+            return 1
+        return 0
 
     leave(run_main("coordinator", conduct))
+
+
+def _say(file: Path, said: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(said))
+    draft.rename(file)
 
 
 async def _publish(config: RunConfig, environment: ServiceEnvironment, settings: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +58,26 @@ async def _publish(config: RunConfig, environment: ServiceEnvironment, settings:
         fleet = WatchedFleet(registry, client)
         stack.push_async_callback(fleet.close)
         fleet.admit([each for each in await fleet.look() if each.name in settings["serving"]])
-        sync = WeightSync(trainer=client, fleet=fleet, group=group, settings=config.sync, lead=lead)
+        sync = WeightSync(
+            trainer=client,
+            fleet=fleet,
+            group=group,
+            settings=config.sync,
+            lead=lead,
+            disk_folder=settings["disk_folder"],
+        )
+        version = int(settings["policy_version"])
+        if settings["checkpoint"]:
+            version = await take_over(client, sync, version, Path(settings["checkpoint"]))
         if settings["serving"]:
-            result = await sync.seed_late_joiners(int(settings["policy_version"]))
+            result = await sync.seed_late_joiners(version)
         else:
-            result = await sync.publish(int(settings["policy_version"]))
+            result = await sync.publish(version)
+        if settings["seed_when"]:
+            # The same coordinator goes on: replicas that have come since are seeded once the test says so.
+            _say(Path(settings["result"] + ".first"), {"serving": sorted(each.name for each in fleet.serving())})
+            await asyncio.to_thread(until, Path(settings["seed_when"]).exists, 60.0)
+            result = await sync.seed_late_joiners(version)
         said = {} if result is None else asdict(result)
         said["outcomes"] = {name: outcome.name for name, outcome in said.get("outcomes", {}).items()}
         return {**said, "serving": sorted(each.name for each in fleet.serving())}

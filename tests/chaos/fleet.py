@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 import uuid
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
@@ -46,7 +45,9 @@ class ChaosFleet:
     def __init__(self, folder: Path, redis: RedisProcess, **sync: Any) -> None:
         self.folder, self.redis = folder, redis
         self.version = 0
+        self._contents: dict[int, int] = {}  # the version whose numbers a version has, where a run was restarted
         self.processes: dict[str, ForkServerProcess] = {}
+        self.pids: set[int] = set()  # of all processes that there have been
         self._sync = sync
         self._serial = 0
         self._registry: Registry | None = None
@@ -75,15 +76,33 @@ class ChaosFleet:
         self.end(name)
         self._start(name, "replica")
 
-    def start_coordinator(self, name: str = "coordinator", *, serving: list[str] | None = None) -> Path:
+    def start_coordinator(
+        self,
+        name: str = "coordinator",
+        *,
+        serving: list[str] | None = None,
+        checkpoint: Path | None = None,
+        seed_when: Path | None = None,
+    ) -> Path:
         """Begins a publication of the current version; with `serving`, the seeding of the others.
 
+        With `seed_when`, it seeds late joiners after its publication, as soon as that file is there.
+        With `checkpoint`, of the current version, the coordinator of a restarted run: it takes the fleet over first.
         Returns: the file that its result will be in.
         """
         self._serial += 1
         result = self.folder / f"{name}-{self._serial}.json"
         version = self.version
-        self._start(name, "coordinator", policy_version=version, result=str(result), serving=serving or [])
+        self._start(
+            name,
+            "coordinator",
+            policy_version=version,
+            result=str(result),
+            serving=serving or [],
+            disk_folder=str(self.folder / "weights"),
+            checkpoint="" if checkpoint is None else str(checkpoint),
+            seed_when="" if seed_when is None else str(seed_when),
+        )
         return result
 
     def _start(self, name: str, kind: str, **settings: Any) -> None:
@@ -101,6 +120,13 @@ class ChaosFleet:
         process = _fork_server.Process(target=_run, args=(kind, {**common, **settings}), name=name, daemon=True)
         process.start()
         self.processes[name] = process
+        self.pids.add(self.pid(name))
+
+    def pid(self, name: str) -> int:
+        """Of a process that was started."""
+        pid = self.processes[name].pid
+        assert pid is not None
+        return pid
 
     def _config(self) -> dict[str, Any]:
         sync = {
@@ -145,9 +171,7 @@ class ChaosFleet:
 
     def send_signal(self, name: str, number: signal.Signals) -> None:
         """To a process or to Redis."""
-        pid = self.redis.pid if name == "redis" else self.processes[name].pid
-        assert pid is not None
-        os.kill(pid, number)
+        os.kill(self.redis.pid if name == "redis" else self.pid(name), number)
 
     def gate(self, name: str) -> GateKeeper:
         return GateKeeper(self.folder, name)
@@ -159,6 +183,10 @@ class ChaosFleet:
         self.registry.wait_for("trainer", ["trainer"], START_S)
         self.registry.wait_for("rollout", REPLICAS, START_S)
         until(lambda: all(map(self._answers, (*REPLICAS, "trainer"))), START_S)
+
+    def announced(self, name: str) -> bool:
+        """Whether a process that was just started is the one that answers under its name."""
+        return self._answers(name) and self.status(name).state == pb.REPLICA_STATE_UNSEEDED
 
     def _answers(self, name: str) -> bool:
         try:
@@ -216,6 +244,22 @@ class ChaosFleet:
         """A publication from its beginning to its end."""
         return self.result_of(self.start_coordinator(serving=serving))
 
+    def save(self) -> Path:
+        """A "checkpoint" of the current version."""
+        folder = self.folder / f"checkpoint-{self.version}"
+        folder.mkdir(exist_ok=True)
+        (folder / "version").write_text(str(self.version))
+        return folder
+
+    def take_over(self, checkpoint: Path) -> dict[str, Any]:
+        """A publication by the coordinator of a run that goes on from a checkpoint of the current version."""
+        content = self._contents.get(self.version, self.version)
+        said = self.result_of(self.start_coordinator(checkpoint=checkpoint))
+        if "policy_version" in said:
+            self.version = said["policy_version"]
+            self._contents[self.version] = content
+        return said
+
     def publish_by(self, name: str) -> dict[str, Any]:
         """The same, by a coordinator process of this name."""
         return self.result_of(self.start_coordinator(name))
@@ -235,14 +279,17 @@ class ChaosFleet:
 
         A replica that serves must hold exactly the weights of its version; one that does not must refuse.
         """
-        status = self.status(name)
         stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(name))
-        if status.state in (pb.REPLICA_STATE_SERVING, pb.REPLICA_STATE_PAUSED):
-            reply = _call(stub.GetChecksums, rollout_pb2.GetChecksumsRequest())
-            expected = expected_checksums(status.policy_version)
-            wrong = [each for each, digest in expected.items() if reply.ranks[0].checksums[each] != digest]
-            return f"{name} at version {status.policy_version}: {wrong} are others" if wrong else ""
-        return "" if self._refuses(stub, status.policy_version) else f"{name} is {status.state} and generates"
+        for _ in range(2):  # one that refuses no longer may have been let go on just now
+            status = self.status(name)
+            if status.state == pb.REPLICA_STATE_SERVING:
+                reply = _call(stub.GetChecksums, rollout_pb2.GetChecksumsRequest())
+                expected = expected_checksums(self._contents.get(status.policy_version, status.policy_version))
+                wrong = [each for each, digest in expected.items() if reply.ranks[0].checksums[each] != digest]
+                return f"{name} at version {status.policy_version}: {wrong} are others" if wrong else ""
+            if self._refuses(stub, status.policy_version):
+                return ""
+        return f"{name} is {status.state} and generates"
 
     def _refuses(self, stub: rollout_pb2_grpc.RolloutServiceStub, version: int) -> bool:
         group = rollout_pb2.PromptGroup(group_id="g", prompt_ids=[1], num_completions=1)
@@ -272,10 +319,3 @@ def _call(method: Callable[..., Any], request: Any) -> Any:
         return method(request, timeout=CALL_S)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
-
-
-def until_settled(look: Callable[[], bool], timeout_s: float) -> float:
-    """Waits for a condition. Returns: seconds that it took."""
-    start_s = time.monotonic()
-    until(look, timeout_s)
-    return time.monotonic() - start_s

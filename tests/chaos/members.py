@@ -18,6 +18,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import RunConfig
 from tests.chaos.gates import Gate
 from weightsync.session import SyncMember
+from weightsync.transports import disk
 from weightsync.transports.communicator import Communicator
 
 # Of services that answer with nothing to do, on two cores that others use too.
@@ -73,7 +74,7 @@ class _Messages:
 
 
 def set_up_gates(folder: Path, name: str) -> Gate:
-    """Gates at the phases and at every message that this process starts to send or receive."""
+    """Gates at the phases and at every message that this process starts to send, receive, write or read."""
     gate = Gate(folder, name)
     GatedMember.gate = gate
     GatedMember.round_file = folder / f"{name}.round"
@@ -89,6 +90,8 @@ def set_up_gates(folder: Path, name: str) -> Gate:
 
     Communicator.send = gated(Communicator.send)  # type: ignore[method-assign]
     Communicator.receive = gated(Communicator.receive)  # type: ignore[method-assign]
+    disk.write_rank = gated(disk.write_rank)
+    disk._fill = gated(disk._fill)
     return gate
 
 

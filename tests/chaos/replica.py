@@ -8,7 +8,6 @@ from typing import Any
 from rollout_service import app as rollout_app
 from rollout_service.sglang_engine.receiver import ShardReceiver
 from servicekit.lifecycle import run_main
-from servicekit.registry import Registry
 from servicekit.sync_server import start_sync_server
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.chaos.gates import Gate
@@ -52,10 +51,7 @@ def main(settings: dict[str, Any]) -> None:
     server = start_sync_server(weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server, receiver, address)
 
     async def serve(stop: asyncio.Event) -> None:
-        registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
-        engine = GatedEngine(address, gate)
-        await rollout_app._serve_engine(config, name, environment, stop, engine, registry)
-        registry.close()
+        await rollout_app.serve(config, name, environment, stop, lambda *_: GatedEngine(address, gate))
 
     code = run_main("rollout", serve)
     server.stop(grace=0)

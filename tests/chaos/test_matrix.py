@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.chaos.cells import MID_TRANSFER, Cell, matrix
+from tests.chaos.cells import Cell, matrix
 from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
+from tests.chaos.policy import SPEC, TRAINER
+from tests.chaos.shared_memory import files_of, shared_memory
 from tests.polling import until
+from weightsync.megatron_layout import megatron_layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -34,7 +37,7 @@ def test_cell(cell: Cell, fleets: Fleets) -> None:
 def run_cell(cell: Cell, fleet: ChaosFleet) -> None:
     old = fleet.version
     fleet.train_step()
-    fleet.use(install=cell.install)
+    fleet.use(install=cell.install, transport=cell.transport)
     result = harm(cell, fleet)
     said = fleet.result_of(result) if cell.process != "coordinator" else {}
     if cell.process != "coordinator":
@@ -53,7 +56,7 @@ def run_cell(cell: Cell, fleet: ChaosFleet) -> None:
 def harm(cell: Cell, fleet: ChaosFleet) -> Path:
     """Begin a publication, and do it at the phase. Returns: the file that its result will be in."""
     gate = fleet.gate(cell.holder)
-    gate.arm(cell.phase, MID_TRANSFER if cell.phase == "transfer" else 0)
+    gate.arm(cell.phase, cell.message)
     result = fleet.start_coordinator()
     gate.wait_reached(GATE_S)
     fleet.send_signal(cell.process, cell.harm)
@@ -86,6 +89,24 @@ def make_whole(cell: Cell, fleet: ChaosFleet, serving: list[str] | None) -> None
         status = fleet.status(name)
         assert (status.state, status.policy_version) == (pb.REPLICA_STATE_SERVING, fleet.version)
         assert fleet.mixture(name) == ""
+    if cell.transport == "colocated":
+        check_memory(fleet)
+
+
+def check_memory(fleet: ChaosFleet) -> None:
+    """Receivers hold the memory of the trainer that lives, once, or none; nobody leaves a file."""
+    regions = [len(megatron_layout(SPEC, TRAINER).parameters_of(rank)) for rank in range(TRAINER.world_size)]
+    trainer_pids = frozenset(fleet.pid(name) for name in TRAINERS)
+    for name, expected in zip(TRAINERS, regions, strict=True):
+        held = shared_memory(fleet.pid(name))
+        assert (held.descriptors, held.mappings) == (expected, expected), name
+    mapped = {name: shared_memory(fleet.pid(name)) for name in REPLICAS}
+    assert any(held.mappings for held in mapped.values())
+    for name, held in mapped.items():
+        assert held.descriptors == held.mappings, name  # Python's mmap keeps one for itself
+        # none: its last round was one that was given up
+        assert (held.mappings, held.owners) in ((sum(regions), trainer_pids), (0, frozenset())), name
+    assert files_of(fleet.pids) == []
 
 
 def come_back(cell: Cell, fleet: ChaosFleet) -> None:

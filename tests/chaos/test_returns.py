@@ -1,12 +1,14 @@
 """What a publication and a fleet do when services return, when they do not, and when they return from the past."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.chaos.conftest import Fleets
-from tests.chaos.fleet import REPLICAS, ChaosFleet
+from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
+from tests.polling import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -57,6 +59,71 @@ def test_a_rollout_does_not_go_back_with_a_trainer_from_the_past(fleets: Fleets)
         fleet.start_trainer()
         fleet.wait_announced()
         assert fleet.publish()["serving"] == list(REPLICAS)
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_a_late_joiner_loads_from_disk_what_was_published_while_the_trainer_is_away(
+    fleets: Fleets, transport: str
+) -> None:
+    """Through disk it serves the current version at once; without, it waits for the trainer, and serves nothing."""
+    with fleets.whole() as fleet:
+        fleet.train_step()
+        fleet.use(install="in_place", transport=transport)
+        seed = fleet.folder / f"seed-{transport}"
+        result = fleet.start_coordinator(seed_when=seed)
+        until(Path(f"{result}.first").exists, 20.0)
+        for name in (*TRAINERS, "rollout-2"):
+            fleet.end(name)
+        fleet.start_replica("rollout-2")
+        until(lambda: fleet.announced("rollout-2"), 20.0)
+        seed.touch()
+        said = fleet.result_of(result)
+        joiner = {"disk": ["rollout-2"], "collective": []}[transport]
+        assert said["serving"] == ["rollout-0", "rollout-1", *joiner]
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
+        if joiner:
+            assert versions(fleet) == all_serve(fleet.version)
+        fleet.use(transport="collective")
+        fleet.start_trainer()
+        fleet.wait_announced()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+
+
+@pytest.mark.parametrize("rank", TRAINERS)
+def test_a_restarted_trainer_takes_over_replicas_that_are_ahead_of_its_checkpoint(fleets: Fleets, rank: str) -> None:
+    """Checkpoint of v; v + 1 is served; a trainer rank dies while v + 2 is on its way. Nobody else is restarted."""
+    with fleets.whole() as fleet:
+        fleet.use(install="in_place", transport="collective")
+        checkpoint, saved = fleet.save(), fleet.version
+        fleet.train_step()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+        epoch = fleet.publish()["epoch"]
+        fleet.train_step()
+        lose_in_transfer(fleet, rank)
+        assert set(versions(fleet).values()) == {(pb.REPLICA_STATE_POISONED, saved + 1)}
+        fleet.version = saved
+        fleet.start_trainer()
+        fleet.wait_announced()
+        said = fleet.take_over(checkpoint)
+        assert said["serving"] == list(REPLICAS), said
+        assert said["epoch"] > epoch
+        assert fleet.version == saved + 2
+        assert versions(fleet) == all_serve(saved + 2)
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
+        fleet.train_step()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
+
+
+def lose_in_transfer(fleet: ChaosFleet, name: str) -> None:
+    """A process dies mid-transfer, and the publication with it."""
+    gate = fleet.gate(name)
+    gate.arm("transfer", 4)
+    result = fleet.start_coordinator()
+    gate.wait_reached(20.0)
+    fleet.send_signal(name, signal.SIGKILL)
+    gate.open()
+    assert "error" in fleet.result_of(result)
 
 
 def test_when_all_replicas_are_lost_the_error_says_so_after_the_deadline(fleets: Fleets) -> None:

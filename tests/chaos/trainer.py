@@ -38,9 +38,23 @@ class FakeTrainerEngine:
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         self.policy_version += 1
-        for name, tensor in cut(self._layout, self._rank, weights_of(self.policy_version)).items():
-            self._tensors[name].copy_(tensor)
+        self._fill(self.policy_version)
         return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={"pack": 0.0})
+
+    def load(self, folder: Path) -> None:
+        """The initial model."""
+        self._fill(0)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """A file that says which version's numbers these are."""
+        self._fill(int((folder / "version").read_text()))
+
+    def renumber(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def _fill(self, version: int) -> None:
+        for name, tensor in cut(self._layout, self._rank, weights_of(version)).items():
+            self._tensors[name].copy_(tensor)
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
         return np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)

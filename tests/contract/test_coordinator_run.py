@@ -12,6 +12,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
@@ -123,7 +124,36 @@ async def test_a_stop_signal_interrupts_at_once(config: RunConfig, environment: 
 async def test_a_trainer_of_another_version_is_refused(config: RunConfig, environment: ServiceEnvironment) -> None:
     async with fleet_of(environment, FakeTrainer(policy_version=3)):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
-    assert "policy version 3, the run at 0" in saved_state(environment)["error"]
+    assert "policy version 3, this run begins at 0" in saved_state(environment)["error"]
+
+
+@pytest.mark.parametrize(("trained", "served"), [(2, 4), (4, 4), (3, 1)])
+async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpoint(
+    config: RunConfig, environment: ServiceEnvironment, trained: int, served: int
+) -> None:
+    """Checkpoint 2 of six iterations; a trainer that was restarted from it, or one that lives; replicas that live."""
+    async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    again = environment.model_copy(update={"run_id": "again"})
+    async with fleet_of(again, FakeTrainer(policy_version=trained)) as fleet:
+        for service in fleet.rollout_services:
+            service.state, service.policy_version = weights_pb2.REPLICA_STATE_SERVING, served
+        assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
+    beyond = max(trained, served) + 1
+    folder = environment.run_dir / "checkpoints" / "step-00000002" / "trainer"
+    assert fleet.trainer_service.restored == [(str(folder), beyond)]
+    assert fleet.rollout_services[0].sync.seen[0][0].startswith(f"v{beyond}-")
+    assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]
+    assert [row["policy_version"] for row in rows(again)] == [1, 2, *range(beyond + 1, beyond + 5)]
+
+
+async def test_a_restarted_run_without_a_checkpoint_begins_with_the_initial_model(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of(environment, FakeTrainer(policy_version=1)) as fleet:
+        assert await conduct(config, environment, resume=True, stop=asyncio.Event()) == 0
+    assert fleet.trainer_service.restored == [("", 2)]
+    assert [row["policy_version"] for row in rows(environment)] == [3, 4, 5, 6, 7, 8]
 
 
 async def test_a_checkpoint_of_another_model_is_refused(

@@ -242,6 +242,28 @@ async def test_a_trainer_with_another_version_is_not_published() -> None:
         assert fleet.rollout_services[0].sync.seen == []
 
 
+async def test_a_replica_that_is_ahead_is_left_out_until_the_run_has_passed_it() -> None:
+    async with fake_fleet() as fleet:
+        ahead = fleet.rollout_services[1]
+        ahead.state, ahead.policy_version = pb.REPLICA_STATE_SERVING, 7
+        members = GrowingFleet(fleet.replicas)
+        sync = sync_of(fleet, FakeGroup(), 6, members=members)
+        result = await sync.publish(6)
+        assert result.outcomes == {"rollout-0": Outcome.COMMITTED}
+        assert members.serving() == (fleet.replicas[0],)
+        assert ahead.sync.seen == []
+        fleet.trainer_service.policy_version = 8
+        assert (await sync.publish(8)).outcomes == dict.fromkeys(("rollout-0", "rollout-1"), Outcome.COMMITTED)
+
+
+async def test_when_all_replicas_are_ahead_the_error_says_what_to_do() -> None:
+    async with fake_fleet() as fleet:
+        for service in fleet.rollout_services:
+            service.state, service.policy_version = pb.REPLICA_STATE_POISONED, 7
+        with pytest.raises(StaleVersion, match=r"rollout-0: it has had version 7, and versions only grow.*--resume"):
+            await sync_of(fleet, FakeGroup(), 6).publish(6)
+
+
 async def test_a_coordinator_that_was_replaced_begins_no_round() -> None:
     class Lost:
         def confirm(self, epoch: int) -> None:

@@ -40,6 +40,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     steps: list[Step] = field(default_factory=list)
     saved: list[Path] = field(default_factory=list)
     exported: list[Path] = field(default_factory=list)
+    restored: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sync = FakeSync(order=(PREPARE, TRANSFER, COMMIT), num_ranks=self.tensor_parallel)
@@ -77,6 +78,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         (folder / "version").write_text(str(self.policy_version))
         self.saved.append(folder)
         return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
+
+    async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
+        if request.path and not Path(request.path, "version").is_file():
+            raise InvalidRequest(f"{request.path} is no checkpoint")
+        self.restored.append((request.path, request.policy_version))
+        self.policy_version = request.policy_version
+        return pb.RestorePolicyResponse(policy_version=self.policy_version)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         Path(request.path).mkdir(exist_ok=True)

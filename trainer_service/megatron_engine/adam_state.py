@@ -31,6 +31,13 @@ class AdamState:
         """Live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and the parameter's name."""
         return dict(self._tensors)
 
+    def forget(self) -> None:
+        """As before the first step."""
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                if name.partition("/")[0] in _STATES:
+                    tensor.zero_()
+
     def remember(self) -> None:
         """Copy everything, to host memory, so that a step of several updates can be undone."""
         live = list(self._tensors.values())

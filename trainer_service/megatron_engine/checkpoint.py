@@ -1,7 +1,7 @@
 """Checkpoints of the trainer: safetensors files of model shards and a meta.json, put in place by one rename.
 
 Layout of a folder:
-    meta.json                        format, policy_version, model, parallel sizes, dtype
+    meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
     shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                      rng/cpu, rng/device (CUDA only), rng/tracker/NAME
     experts-etp00-ep00-pp00.safetensors    the same of experts, which are spread over ranks in their own way
@@ -67,7 +67,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     """Every rank calls this together; the folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: what the folder must agree with to be loaded, and policy_version.
+        meta: what the folder must agree with to be loaded, policy_version and steps_done.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write.
     """
@@ -124,12 +124,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
+def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
     """Fill this rank's tensors and random states.
 
     Args:
         meta: what the checkpoint must agree with, key by key.
-    Returns: the checkpoint's policy version.
+    Returns: the checkpoint's own meta.
     Raises: ConfigError: another model, layout or dtype, or a shard that lacks tensors.
     """
     saved = read_meta(folder)
@@ -140,7 +140,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -
         states = _read(folder / file.name, file.tensors)
         if states:
             _restore_rng(states)
-    return int(saved["policy_version"])
+    return saved
 
 
 def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ class MegatronEngine:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._version = 0
+        self._steps_done = 0  # fewer than the version where a restarted run has left numbers out
         self._spec = ModelSpec.from_folder(config.model.path)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # names every problem of model and sizes before anything is built
@@ -101,15 +102,18 @@ class MegatronEngine:
                 parameter.zero_()
         load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
         masters_from_weights(self._parameters)
+        self._adam.forget()
+        self._version = self._steps_done = 0
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """One GRPO step."""
         result = self._runner.run(samples, num_updates, self._learning_rate())
         self._version += 1
+        self._steps_done += 1
         return result
 
     def _learning_rate(self) -> float:
-        return learning_rate_at(self._version, self._config.run.iterations, self._config.trainer)
+        return learning_rate_at(self._steps_done, self._config.run.iterations, self._config.trainer)
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
         """Forward only."""
@@ -128,12 +132,18 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Weights, AdamW and random states."""
-        meta = self._identity() | {"policy_version": self._version}
+        meta = self._identity() | {"policy_version": self._version, "steps_done": self._steps_done}
         return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
         """The reverse of save, at the same layout."""
-        self._version = checkpoint.load(folder, self._adam.tensors(), self._identity())
+        saved = checkpoint.load(folder, self._adam.tensors(), self._identity())
+        self._version = int(saved["policy_version"])
+        self._steps_done = int(saved.get("steps_done", self._version))
+
+    def renumber(self, policy_version: int) -> None:
+        """The same policy under another version."""
+        self._version = policy_version
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""

@@ -270,6 +270,52 @@ class ReloadWeightsResponse(_message.Message):
 Global___ReloadWeightsResponse: _TypeAlias = ReloadWeightsResponse  # noqa: Y015
 
 @_typing.final
+class LoadPublishedWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """Of all published versions (sync.disk_folder), as this replica reaches it."""
+    policy_version: _builtins.int
+    round_id: _builtins.str
+    """The round that has published it."""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        round_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "policy_version", b"policy_version", "round_id", b"round_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPublishedWeightsRequest: _TypeAlias = LoadPublishedWeightsRequest  # noqa: Y015
+
+@_typing.final
+class LoadPublishedWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _weights_pb2.ReplicaState.ValueType
+    def __init__(
+        self,
+        *,
+        state: _weights_pb2.ReplicaState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPublishedWeightsResponse: _TypeAlias = LoadPublishedWeightsResponse  # noqa: Y015
+
+@_typing.final
 class PauseGenerationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

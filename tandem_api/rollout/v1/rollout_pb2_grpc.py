@@ -44,6 +44,11 @@ class RolloutServiceStub:
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
                 _registered_method=True)
+        self.LoadPublishedWeights = channel.unary_unary(
+                '/tandem_api.rollout.v1.RolloutService/LoadPublishedWeights',
+                request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/tandem_api.rollout.v1.RolloutService/PauseGeneration',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.PauseGenerationRequest.SerializeToString,
@@ -89,6 +94,15 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadPublishedWeights(self, request, context):
+        """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
+        trainer, and lets it serve. Idempotent. Longest deadline: 600 s. FAILED_PRECONDITION: the folder does not hold
+        exactly this version of this round, or the replica serves or is in a round; DATA_LOSS: a file is torn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PauseGeneration(self, request, context):
         """Stops generation at a token boundary. Idempotent. Longest deadline: 60 s.
         """
@@ -129,6 +143,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ReloadWeights,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'LoadPublishedWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadPublishedWeights,
+                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsRequest.FromString,
+                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsResponse.SerializeToString,
             ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
@@ -205,6 +224,33 @@ class RolloutService:
             '/tandem_api.rollout.v1.RolloutService/ReloadWeights',
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadPublishedWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.rollout.v1.RolloutService/LoadPublishedWeights',
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsRequest.SerializeToString,
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

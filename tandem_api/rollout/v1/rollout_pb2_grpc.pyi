@@ -43,6 +43,11 @@ class RolloutServiceStub:
     version is older than the one served (reason STALE_VERSION) or a phase is out of order;
     ABORTED: a peer failed; DATA_LOSS: a digest differs.
     """
+    LoadPublishedWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]
+    """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
+    trainer, and lets it serve. Idempotent. Longest deadline: 600 s. FAILED_PRECONDITION: the folder does not hold
+    exactly this version of this round, or the replica serves or is in a round; DATA_LOSS: a file is torn.
+    """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
     """Stops generation at a token boundary. Idempotent. Longest deadline: 60 s."""
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]
@@ -66,6 +71,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
     version is older than the one served (reason STALE_VERSION) or a phase is out of order;
     ABORTED: a peer failed; DATA_LOSS: a digest differs.
+    """
+    LoadPublishedWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]  # type: ignore[assignment]
+    """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
+    trainer, and lets it serve. Idempotent. Longest deadline: 600 s. FAILED_PRECONDITION: the folder does not hold
+    exactly this version of this round, or the replica serves or is in a round; DATA_LOSS: a file is torn.
     """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
     """Stops generation at a token boundary. Idempotent. Longest deadline: 60 s."""
@@ -99,6 +109,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
         version is older than the one served (reason STALE_VERSION) or a phase is out of order;
         ABORTED: a peer failed; DATA_LOSS: a digest differs.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadPublishedWeights(
+        self,
+        request: _rollout_pb2.LoadPublishedWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.LoadPublishedWeightsResponse, _abc.Awaitable[_rollout_pb2.LoadPublishedWeightsResponse]]:
+        """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
+        trainer, and lets it serve. Idempotent. Longest deadline: 600 s. FAILED_PRECONDITION: the folder does not hold
+        exactly this version of this round, or the replica serves or is in a round; DATA_LOSS: a file is torn.
         """
 
     @_abc_1.abstractmethod

@@ -54,6 +54,11 @@ class TrainerServiceStub:
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.RestorePolicy = channel.unary_unary(
+                '/tandem_api.trainer.v1.TrainerService/RestorePolicy',
+                request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyResponse.FromString,
+                _registered_method=True)
         self.ExportModel = channel.unary_unary(
                 '/tandem_api.trainer.v1.TrainerService/ExportModel',
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
@@ -102,6 +107,15 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestorePolicy(self, request, context):
+        """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+        restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportModel(self, request, context):
         """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent.
         """
@@ -138,6 +152,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'RestorePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestorePolicy,
+                    request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyRequest.FromString,
+                    response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyResponse.SerializeToString,
             ),
             'ExportModel': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportModel,
@@ -258,6 +277,33 @@ class TrainerService:
             '/tandem_api.trainer.v1.TrainerService/SaveCheckpoint',
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestorePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.trainer.v1.TrainerService/RestorePolicy',
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyRequest.SerializeToString,
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,11 @@ class TrainerServiceStub:
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    RestorePolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]
+    """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+    restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+    """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]
@@ -71,6 +76,11 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    RestorePolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]  # type: ignore[assignment]
+    """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+    restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+    """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -116,6 +126,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def RestorePolicy(
+        self,
+        request: _trainer_pb2.RestorePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.RestorePolicyResponse, _abc.Awaitable[_trainer_pb2.RestorePolicyResponse]]:
+        """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+        restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+        """
 
     @_abc_1.abstractmethod
     def ExportModel(

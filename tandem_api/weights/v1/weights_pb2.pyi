@@ -601,6 +601,48 @@ class RunPhaseResponse(_message.Message):
 Global___RunPhaseResponse: _TypeAlias = RunPhaseResponse  # noqa: Y015
 
 @_typing.final
+class LoadPublishedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """Of all published versions."""
+    policy_version: _builtins.int
+    round_id: _builtins.str
+    """The round that has published it."""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        round_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "policy_version", b"policy_version", "round_id", b"round_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPublishedRequest: _TypeAlias = LoadPublishedRequest  # noqa: Y015
+
+@_typing.final
+class LoadPublishedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPublishedResponse: _TypeAlias = LoadPublishedResponse  # noqa: Y015
+
+@_typing.final
 class GetChecksumsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

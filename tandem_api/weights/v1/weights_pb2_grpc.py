@@ -40,6 +40,11 @@ class ShardReceiverServiceStub:
                 request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
                 _registered_method=True)
+        self.LoadPublished = channel.unary_unary(
+                '/tandem_api.weights.v1.ShardReceiverService/LoadPublished',
+                request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedResponse.FromString,
+                _registered_method=True)
         self.GetChecksums = channel.unary_unary(
                 '/tandem_api.weights.v1.ShardReceiverService/GetChecksums',
                 request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.GetChecksumsRequest.SerializeToString,
@@ -65,6 +70,14 @@ class ShardReceiverServiceServicer:
         """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
         timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
         DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadPublished(self, request, context):
+        """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
+        FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +113,11 @@ def add_ShardReceiverServiceServicer_to_server(servicer, server):
                     servicer.RunPhase,
                     request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.FromString,
                     response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.SerializeToString,
+            ),
+            'LoadPublished': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadPublished,
+                    request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedRequest.FromString,
+                    response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedResponse.SerializeToString,
             ),
             'GetChecksums': grpc.unary_unary_rpc_method_handler(
                     servicer.GetChecksums,
@@ -145,6 +163,33 @@ class ShardReceiverService:
             '/tandem_api.weights.v1.ShardReceiverService/RunPhase',
             tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
             tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadPublished(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.weights.v1.ShardReceiverService/LoadPublished',
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedRequest.SerializeToString,
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,10 @@ class ShardReceiverServiceStub:
     timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
     DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
     """
+    LoadPublished: _grpc.UnaryUnaryMultiCallable[_weights_pb2.LoadPublishedRequest, _weights_pb2.LoadPublishedResponse]
+    """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
+    FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
+    """
     GetChecksums: _grpc.UnaryUnaryMultiCallable[_weights_pb2.GetChecksumsRequest, _weights_pb2.GetChecksumsResponse]
     """Digest of every parameter and persistent buffer of this rank, by engine name. Longest deadline: 60 s."""
     PoisonWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.PoisonWeightsRequest, _weights_pb2.PoisonWeightsResponse]
@@ -58,6 +62,10 @@ class ShardReceiverServiceAsyncStub(ShardReceiverServiceStub):
     """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
     timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
     DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+    """
+    LoadPublished: _aio.UnaryUnaryMultiCallable[_weights_pb2.LoadPublishedRequest, _weights_pb2.LoadPublishedResponse]  # type: ignore[assignment]
+    """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
+    FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
     """
     GetChecksums: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetChecksumsRequest, _weights_pb2.GetChecksumsResponse]  # type: ignore[assignment]
     """Digest of every parameter and persistent buffer of this rank, by engine name. Longest deadline: 60 s."""
@@ -82,6 +90,16 @@ class ShardReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
         timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
         DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadPublished(
+        self,
+        request: _weights_pb2.LoadPublishedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.LoadPublishedResponse, _abc.Awaitable[_weights_pb2.LoadPublishedResponse]]:
+        """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
+        FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
         """
 
     @_abc_1.abstractmethod

@@ -154,6 +154,45 @@ async def test_unwritable_path_leaves_the_trainer_serving(stub: Any) -> None:
     assert await version(stub) >= 0
 
 
+async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
+    stub: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    saved_at, folder = await version(stub), tmp_path / "checkpoint"
+    await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(folder)), timeout=TIMEOUT_S)
+    before = await exported(stub, tiny_model, tmp_path / "before")
+    first = await stub.TrainStep(iter(step_requests("old", saved_at, [micro_batch(0)])), timeout=TIMEOUT_S)
+    restore = pb.RestorePolicyRequest(path=str(folder), policy_version=saved_at + 5)
+    for _ in range(2):
+        assert (await stub.RestorePolicy(restore, timeout=TIMEOUT_S)).policy_version == saved_at + 5
+    assert differing(before, await exported(stub, tiny_model, tmp_path / "restored")) == []
+    again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [micro_batch(0)])), timeout=TIMEOUT_S)
+    assert again.policy_version == saved_at + 6
+    assert again.metrics == first.metrics  # optimizer and step size too
+    older = pb.RestorePolicyRequest(path=str(folder), policy_version=saved_at)
+    assert isinstance(await refusal(stub.RestorePolicy(older, timeout=TIMEOUT_S)), InvalidRequest)
+
+
+async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_model: Path, tmp_path: Path) -> None:
+    losses = []
+    for attempt in range(2):
+        at = await version(stub) + 2
+        await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
+        assert (
+            differing(load_file(tiny_model / "model.safetensors"), await initial(stub, tmp_path / str(attempt))) == []
+        )
+        for step in range(2):
+            requests = step_requests(f"fresh-{attempt}-{step}", at + step, [micro_batch(0)])
+            reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
+        losses.append(dict(reply.metrics))
+    assert losses[0] == losses[1]
+
+
+async def initial(stub: Any, folder: Path) -> dict[str, Any]:
+    """What the trainer exports, by Hugging Face name."""
+    await stub.ExportModel(pb.ExportModelRequest(path=str(folder)), timeout=TIMEOUT_S)
+    return dict(load_file(folder / "model.safetensors"))
+
+
 async def test_published_weights_are_the_exported_ones(
     stub: Any, shared_redis: str, tiny_model: Path, tmp_path: Path
 ) -> None:

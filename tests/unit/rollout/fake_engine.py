@@ -97,6 +97,7 @@ class FakeRanks:
         self.num_ranks = num_ranks
         self.phases: list[str] = []
         self.fail_at: dict[int, Exception] = {}
+        self.fail_load: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -106,6 +107,11 @@ class FakeRanks:
         if phase in self.fail_at:
             raise self.fail_at[phase]
         return [pb.PhaseReport(bytes_received=8, seconds={"transfer": 0.5}) for _ in range(self.num_ranks)]
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        self.phases.append("LOAD")
+        if self.fail_load is not None:
+            raise self.fail_load
 
     async def checksums(self) -> list[dict[str, str]]:
         return [{"w": "float32:1:00"} for _ in range(self.num_ranks)]

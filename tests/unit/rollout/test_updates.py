@@ -298,3 +298,50 @@ async def test_outcomes_are_told_as_rounds_end() -> None:
         await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, round_=a_round("wrong"))
     await rig.run(ABORT, round_=a_round("wrong"))
     assert rig.outcomes == ["committed", "aborted", "poisoned", "mismatch", "poisoned"]
+
+
+def on_disk(version: int = 3) -> pb.LoadPublishedRequest:
+    return pb.LoadPublishedRequest(folder="/weights", policy_version=version, round_id="r")
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+async def test_a_replica_without_weights_serves_what_it_has_loaded_from_disk(poisoned: bool) -> None:
+    rig = Rig()
+    if poisoned:
+        await rig.seed(1)
+        await rig.run(PREPARE, PAUSE, TRANSFER, ABORT, round_=a_round(version=2))
+        assert rig.updates.state == POISONED
+    rig.engine.calls.clear()
+    await rig.updates.load_published(on_disk())
+    assert (rig.updates.state, rig.updates.policy_version, rig.engine.version) == (SERVING, 3, 3)
+    assert rig.engine.calls.index("begin_update") < rig.engine.calls.index("end_update")
+    rig.updates.check_can_generate()
+    assert await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round("next", version=4)) == SERVING
+
+
+async def test_a_load_that_fails_leaves_a_replica_without_weights_which_a_round_can_seed() -> None:
+    rig = Rig()
+    rig.ranks.fail_load = DigestMismatch("torn")
+    with pytest.raises(DigestMismatch):
+        await rig.updates.load_published(on_disk())
+    assert rig.updates.state == UNSEEDED
+    with pytest.raises(NotReady):
+        rig.updates.check_can_generate()
+    assert rig.engine.calls[-1] == "end_update"
+    await rig.seed(3)
+    assert rig.updates.state == SERVING
+
+
+async def test_a_replica_that_serves_or_is_in_a_round_does_not_load_from_disk() -> None:
+    rig = Rig()
+    await rig.run(PREPARE, round_=a_round())
+    with pytest.raises(PhaseOrder, match="is under way"):
+        await rig.updates.load_published(on_disk())
+    await rig.run(ABORT, round_=a_round())
+    await rig.seed(1)
+    with pytest.raises(PhaseOrder, match="serves version 1 already"):
+        await rig.updates.load_published(on_disk())
+    await rig.run(PREPARE, PAUSE, TRANSFER, ABORT, round_=a_round("x", version=5))
+    with pytest.raises(StaleVersion):
+        await rig.updates.load_published(on_disk(version=0))
+    assert "LOAD" not in rig.ranks.phases
