@@ -4,6 +4,7 @@ The same planner and the same formula as `tandem plan`. A large plan takes secon
 4,096 ranks), so it is made in a thread of its own, once per change of the fleet, while the round itself goes on.
 """
 
+import math
 import threading
 from dataclasses import dataclass
 
@@ -68,8 +69,8 @@ class Forecast:
         except (TandemError, ValueError, KeyError) as error:
             log.warning("the weight sync is not predicted", error=str(error))
             forecast = None
-        metrics.SYNC_PREDICTED_SECONDS.set(forecast.seconds if forecast is not None else 0.0)
-        metrics.SYNC_PREDICTED_GOODPUT.set(forecast.goodput if forecast is not None else 0.0)
+        metrics.SYNC_PREDICTED_SECONDS.set(forecast.seconds if forecast is not None else math.nan)
+        metrics.SYNC_PREDICTED_GOODPUT.set(forecast.goodput if forecast is not None else math.nan)
 
     def predict(self, fleet: Participants) -> RoundForecast:
         """The round's forecast; chains of different layouts are fed at once, so the slowest counts.

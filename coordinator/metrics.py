@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from coordinator.sync_report import Outcome, SyncResult
 from servicekit.errors import DigestMismatch, TandemError
@@ -12,11 +12,27 @@ from servicekit.errors import DigestMismatch, TandemError
 _SYNC_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _PART_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
+
+class LateGauge:
+    """A gauge that is exported from its first value on: until then its 0 would be taken for a measurement."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self._gauge = Gauge(name, documentation, registry=None)
+        self._exported = False
+
+    def set(self, value: float) -> None:
+        """Export `value`."""
+        self._gauge.set(value)
+        if not self._exported:
+            self._exported = True
+            REGISTRY.register(self._gauge)
+
+
 ITERATION = Gauge("tandem_iteration", "GRPO iterations completed.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordinator trains and generates with.")
 REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
 RUN_STATE = Gauge("tandem_run_state", "1 for the state that the run is in.", ["state"])
-LAST_PROGRESS = Gauge(
+LAST_PROGRESS = LateGauge(
     "tandem_last_progress_timestamp_seconds", "Unix time at which a step of an iteration last began or ended."
 )
 ITERATION_SECONDS = Histogram(
@@ -39,7 +55,7 @@ SYNC_OUTCOMES = Counter(
     "Replicas by how a round ended for them (committed, aborted, poisoned).",
     ["outcome"],
 )
-SYNC_EPOCH = Gauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last committed weight sync.")
+SYNC_EPOCH = LateGauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last committed weight sync.")
 SYNC_RENDEZVOUS_SECONDS = Histogram(
     "tandem_weight_sync_rendezvous_wait_seconds",
     "Seconds that a round waited for its participants to be there.",
@@ -60,27 +76,29 @@ REPLICA_SYNC_SECONDS = Gauge(
     "Seconds that a replica's slowest rank worked in its last weight sync, over all stages.",
     ["replica"],
 )
-SYNC_LAST_SECONDS = Gauge("tandem_weight_sync_last_seconds", "Seconds of the last committed weight sync, start to end.")
-SYNC_GOODPUT = Gauge(
+SYNC_LAST_SECONDS = LateGauge(
+    "tandem_weight_sync_last_seconds", "Seconds of the last committed weight sync, start to end."
+)
+SYNC_GOODPUT = LateGauge(
     "tandem_weight_sync_goodput_bytes_per_second",
     "Bytes that all rollout ranks received / seconds of the whole round, in the last committed weight sync.",
 )
-SYNC_PREDICTED_SECONDS = Gauge(
+SYNC_PREDICTED_SECONDS = LateGauge(
     "tandem_weight_sync_predicted_seconds",
-    "Seconds that the plan predicts for a round of the present fleet over links of sync.link_gbit; 0: not predicted.",
+    "Seconds that the plan predicts for a round of the present fleet over links of sync.link_gbit; NaN: it cannot.",
 )
-SYNC_PREDICTED_GOODPUT = Gauge(
+SYNC_PREDICTED_GOODPUT = LateGauge(
     "tandem_weight_sync_predicted_goodput_bytes_per_second",
-    "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds; 0: not predicted.",
+    "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds.",
 )
-LOGPROB_DIFF_LIMIT = Gauge(
+LOGPROB_DIFF_LIMIT = LateGauge(
     "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
 )
 SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
-SYNC_RANK_BYTES = Gauge(
+SYNC_RANK_BYTES = LateGauge(
     "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."
 )
-SYNC_REDUNDANCY = Gauge(
+SYNC_REDUNDANCY = LateGauge(
     "tandem_weight_sync_redundancy_ratio", "Bytes received / bytes of the shards in the last weight sync; 1 is perfect."
 )
 GENERATED_TOKENS = Counter("tandem_generated_tokens_total", "Completion tokens sampled for training.")
@@ -92,25 +110,27 @@ WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
 # Row field of metrics.jsonl to its gauge.
 _ROW_GAUGES = {
-    "reward_mean": Gauge("tandem_reward_mean", "Mean reward of the last iteration."),
-    "reward_std": Gauge("tandem_reward_std", "Standard deviation of the last iteration's rewards."),
-    "heldout_accuracy": Gauge("tandem_heldout_accuracy_ratio", "Held-out greedy accuracy, last measured."),
-    "response_length_mean": Gauge("tandem_response_length_tokens", "Mean completion length of the last iteration."),
-    "entropy": Gauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
-    "logprob_abs_diff_max": Gauge(
+    "reward_mean": LateGauge("tandem_reward_mean", "Mean reward of the last iteration."),
+    "reward_std": LateGauge("tandem_reward_std", "Standard deviation of the last iteration's rewards."),
+    "heldout_accuracy": LateGauge("tandem_heldout_accuracy_ratio", "Held-out greedy accuracy, last measured."),
+    "response_length_mean": LateGauge("tandem_response_length_tokens", "Mean completion length of the last iteration."),
+    "entropy": LateGauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
+    "logprob_abs_diff_max": LateGauge(
         "tandem_logprob_abs_diff_max", "Largest |log pi_trainer - log pi_engine| of a token."
     ),
-    "logprob_abs_diff_mean": Gauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
-    "zero_variance_ratio": Gauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
-    "kl_old": Gauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step."),
-    "staleness_max": Gauge("tandem_staleness_versions", "Age of the oldest sample of the last iteration, in versions."),
-    "truncated_ratio": Gauge("tandem_truncated_ratio", "Share of completions cut off by the length limit."),
-    "loss": Gauge("tandem_loss", "Policy loss of the last step."),
-    "grad_norm": Gauge("tandem_grad_norm", "Gradient norm before clipping of the last step."),
-    "clip_fraction_low": Gauge("tandem_clip_fraction_low_ratio", "Share of tokens clipped at the lower bound."),
-    "clip_fraction_high": Gauge("tandem_clip_fraction_high_ratio", "Share of tokens clipped at the upper bound."),
-    "tokens_per_s": Gauge("tandem_tokens_per_second", "Completion tokens per second of the last iteration."),
-    "overhead_share": Gauge(
+    "logprob_abs_diff_mean": LateGauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
+    "zero_variance_ratio": LateGauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
+    "kl_old": LateGauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step."),
+    "staleness_max": LateGauge(
+        "tandem_staleness_versions", "Age of the oldest sample of the last iteration, in versions."
+    ),
+    "truncated_ratio": LateGauge("tandem_truncated_ratio", "Share of completions cut off by the length limit."),
+    "loss": LateGauge("tandem_loss", "Policy loss of the last step."),
+    "grad_norm": LateGauge("tandem_grad_norm", "Gradient norm before clipping of the last step."),
+    "clip_fraction_low": LateGauge("tandem_clip_fraction_low_ratio", "Share of tokens clipped at the lower bound."),
+    "clip_fraction_high": LateGauge("tandem_clip_fraction_high_ratio", "Share of tokens clipped at the upper bound."),
+    "tokens_per_s": LateGauge("tandem_tokens_per_second", "Completion tokens per second of the last iteration."),
+    "overhead_share": LateGauge(
         "tandem_overhead_ratio", "Share of the last iteration outside the engine's and the trainer's computation."
     ),
 }
@@ -120,7 +140,7 @@ for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
 for _outcome in Outcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
-for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry"):
+for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry", "kubernetes"):
     WARNINGS.labels(kind=_kind)
 
 

@@ -1,0 +1,46 @@
+"""The committed dashboards, as Grafana reads them."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.monitoring.tools import DASHBOARDS
+
+FILES = ("weight-sync.json", "training.json", "fleet.json")
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query of a panel."""
+
+    board: str
+    panel: str
+    legend: str
+    expr: str
+
+    def __str__(self) -> str:
+        return f"{self.board}: {self.panel} [{self.legend}]"
+
+    def over(self, window: str) -> str:
+        """The expression as Grafana sends it, with its variables filled in."""
+        return self.expr.replace("$namespace", ".*").replace("$window", window)
+
+
+def board(file: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DASHBOARDS / file).read_text(encoding="utf-8"))
+    return loaded
+
+
+def panels(file: str) -> list[dict[str, Any]]:
+    return [panel for panel in board(file)["panels"] if panel["type"] != "row"]
+
+
+def queries(file: str) -> list[Query]:
+    return [
+        Query(board=file, panel=panel["title"], legend=target["legendFormat"], expr=target["expr"])
+        for panel in panels(file)
+        for target in panel["targets"]
+    ]
+
+
+ALL = [query for file in FILES for query in queries(file)]

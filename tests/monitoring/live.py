@@ -1,0 +1,107 @@
+"""A real Prometheus on loopback that scrapes what a test runs, and the dashboards' queries put to it."""
+
+import contextlib
+import json
+import math
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.monitoring.boards import Query
+from tests.monitoring.tools import MONITORING, RULES, tool
+from tests.polling import until
+
+READY_S = 60.0
+ANSWER_S = 30.0
+# Our rules' windows are hours; a test lasts a minute.
+WINDOW = "1m"
+
+
+class Prometheus:
+    """One server; `targets` is by job, then by replica name ("" for none): host:port."""
+
+    def __init__(self, folder: Path, targets: Mapping[str, Mapping[str, str]]) -> None:
+        self._folder = folder
+        self._start_s = time.time()
+        config = folder / "prometheus.yml"
+        config.write_text(yaml.safe_dump(_config(targets)))
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        command = [tool("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+        command += [f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn"]
+        with (folder / "prometheus.log").open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(self._is_ready, READY_S)
+
+    def _is_ready(self) -> bool:
+        if self._process.poll() is not None:
+            raise RuntimeError(f"prometheus ended: {(self._folder / 'prometheus.log').read_text()}")
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            return self._get("/-/ready").startswith(b"Prometheus Server is Ready")
+        return False
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=ANSWER_S) as answer:
+            return bytes(answer.read())
+
+    def values(self, expression: str) -> list[float]:
+        """Every finite value of a query over the time since the start. Raises: AssertionError: it was refused."""
+        query = {"query": expression, "start": self._start_s, "end": time.time(), "step": 1}
+        try:
+            raw = self._get(f"/api/v1/query_range?{urllib.parse.urlencode(query)}")
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expression}: {error.read().decode()}") from None
+        found: list[dict[str, Any]] = json.loads(raw)["data"]["result"]
+        values = [float(value) for series in found for _, value in series["values"]]
+        return [value for value in values if math.isfinite(value)]
+
+    def without_data(self, queries: Sequence[Query]) -> list[Query]:
+        """Queries that have returned no number so far."""
+        return [query for query in queries if not self.values(query.over(WINDOW))]
+
+    def rules(self) -> dict[str, str]:
+        """Rule to its health ("ok" once it was evaluated)."""
+        groups = json.loads(self._get("/api/v1/rules"))["data"]["groups"]
+        return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=30)
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, targets: Mapping[str, Mapping[str, str]]) -> Iterator[Prometheus]:
+    """A server for the block."""
+    server = Prometheus(folder, targets)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _config(targets: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """The jobs of deploy/monitoring/prometheus.yml at other addresses, scraped every second."""
+    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    configs = []
+    for job in (each["job_name"] for each in jobs):
+        labelled = [
+            {"targets": [address], "labels": {"replica": replica} if replica else {}}
+            for replica, address in targets.get(job, {}).items()
+        ]
+        configs.append({"job_name": job, "static_configs": labelled})
+    times = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    return {"global": times, "rule_files": [str(RULES)], "scrape_configs": configs}
+
+
+def _free_port() -> int:
+    """Prometheus cannot say which port it was given for 0; another process may take this one in between."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

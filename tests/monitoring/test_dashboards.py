@@ -1,0 +1,95 @@
+"""The committed dashboards are what the code says, show what they should, and ask for what is exported."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.monitoring.boards import ALL, FILES, Query, board, panels
+from tests.monitoring.declared import JOBS, series_of
+from tests.monitoring.promql import problems, selectors
+from tests.monitoring.test_rules import promtool
+from tests.monitoring.tools import DASHBOARDS, MONITORING
+from tools.dashboards import __main__ as generator
+
+SERIES = {job: series_of(job) for job in JOBS}
+# What each dashboard is for: a metric that must be on it.
+SHOWN = {
+    "weight-sync.json": (
+        "tandem_weight_sync_seconds_bucket",
+        "tandem_replica_weight_sync_seconds",
+        "tandem_weight_sync_bytes_total",
+        "tandem_weight_sync_goodput_bytes_per_second",
+        "tandem_weight_sync_predicted_goodput_bytes_per_second",
+        "tandem_weight_sync_outcomes_total",
+        "tandem_weight_sync_epoch",
+        "tandem_replica_policy_version",
+    ),
+    "training.json": (
+        "tandem_reward_mean",
+        "tandem_entropy",
+        "tandem_kl_old",
+        "tandem_clip_fraction_low_ratio",
+        "tandem_clip_fraction_high_ratio",
+        "tandem_grad_norm",
+        "tandem_response_length_tokens",
+        "tandem_logprob_abs_diff_max",
+    ),
+    "fleet.json": (
+        "tandem_replica_state",
+        "tandem_generated_tokens_total",
+        "tandem_engine_waiting_requests",
+        "tandem_kv_cache_usage_ratio",
+        "tandem_replica_starts_total",
+    ),
+}
+
+
+def test_the_committed_files_are_what_the_code_says() -> None:
+    assert generator.check() == 0
+
+
+def test_a_change_by_hand_is_drift(tmp_path: Path) -> None:
+    assert generator.write(tmp_path) == 0
+    assert generator.check(tmp_path) == 0
+    changed = tmp_path / "fleet.json"
+    changed.write_text(changed.read_text().replace("tandem_running_groups", "tandem_groups"))
+    (tmp_path / "old.json").write_text("{}")
+    assert generator.check(tmp_path) == 1
+    assert generator.write(tmp_path) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+
+
+def test_every_dashboard_is_looked_at() -> None:
+    assert sorted(path.name for path in DASHBOARDS.glob("*.json")) == sorted(FILES)
+    assert len({board(file)["uid"] for file in FILES}) == len(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_dashboard_shows_what_it_is_for(file: str) -> None:
+    shown = {selector.name for query in ALL if query.board == file for selector in selectors(query.expr)}
+    assert [metric for metric in SHOWN[file] if metric not in shown] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_panels_are_apart_and_explained(file: str) -> None:
+    ids = [panel["id"] for panel in board(file)["panels"]]
+    assert len(set(ids)) == len(ids)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels(file)]
+    assert len(set(places)) == len(places)
+    assert [panel["title"] for panel in panels(file) if len(panel["description"]) < 10] == []
+
+
+@pytest.mark.parametrize("query", ALL, ids=str)
+def test_a_query_asks_for_what_is_exported(query: Query) -> None:
+    assert selectors(query.expr)
+    assert problems(query.over("5m"), SERIES, set()) == []
+
+
+def test_the_configurations_can_be_read() -> None:
+    done = promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert sorted(job["job_name"] for job in jobs) == sorted(JOBS)
+    for path in (MONITORING / "grafana").rglob("*.yaml"):
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["apiVersion"] == 1

@@ -1,0 +1,50 @@
+"""A real Prometheus scrapes a real coordinator that trains with services without engines: its panels have data.
+
+The whole system with its engines is scraped in test_live_system.py, which takes minutes.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.registry import Registry
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import with_settings
+from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config
+from tests.monitoring.boards import ALL, Query
+from tests.monitoring.live import Prometheus, prometheus
+from tests.polling import until
+
+pytestmark = [pytest.mark.integration]
+
+DATA_S = 90.0
+# The model of services without engines is none that the planner knows: nothing predicts their rounds.
+PREDICTED = "_predicted_"
+COORDINATORS = [query for query in ALL if 'job="coordinator"' in query.expr and PREDICTED not in query.expr]
+
+
+def missing(server: Prometheus, left: list[Query]) -> list[Query]:
+    left[:] = server.without_data(left)
+    return left
+
+
+def test_every_panel_of_the_coordinator_has_data(
+    config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
+) -> None:
+    config = with_settings(config, run={"iterations": 1_000_000, "checkpoint_every": 100, "startup_timeout_s": 60})
+    start(*fleet_arguments(environment))
+    start("coordinator", "--config", write_config(config, tmp_path))
+    registry = Registry(environment.redis_url, environment.run_id)
+    (record,) = registry.wait_for("coordinator", ["coordinator"], DATA_S)
+    registry.close()
+    with prometheus(tmp_path, {"coordinator": {"": record.metrics_address}}) as server:
+        left = list(COORDINATORS)
+        assert len(left) > 40
+        try:
+            until(lambda: not missing(server, left), DATA_S)
+        except AssertionError:
+            pytest.fail("no data: " + "; ".join(f"{query}: {query.over('1m')}" for query in left))
+        assert len(server.without_data([query for query in ALL if PREDICTED in query.expr])) == 2
+        until(lambda: set(server.rules().values()) == {"ok"}, DATA_S)
+        assert len(server.rules()) > 30
