@@ -1,0 +1,77 @@
+# The trainer: Megatron, all ranks of one host in a container. `make images` builds it; see docs/docker.md.
+#
+# Target `gpu` (the last, so the default) on BASE = the NVIDIA PyTorch image, which has torch, CUDA and
+# TransformerEngine; target `cpu` on BASE = a Debian-like image with Python 3.11 and pip. Both pinned by the caller.
+# TORCH_INDEX_URL: `cpu` only, an index of torch's CPU builds where the configured index has none.
+# Secrets, both optional: pip.conf (package index, credentials), ca.pem (certificates of a proxy; name it in pip.conf).
+ARG BASE=python:3.11.14-slim-bookworm
+
+FROM ${BASE} AS base
+RUN groupadd --gid 10001 tandem \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp tandem \
+    && install -d -o tandem -g tandem /var/lib/tandem/run
+
+# pip and setuptools for the two stages that install; PIP_CONSTRAINT: the NVIDIA image pins what we bring ourselves.
+FROM base AS installer
+ENV PIP_CONFIG_FILE=/run/secrets/pip.conf PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=
+WORKDIR /src
+COPY requirements/lock.txt requirements/torch.txt requirements/
+RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m pip install --quiet --target /opt/build --no-deps "$(grep '^setuptools==' requirements/lock.txt)"
+
+FROM installer AS cpu-packages
+RUN python3 -m venv --without-pip /opt/tandem
+ARG TORCH_INDEX_URL=
+RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m pip --python /opt/tandem/bin/python install --quiet --only-binary :all: \
+        ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} -c requirements/lock.txt -r requirements/torch.txt
+COPY requirements/images/trainer.txt requirements/images/
+RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m pip --python /opt/tandem/bin/python install --quiet --no-deps --only-binary :all: \
+        -r requirements/images/trainer.txt
+
+FROM installer AS gpu-packages
+RUN python3 -c "import torch; assert torch.version.cuda, 'BASE has no CUDA build of torch: give the NVIDIA PyTorch image'" \
+    && python3 -m venv --without-pip --system-site-packages /opt/tandem
+COPY requirements/images/trainer-gpu.txt requirements/images/
+RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m pip --python /opt/tandem/bin/python install --quiet --no-deps --only-binary :all: \
+        -r requirements/images/trainer-gpu.txt
+
+# Our own code, apart: when it changes, the layers with the packages stay. The base may have a newer Python than the
+# lock is for.
+FROM installer AS app
+COPY pyproject.toml README.md LICENSE ./
+COPY tandem_api tandem_api
+COPY tandem_config tandem_config
+COPY servicekit servicekit
+COPY weightsync weightsync
+COPY trainer_service trainer_service
+RUN PYTHONPATH=/opt/build python3 -m pip install --quiet --no-deps --no-index --no-build-isolation \
+        --ignore-requires-python --target /opt/app .
+
+FROM base AS service
+ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 \
+    PYTHONPATH=/opt/app
+WORKDIR /var/lib/tandem
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "trainer_service.host"]
+ARG VERSION
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tandem-trainer" \
+      org.opencontainers.image.description="Megatron trainer of GRPO runs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+
+FROM service AS cpu
+ENV OMP_NUM_THREADS=1
+COPY --from=cpu-packages /opt/tandem /opt/tandem
+COPY --from=app /opt/app /opt/app
+COPY examples/arithmetic /opt/tandem/examples/arithmetic
+
+FROM service AS gpu
+COPY --from=gpu-packages /opt/tandem /opt/tandem
+COPY --from=app /opt/app /opt/app
+COPY examples/arithmetic /opt/tandem/examples/arithmetic

@@ -1,0 +1,138 @@
+"""The Dockerfiles keep the rules of our images: pinned, not root, exec form, labelled, no more than is needed."""
+
+import json
+import re
+
+import pytest
+
+from tests.house.repository import REPO
+from tests.images.dockerfiles import Dockerfile, copied, ignore_lines, is_exec_form, is_sent, parse, read
+from tools.image_requirements import IMAGES
+
+TARGETS = {"coordinator": ["final"], "trainer": ["cpu", "gpu"], "rollout": ["cpu", "gpu"]}
+ENTRYPOINTS = {"coordinator": "coordinator", "trainer": "trainer_service.host", "rollout": "rollout_service"}
+BUILT = [(image, target) for image, targets in TARGETS.items() for target in targets]
+LABELS = ("title", "description", "licenses", "version", "revision")
+USER = re.compile(r"[1-9]\d*:[1-9]\d*")
+
+
+def unpinned(file: Dockerfile) -> list[str]:
+    """Bases that are no stage, not `scratch`, and have neither a version nor a digest."""
+    known = {stage.name for stage in file.stages} | {"scratch"}
+    found = []
+    for stage in file.stages:
+        name = re.sub(r"\$\{(\w+)\}", lambda match: file.arguments.get(match[1], ""), stage.parent)
+        tag = name.rpartition("/")[2].partition(":")[2]
+        if name not in known and "@sha256:" not in name and (not re.search(r"\d", tag) or "latest" in tag):
+            found.append(stage.parent)
+    return found
+
+
+def loose_installs(file: Dockerfile) -> list[str]:
+    """Installations over the network whose versions nothing pins."""
+    pinned = ("-r requirements/", "-c requirements/", "grep '^setuptools==' requirements/lock.txt")
+    return [text for text in downloads(file) if not any(pin in text for pin in pinned)]
+
+
+def downloads(file: Dockerfile) -> list[str]:
+    """RUN instructions in which pip goes to an index."""
+    runs = [text for text in file.all("RUN") if re.search(r"\bpip\b.* install ", text)]
+    return [text for text in runs if "--no-index" not in text]
+
+
+@pytest.mark.parametrize(("image", "target"), BUILT)
+def test_a_service_does_not_run_as_root(image: str, target: str) -> None:
+    assert USER.fullmatch(read(image).effective(target, "USER") or "")
+
+
+@pytest.mark.parametrize(("image", "target"), BUILT)
+def test_the_service_itself_gets_the_signals(image: str, target: str) -> None:
+    entrypoint = read(image).effective(target, "ENTRYPOINT") or ""
+    assert is_exec_form(entrypoint)
+    module = json.loads(entrypoint)[-1]
+    assert module == ENTRYPOINTS[image]
+    path = REPO / module.replace(".", "/")
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+@pytest.mark.parametrize(("image", "target"), BUILT)
+def test_an_image_says_what_it_is(image: str, target: str) -> None:
+    labels = read(image).effective(target, "LABEL") or ""
+    assert [label for label in LABELS if f"org.opencontainers.image.{label}=" not in labels] == []
+    assert f"tandem-{image}" in labels
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_everything_is_pinned(image: str) -> None:
+    file = read(image)
+    assert unpinned(file) == []
+    assert loose_installs(file) == []
+    assert [text for text in file.all("RUN") if "apt-get" in text or "curl" in text] == []
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_the_last_stage_is_the_one_for_users(image: str) -> None:
+    assert read(image).stages[-1].name == TARGETS[image][-1]
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_no_secret_stays_in_an_image(image: str) -> None:
+    file = read(image)
+    assert [name for name in file.all("ARG") + file.all("ENV") if re.search("TOKEN|PASSWORD|SECRET_KEY", name)] == []
+    assert downloads(file)
+    for text in downloads(file):
+        assert text.count("--mount=type=secret") == 2, "the index's credentials and certificates, while it runs"
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_copies_come_from_what_a_build_may_see(image: str) -> None:
+    for text in read(image).all("COPY"):
+        sources, from_checkout = copied(text)
+        for source in sources if from_checkout else []:
+            assert (REPO / source).exists(), source
+            assert is_sent(REPO / source), f".dockerignore keeps {source} out"
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_an_image_holds_the_packages_that_its_requirements_are_for(image: str) -> None:
+    sources = {source for text in read(image).all("COPY") for source in copied(text)[0] if copied(text)[1]}
+    packages = {source for source in sources if (REPO / source / "__init__.py").is_file()} - {"examples/arithmetic"}
+    assert packages == set(IMAGES[image].packages)
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_our_code_comes_after_the_packages(image: str) -> None:
+    """A change of our code must not install the packages again."""
+    stage = next(stage for stage in read(image).stages if "packages" in stage.name)
+    copies = [copied(each.text)[0] for each in stage.instructions if each.word == "COPY"]
+    assert copies
+    assert [source for sources in copies for source in sources if (REPO / source / "__init__.py").is_file()] == []
+
+
+def test_a_build_sees_only_what_is_listed() -> None:
+    assert ignore_lines()[1] == "*"
+    assert not is_sent(REPO / ".git")
+    assert not is_sent(REPO / "runs")
+
+
+@pytest.mark.parametrize(
+    ("base", "pinned"),
+    [
+        ("python", False),
+        ("python:latest", False),
+        ("python:slim", False),
+        ("python:3.11-slim", True),
+        ("${BASE}", True),
+    ],
+)
+def test_a_base_without_a_version_is_found(base: str, pinned: bool) -> None:
+    assert unpinned(parse(f"ARG BASE=a:1\nFROM {base} AS only\n")) == ([] if pinned else [base])
+
+
+def test_an_unpinned_installation_is_found() -> None:
+    assert loose_installs(parse("FROM a:1 AS b\nRUN pip install \\\n    numpy\n")) == ["pip install numpy"]
+
+
+@pytest.mark.parametrize("text", ["python -m x", '"python"', "[python]"])
+def test_a_shell_form_is_found(text: str) -> None:
+    assert not is_exec_form(text)

@@ -1,0 +1,53 @@
+"""What the images install is a subset of the lock, holds what they import, and keeps torch out of the coordinator."""
+
+import pytest
+
+from tools.check_venv import read_pins
+from tools.image_requirements import FOLDER, IMAGES, REPO, main
+
+LOCK = read_pins(REPO / "requirements" / "lock.txt")
+
+
+def test_the_files_are_what_the_code_imports() -> None:
+    assert main(["check"]) == 0
+
+
+def test_a_file_that_is_out_of_date_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(IMAGES, "parquet", IMAGES["trainer-gpu"])
+    assert main(["check"]) == 1
+    assert "requirements/images/parquet.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_it_is_a_subset_of_the_lock(image: str) -> None:
+    pins = read_pins(FOLDER / f"{image}.txt")
+    assert pins
+    assert pins.items() <= LOCK.items()
+
+
+def test_there_is_no_file_but_those() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(IMAGES)
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "sglang", "megatron-core", "triton", "safetensors"])
+def test_the_coordinator_has_no_engine(name: str) -> None:
+    assert name not in read_pins(FOLDER / "coordinator.txt")
+
+
+@pytest.mark.parametrize(("image", "engine"), [("trainer", "megatron-core"), ("rollout", "sglang")])
+def test_the_others_have_theirs(image: str, engine: str) -> None:
+    assert engine in read_pins(FOLDER / f"{image}.txt")
+
+
+@pytest.mark.parametrize("image", ["trainer", "rollout"])
+def test_on_gpus_the_base_brings_torch_and_what_it_needs(image: str) -> None:
+    gpu, cpu = (read_pins(FOLDER / f"{name}.txt") for name in (f"{image}-gpu", image))
+    assert gpu.items() < cpu.items()
+    assert not {"torch", "triton", "sympy", "networkx"} & gpu.keys()
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_reasons_are_given(image: str) -> None:
+    assert [name for name, reason in IMAGES[image].without.items() if len(reason) < 20] == []

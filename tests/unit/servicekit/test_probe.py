@@ -1,0 +1,39 @@
+"""The health check for Docker: a command that asks the service beside it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from servicekit.probe import probe
+
+PLENTY_S = 30.0
+
+
+def port_of(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("variable", ["TANDEM_GRPC_PORT", "TANDEM_HEALTH_PORT"])
+async def test_it_tells_live_from_ready(serve_echo: Any, variable: str) -> None:
+    server, _, address = await serve_echo()
+    environ = {variable: port_of(address)}
+    assert await asyncio.to_thread(probe, "liveness", environ, PLENTY_S) == ""
+    assert "readiness is not SERVING" in await asyncio.to_thread(probe, "readiness", environ, PLENTY_S)
+    server.set_ready(True)
+    assert await asyncio.to_thread(probe, "readiness", environ, PLENTY_S) == ""
+
+
+async def test_the_plain_port_goes_first(serve_echo: Any) -> None:
+    _, _, address = await serve_echo()
+    environ = {"TANDEM_HEALTH_PORT": port_of(address), "TANDEM_GRPC_PORT": "1"}
+    assert await asyncio.to_thread(probe, "liveness", environ, PLENTY_S) == ""
+
+
+def test_nobody_there_is_not_well() -> None:
+    assert "port 1 does not answer: UNAVAILABLE" in probe("liveness", {"TANDEM_GRPC_PORT": "1"}, PLENTY_S)
+
+
+@pytest.mark.parametrize(("what", "environ"), [("health", {"TANDEM_GRPC_PORT": "1"}), ("liveness", {})])
+def test_a_wrong_call_says_how(what: str, environ: dict[str, str]) -> None:
+    assert probe(what, environ).startswith("usage: ")
