@@ -106,7 +106,7 @@ def _run_in(run_dir: Path, config: RunConfig, console: Console, *, resume: bool)
         note_model(run_dir, ModelSpec.from_folder(config.model.path))
     view = RunView(console, config.run.iterations)
     view.say(f"run {run_dir.name} in {run_dir}", "bold")
-    outcome = launch(RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url(), resume=resume), view)
+    outcome = launch(RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url_with_files(), resume=resume), view)
     plot_rewards(run_dir)
     if outcome.code == 0:
         print_summary(console, run_dir)
@@ -116,3 +116,11 @@ def _run_in(run_dir: Path, config: RunConfig, console: Console, *, resume: bool)
 
 def _redis_url() -> str | None:
     return os.environ.get("REDIS_URL") or None
+
+
+def _redis_url_with_files() -> str | None:
+    """Raises: ConfigError: the files for TLS do not go with it."""
+    from servicekit.redis_client import with_tls_files
+
+    url = _redis_url()
+    return None if url is None else with_tls_files(url, os.environ)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launcher.devices import plan_devices, trainer_world_size, visible_gpus
 from launcher.redis_server import find_server
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Unavailable
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 
@@ -37,8 +37,8 @@ def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
             # Imported here: it takes 0.1 s and most runs start their own server.
             from servicekit import redis_client
 
-            redis_client.connect(redis_url).close()
-    except ConfigError as error:
+            redis_client.connect(redis_client.with_tls_files(redis_url, os.environ)).close()
+    except (ConfigError, Unavailable) as error:
         hint = "unset REDIS_URL to let Tandem start its own server" if redis_url is not None else ""
         yield ConfigProblem(key="REDIS_URL", value="", message=str(error), suggestion=hint)
 

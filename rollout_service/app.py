@@ -68,7 +68,9 @@ async def serve(
         identity=environment.identity("rollout"),
         health_bind=environment.health_bind,
     )
-    registry = Registry(environment.redis_url, environment.run_id)
+    registry = await asyncio.to_thread(
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+    )
     engine = make_engine(config, name, environment, stop)
     try:
         if await _start_unless_stopped(engine, stop):

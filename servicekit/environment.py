@@ -9,12 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from servicekit.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.errors import ConfigError
-from servicekit.redis_client import check_scheme
+from servicekit.redis_client import TLS_OPTIONS, check_scheme, with_tls_files
 from servicekit.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 # "Any address of this machine": can be listened on, not connected to.
 WILDCARDS = ("0.0.0.0", "::", "[::]")
+# Fields of TANDEM_REDIS_CA, _CERT and _KEY.
+_REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
 
 
 class ServiceEnvironment(BaseModel):
@@ -23,7 +25,13 @@ class ServiceEnvironment(BaseModel):
     # Inputs stay out of the error texts: REDIS_URL holds a password.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
+    # PEM files for rediss://: the server's authority, and a client certificate. They become options of redis_url.
+    redis_ca: str = Field("", alias="TANDEM_REDIS_CA")
+    redis_cert: str = Field("", alias="TANDEM_REDIS_CERT")
+    redis_key: str = Field("", alias="TANDEM_REDIS_KEY")
     redis_url: str = Field(alias="REDIS_URL", min_length=1)
+    # How long a service that starts waits for a Redis that does not answer, in seconds.
+    redis_wait_s: float = Field(30.0, alias="TANDEM_REDIS_WAIT_S", ge=0, le=3600)
     run_id: str = Field(alias="TANDEM_RUN_ID", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     run_dir: Path = Field(alias="TANDEM_RUN_DIR")
     bind_host: str = Field("127.0.0.1", alias="TANDEM_BIND_HOST", min_length=1)
@@ -47,12 +55,13 @@ class ServiceEnvironment(BaseModel):
 
     @field_validator("redis_url")
     @classmethod
-    def _known_scheme(cls, url: str) -> str:
+    def _known_scheme(cls, url: str, info: ValidationInfo) -> str:
+        files = {name: str(info.data.get(field, "")) for name, field in zip(TLS_OPTIONS, _REDIS_FILES, strict=True)}
         try:
             check_scheme(url)
+            return with_tls_files(url, files)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        return url
 
     @field_validator("run_dir")
     @classmethod

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from servicekit.errors import ConfigError, Internal
+from servicekit.errors import ConfigError, Internal, Unavailable
 from servicekit.logs import configure_logging, get_logger
 
 EXIT_OK = 0
@@ -87,6 +87,9 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
     except ConfigError as error:
         _log.error("bad configuration", error=str(error))
         return EXIT_BAD_CONFIG
+    except Unavailable as error:  # not our bug: the sentence says more than a traceback
+        _log.error("service failed", error=str(error))
+        return EXIT_FAILED
     except Exception as error:  # the boundary of the process
         _log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
         return EXIT_FAILED

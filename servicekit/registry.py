@@ -72,11 +72,13 @@ Records = list[ServiceRecord]
 class Registry:
     """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
 
-    Raises (constructor): ConfigError: Redis is unreachable or refuses us.
+    Args:
+        wait_s: seconds that the constructor waits for a Redis that does not answer.
+    Raises (constructor): ConfigError: Redis refuses us; Unavailable: it does not answer.
     """
 
-    def __init__(self, redis_url: str, run_id: str) -> None:
-        self._redis: redis.Redis = redis_client.connect(redis_url)
+    def __init__(self, redis_url: str, run_id: str, *, wait_s: float = 0.0) -> None:
+        self._redis: redis.Redis = redis_client.connect(redis_url, wait_s=wait_s)
         self._prefix = f"tandem:{run_id}"
         self._claim = self._redis.register_script(_CLAIM)
         self._remove = self._redis.register_script(_WITHDRAW)

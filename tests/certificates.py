@@ -1,6 +1,7 @@
 """Authorities and certificates for tests, made on the spot with `cryptography`."""
 
 import datetime
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +50,14 @@ class Authority:
         subject: str | None = None,
         begins: datetime.timedelta = -DAY,
         ends: datetime.timedelta = DAY,
+        addresses: Sequence[ipaddress.IPv4Address] = (),
     ) -> Pair:
-        """A certificate for DNS `names`, valid from now + `begins` to now + `ends`."""
+        """A certificate for DNS `names` and IP `addresses`, valid from now + `begins` to now + `ends`."""
         key = ec.generate_private_key(ec.SECP256R1())
         common_name = subject if subject is not None else (names[0] if names else "nobody")
         unsigned = _unsigned(key, x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]), begins, ends)
         if names:
-            held = [x509.DNSName(name) for name in names]
+            held = [*(x509.DNSName(name) for name in names), *(x509.IPAddress(address) for address in addresses)]
             unsigned = unsigned.add_extension(x509.SubjectAlternativeName(held), critical=False)
         chain = self._sign(unsigned).public_bytes(serialization.Encoding.PEM)
         chain += b"" if self._issuer is self else self.pem

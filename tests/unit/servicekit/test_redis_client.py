@@ -1,9 +1,12 @@
 """Connecting to Redis: what a person reads when it does not work."""
 
-import pytest
+import threading
 
-from servicekit.errors import ConfigError
-from servicekit.redis_client import connect, redact
+import pytest
+from structlog.testing import capture_logs
+
+from servicekit.errors import ConfigError, Unavailable
+from servicekit.redis_client import connect, redact, with_tls_files
 
 
 def test_replies_are_text(redis_server):
@@ -13,8 +16,60 @@ def test_replies_are_text(redis_server):
 
 
 def test_a_server_that_is_not_there_is_unreachable_by_name():
-    with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:1/0 is unreachable.*REDIS_URL"):
-        connect("redis://127.0.0.1:1/0")
+    with pytest.raises(Unavailable, match=r"redis://ann:\*\*\*@127\.0\.0\.1:1/0 is unreachable.*REDIS_URL"):
+        connect("redis://ann:secret@127.0.0.1:1/0")
+
+
+def test_a_server_that_comes_late_is_waited_for_and_said_so_once(redis_process):
+    server = redis_process()
+    server.kill()
+    starting = threading.Timer(0.7, server.start)
+    starting.start()
+    with capture_logs() as lines:
+        assert connect(server.url, wait_s=60).ping()
+    starting.join()
+    assert [line["event"] for line in lines] == ["waiting for Redis"]
+    assert "is unreachable" in lines[0]["error"]
+
+
+def test_the_wait_for_a_server_ends():
+    with capture_logs() as lines, pytest.raises(Unavailable, match="is unreachable"):
+        connect("redis://127.0.0.1:1/0", wait_s=0.6)
+    assert len(lines) == 1
+
+
+def test_a_wrong_password_is_not_waited_for(redis_process):
+    server = redis_process(password="right-one")
+    with capture_logs() as lines, pytest.raises(ConfigError, match="refuses"):
+        connect(server.url.replace("right-one", "wrong-one"), wait_s=60)
+    assert lines == []
+
+
+def test_files_for_tls_become_options_of_the_url_once():
+    files = {"TANDEM_REDIS_CA": "/tls/ca.crt", "TANDEM_REDIS_CERT": "/tls/c", "TANDEM_REDIS_KEY": "/tls/k", "HOME": "/"}
+    once = with_tls_files("rediss://ann:p%40w@db:6379/1?health_check_interval=3", files)
+    assert once.startswith("rediss://ann:p%40w@db:6379/1?")
+    assert set(once.partition("?")[2].split("&")) == {
+        "ssl_ca_certs=%2Ftls%2Fca.crt",
+        "ssl_certfile=%2Ftls%2Fc",
+        "ssl_keyfile=%2Ftls%2Fk",
+        "health_check_interval=3",
+    }
+    assert with_tls_files(once, files) == once
+    assert with_tls_files("unix:///run/s", files) == "unix:///run/s"
+    assert with_tls_files("redis://db", {"HOME": "/"}) == "redis://db"
+
+
+@pytest.mark.parametrize(
+    ("url", "files", "message"),
+    [
+        ("redis://:secret@db", {"TANDEM_REDIS_CA": "/ca"}, r"redis://:\*\*\*@db is without; write rediss://"),
+        ("rediss://db", {"TANDEM_REDIS_KEY": "/k"}, "set both or none"),
+    ],
+)
+def test_files_that_do_not_go_with_the_url_are_refused(url, files, message):
+    with pytest.raises(ConfigError, match=message):
+        with_tls_files(url, files)
 
 
 def test_a_missing_password_is_asked_for(redis_process):

@@ -1,0 +1,114 @@
+"""The ACL against a real Redis: everything that Tandem does is allowed, and nothing else."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import redis
+
+from servicekit import redis_acl
+from servicekit.errors import ConfigError
+from servicekit.redis_client import connect
+from servicekit.registry import Registry, ServiceRecord
+from tests.polling import until
+from weightsync.rendezvous import Rendezvous
+
+PASSWORD = "right-one"
+
+
+@pytest.fixture
+def server(redis_process):
+    """`server.admin` may do all, `server.url` is Tandem's; only the lines of the ACL file make users."""
+    process = redis_process()
+    process.admin = redis.Redis.from_url(process.url, decode_responses=True)
+    process.admin.execute_command("ACL", "SETUSER", "root", "on", ">root", "~*", "&*", "+@all")
+    process.admin = redis.Redis.from_url(process.url.replace("unix://", "unix://root:root@"), decode_responses=True)
+    for line in redis_acl.acl_file(PASSWORD).splitlines():
+        _, name, *rules = line.split()
+        process.admin.execute_command("ACL", "SETUSER", name, "reset", *rules)
+    process.strangers_url = process.url
+    process.tandem_url = process.url.replace("unix://", f"unix://{redis_acl.USER}:{PASSWORD}@")
+    return process
+
+
+def use_everything(url):
+    """All that services ask of Redis, by hand and in the scripts, leases that run out included."""
+    registry = Registry(url, "demo.1")
+    for name in ("rollout-0", "rollout-0"):
+        registry.announce(ServiceRecord(role="rollout", name=name, address="h:1", worker_id="w"), 60)
+    assert [record.name for record in registry.list("rollout")] == ["rollout-0"]
+    registry.set_value("store", "h:2")
+    assert registry.wait_value("store", 1) == "h:2"
+    registry.delete_value("store")
+    registry.withdraw()
+    registry.close()
+    group = Rendezvous(url, "tandem:demo.1")
+    epoch = group.join("trainer/0", "a", 60)
+    group.claim("coordinator", "c", 0.001)
+    until(lambda: "coordinator" not in group.snapshot().members, timeout_s=20)
+    epoch = group.snapshot().epoch
+    assert group.heartbeat("trainer/0", "a", 60) == "ok"
+    group.bind_endpoint("trainer/0", "a", epoch, "h:3")
+    group.confirm("trainer/0", "a", epoch)
+    assert group.snapshot().endpoint == "h:3"
+    group.leave("trainer/0", "a")
+
+
+def test_the_rules_allow_what_tandem_does_and_no_command_more(server):
+    server.admin.config_resetstat()
+    use_everything(server.tandem_url)
+    stats = server.admin.info("commandstats")
+    used = {name.removeprefix("cmdstat_") for name, stat in stats.items() if stat["calls"] > stat["rejected_calls"]}
+    # What the admin has just done, and what no rule can refuse.
+    used -= {"config", "info", "auth", "hello"}
+    assert used == {command.partition("|")[0] for command in redis_acl.COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("SCAN", "0"),
+        ("CONFIG", "GET", "*"),
+        ("ACL", "LIST"),
+        ("MONITOR",),
+        ("SHUTDOWN",),
+        ("SCRIPT", "FLUSH"),
+        ("PUBLISH", "tandem:x", "y"),
+        ("GET", "other:key"),
+        ("SET", "{other}:tandem:x", "y"),
+        ("EVALSHA", "0" * 40, "1", "other:key"),
+    ],
+    ids=lambda command: " ".join(command),
+)
+def test_everything_else_is_refused(server, command):
+    with pytest.raises(redis.exceptions.NoPermissionError), connect(server.tandem_url) as client:
+        client.execute_command(*command)
+
+
+def test_strangers_may_ping_and_nothing_else(server):
+    with connect(server.strangers_url) as client:
+        assert client.ping()
+        for command in (("GET", "tandem:x"), ("SET", "tandem:x", "y"), ("INFO",)):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command)
+
+
+def test_a_service_without_the_password_is_told_so(server):
+    registry = Registry(server.strangers_url, "demo.1")
+    with pytest.raises(ConfigError, match="REDIS_URL"):
+        registry.list("rollout")
+
+
+def test_the_command_prints_the_file_without_the_password():
+    def run(password):
+        command = [sys.executable, "-m", "servicekit.redis_acl"]
+        environment = {**os.environ, redis_acl.PASSWORD_VARIABLE: password}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    printed = run(PASSWORD)
+    assert (printed.returncode, printed.stdout) == (0, redis_acl.acl_file(PASSWORD))
+    assert PASSWORD not in printed.stdout
+    assert run("").returncode == 2
