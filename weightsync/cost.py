@@ -8,13 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.layout import Ids, Layout
+from weightsync.limits import RECEIVES, SEGMENT_BYTES, SENDS, number_of_buffers
 from weightsync.messages import Message
 from weightsync.ops import OP_DTYPE, OpArray, elements
 from weightsync.plan import TransferPlan
-
-# As in transports/collective.py and transports/packing.py, which need torch; this must not.
-WINDOW = 2  # messages in flight per rank
-SEGMENT_BYTES = 256 * 1024  # an op of so many bytes travels on its own
 
 PHASES = ("prepare", "pause", "transfer", "verify", "commit")
 GIGABIT = 1e9 / 8  # bytes
@@ -99,8 +96,9 @@ class MessageSizes:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of the rank that needs most."""
-        return WINDOW * int(max(self.staged_src.max(initial=0), self.staged_dst.max(initial=0)))
+        """Buffers of the rank that needs most, at most."""
+        largest, out, into = (int(each.max(initial=0)) for each in (self.num_bytes, self.staged_src, self.staged_dst))
+        return max(SENDS * out, min(number_of_buffers(into, largest), RECEIVES + SENDS) * into)
 
 
 def _sums(values: npt.NDArray[np.generic], first: Ids) -> Ids:
@@ -126,15 +124,14 @@ class Prediction:
 def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Speeds) -> Prediction:
     """Seconds of a whole round in which nothing goes wrong, in closed form; `simulate` looks closer.
 
-    The transfer takes as long as its busiest link or core, and the chain adds a message's way for each further
-    replica. A replica that passes messages on uses link and core in turns: with two messages in flight, one on its way
-    in and one on its way out, there is none left for its link while it checks what came in. Each rank is taken to have
-    its own cores.
+    The transfer takes as long as its busiest link or core, since links and cores work at the same time; the chain adds,
+    for each further replica, a message's way there and its check. Each rank is taken to have its own cores.
     """
     senders, receivers = plan.source.num_ranks, plan.target.num_ranks
-    sent = np.bincount(sizes.src, sizes.num_bytes / speeds.trainer_link + speeds.latency_s, senders)
+    hidden_s = speeds.latency_s / SENDS  # one message's latency passes while another one moves
+    sent = np.bincount(sizes.src, np.maximum(sizes.num_bytes / speeds.trainer_link, hidden_s), senders)
     hashed = np.bincount(sizes.src, sizes.pack_s(speeds) + sizes.digest_s(speeds), senders)
-    received = np.bincount(sizes.dst, sizes.num_bytes / speeds.rollout_link + speeds.latency_s, receivers)
+    received = np.bincount(sizes.dst, np.maximum(sizes.num_bytes / speeds.rollout_link, hidden_s), receivers)
     handled_s = sizes.unpack_s(speeds)
     if replicas > 1:
         handled_s = handled_s + sizes.digest_s(speeds) + sizes.relay_s(speeds)
@@ -145,13 +142,12 @@ def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Spee
         "rollout link": float(received.max()),
         "rollout core": float(handled.max()),
     }
-    one_hop = sizes.num_bytes / speeds.rollout_link + speeds.latency_s + handled_s
+    one_hop = sizes.num_bytes / speeds.rollout_link + speeds.latency_s + sizes.digest_s(speeds) + sizes.relay_s(speeds)
     terms = {
         **busiest,
         "chain": (replicas - 1) * float(one_hop.max()),
         "verify": float(np.bincount(sizes.dst, sizes.verify_s(speeds), receivers).max()),
         "calls": len(PHASES) * speeds.rpc_s,
     }
-    relaying = busiest["rollout link"] + busiest["rollout core"] if replicas > 1 else 0.0
-    seconds = max(*busiest.values(), relaying) + terms["chain"] + terms["verify"] + terms["calls"]
+    seconds = max(busiest.values()) + terms["chain"] + terms["verify"] + terms["calls"]
     return Prediction(seconds=seconds, bound_by=max(terms, key=lambda name: terms[name]), terms=terms)

@@ -6,7 +6,7 @@
 | PAUSE    | PREPARED              | nothing here (the service pauses its engine)                     | PREPARED      |
 | TRANSFER | PREPARED              | sends; or receives into staging (staged) or parameters (in place)| TRANSFERRED   |
 | VERIFY   | TRANSFERRED           | digests of what was installed                                    | VERIFIED      |
-| COMMIT   | VERIFIED (trainer: TRANSFERRED) | copies staging into the parameters; version flips      | IDLE          |
+| COMMIT   | VERIFIED (trainer: TRANSFERRED) | staging and parameters change places; version flips    | IDLE          |
 | ABORT    | any                   | drops staging and the communicator                               | IDLE          |
 
 A phase that was done is answered again with its report. A failed phase leaves the state where it was, except TRANSFER,
@@ -32,6 +32,7 @@ from weightsync.participants import Participants
 from weightsync.rendezvous import Lease, Rendezvous
 from weightsync.round_plan import RoundPlan, plan_round, source_layout
 from weightsync.sglang_layout import sglang_layout
+from weightsync.spare import SpareShard
 from weightsync.tensors import poison_tensors, tensor_checksums
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.disk import open_latest, read_version
@@ -59,7 +60,8 @@ class SyncMember:
     Args:
         slot: "trainer/<rank>" or "<replica>/<tp rank>".
         parallel: sizes of this process's own side.
-        tensors: parameters (and persistent buffers) by engine name: the memory that is read or written.
+        tensors: parameters (and persistent buffers) by engine name: the memory that is read or written. A staged round
+            may give them other memory (see SpareShard): they must be the engine's own, not aliases of them.
         group: rendezvous group in Redis.
         host: address that the other ranks reach this process at.
     """
@@ -90,7 +92,7 @@ class SyncMember:
         self._shard_elements = self._layout.elements_of(self._rank)
         self._links = Links(slot)
         self._packers = Packers(self._layout, "dst" if self._is_receiver else "src")
-        self._spare: dict[str, torch.Tensor] = {}
+        self._spare = SpareShard(tensors)
         self._state = _State.IDLE
         self._round_id = ""
         self._epoch = 0
@@ -226,7 +228,7 @@ class SyncMember:
         self._state = _State.FAILED  # until the last byte is there
         plan, participants, transport = self._prepared()
         if self._is_receiver:
-            self._target = self._staging() if round_.install_mode == pb.INSTALL_MODE_STAGED else self._tensors
+            self._target = self._spare.tensors if round_.install_mode == pb.INSTALL_MODE_STAGED else self._tensors
         job = TransferJob(
             model=self._spec.fingerprint(),
             round_id=round_.round_id,
@@ -263,8 +265,8 @@ class SyncMember:
         self._require(_State.VERIFIED, *([] if self._is_receiver else [_State.TRANSFERRED]))
         start = time.monotonic()
         if self._target is not self._tensors:
-            for name, staged in self._target.items():
-                self._tensors[name].detach().copy_(staged)
+            self._spare.install()
+            self._packers.exchange(self._tensors, self._target)
         if next(iter(self._tensors.values())).is_cuda:
             torch.cuda.synchronize()  # the engine reads on streams of its own
         self._end_round()
@@ -349,12 +351,6 @@ class SyncMember:
         if self._state not in states:
             wanted = " or ".join(state.value for state in states)
             raise PhaseOrder(f"{self._slot}: the round is {self._state.value}, it must be {wanted}")
-
-    def _staging(self) -> dict[str, torch.Tensor]:
-        """The spare shard. Kept from round to round: fresh memory costs a page fault per 4 KiB."""
-        if not self._spare:
-            self._spare = {name: torch.empty_like(tensor.detach()) for name, tensor in self._tensors.items()}
-        return self._spare
 
     def _transfer_report(self, stats: TransferStats) -> pb.PhaseReport:
         report = pb.PhaseReport(

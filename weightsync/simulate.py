@@ -1,9 +1,9 @@
 """A discrete-event simulation of a sync round: phases, messages along the chain, a slow or a dying replica.
 
-What it keeps of the real round: the real messages in their real order, two in flight per rank, a relay that waits for
-what it passes on, links shared by the messages on them, one phase after the other with a call to everybody. A replica
-that dies before COMMIT costs the round: it is given up, and the others run it again in a new epoch, once the lease of
-the dead one is over. One that dies in COMMIT costs only itself.
+What it keeps of the real round: the real messages in their real order, as many under way as there, a relay that waits
+for what it passes on, links shared by the messages on them, one phase after the other with a call to everybody. A
+replica that dies before COMMIT costs the round: it is given up, and the others run it again in a new epoch, once the
+lease of the dead one is over. One that dies in COMMIT costs only itself.
 """
 
 from dataclasses import dataclass, field

@@ -70,10 +70,9 @@ def run_phase(stage: Stage, phase: str, replicas: Sequence[int], until_s: float 
 def _transfer(stage: Stage, replicas: Sequence[int], until_s: float) -> Took:
     clock = Clock()
     speeds, trainers, width = stage.speeds, stage.plan.source.num_ranks, stage.plan.target.num_ranks
-    ranks = [_rank(speeds.trainer_link, 1.0, passes_on=False) for _ in range(trainers)]
+    ranks = [_rank(speeds.trainer_link, 1.0) for _ in range(trainers)]
     for replica in replicas:
-        passes_on = replica != replicas[-1]
-        ranks += [_rank(speeds.rollout_link, stage.speed_of(replica), passes_on=passes_on) for _ in range(width)]
+        ranks += [_rank(speeds.rollout_link, stage.speed_of(replica)) for _ in range(width)]
     machine, weights = Machine(clock, speeds.cores), Weights.of(stage.sizes, speeds)
     walk = Walk(clock=clock, machine=machine, speeds=speeds, ranks=ranks, weights=weights)
     for rank, steps in enumerate(steps_of(stage.messages, trainers, width, len(replicas))):
@@ -113,5 +112,5 @@ def _local_work(stage: Stage, phase: str, replicas: Sequence[int]) -> Took:
     return Took(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
 
 
-def _rank(link: float, speed: float, *, passes_on: bool) -> Rank:
-    return Rank(out=Link(link * speed), into=Link(link * speed), speed=speed, passes_on=passes_on)
+def _rank(link: float, speed: float) -> Rank:
+    return Rank(out=Link(link * speed), into=Link(link * speed), speed=speed)

@@ -1,4 +1,4 @@
-"""Simulated ranks: each walks its messages as `transports/collective.py` does, two in flight, in the total order."""
+"""Simulated ranks: each walks its messages as `transports/collective.py` does, several under way, in total order."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from weightsync.cost import WINDOW, MessageSizes, Speeds
+from weightsync.cost import MessageSizes, Speeds
+from weightsync.limits import RECEIVES, SENDS, number_of_buffers
 from weightsync.messages import Message
 from weightsync.simulate_clock import Clock, Link, Machine
 
@@ -32,7 +33,6 @@ class Rank:
     out: Link
     into: Link
     speed: float = 1.0
-    passes_on: bool = False  # to another replica
     sent_bytes: int = 0
     received_bytes: int = 0
     finished_s: float | None = None
@@ -40,9 +40,10 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """[messages] payload bytes, and the core time of a message's ends in seconds."""
+    """[messages] bytes of the payload, and of what the receiver has buffers for; core time of both ends in seconds."""
 
     num_bytes: list[int]
+    staged_dst: list[int]
     pack_s: list[float]
     digest_s: list[float]
     unpack_s: list[float]
@@ -53,6 +54,7 @@ class Weights:
         """Lists, because a simulation reads them one by one."""
         return cls(
             num_bytes=sizes.num_bytes.tolist(),
+            staged_dst=sizes.staged_dst.tolist(),
             **{name: getattr(sizes, name)(speeds).tolist() for name in ("pack_s", "digest_s", "unpack_s", "relay_s")},
         )
 
@@ -68,6 +70,15 @@ def steps_of(messages: Sequence[Message], trainer_ranks: int, replica_ranks: int
             steps[receiver].append(("receive", index, sender))
             sender, what = receiver, "relay"
     return steps
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A rank's messages under way. outgoing: with the buffers that are free again once it has landed."""
+
+    free_buffers: int
+    outgoing: deque[tuple[Flight, int]] = field(default_factory=deque)
+    incoming: deque[Flight] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -100,41 +111,81 @@ class Walk:
 
     def _steps(self, rank: int, steps: Sequence[Step]) -> "Iterator[float | Flight]":
         """Transfer.run of one rank: yields what it waits for."""
-        in_flight: deque[tuple[Flight, bool]] = deque()
-        held: set[int] = set()
-        weights = self.weights
+        under_way = UnderWay(self._num_buffers([index for _, index, _ in steps]))
         for what, index, peer in steps:
-            while len(in_flight) >= WINDOW:
-                yield from self._finish_oldest(in_flight, held, rank)
-            if what == "receive":
-                in_flight.append((self._ready(index, peer, rank), True))
-                continue
-            if what == "relay":
-                while index not in held:
-                    yield from self._finish_oldest(in_flight, held, rank)
-                held.discard(index)
-            yield weights.pack_s[index] if what == "send" else weights.relay_s[index]
-            flight = self._ready(index, rank, peer)
-            in_flight.append((flight, False))
             if what == "send":
-                yield weights.digest_s[index]
-            flight.signed = True
-            self._land(flight)
-            self.ranks[rank].sent_bytes += weights.num_bytes[index]
-        while in_flight:
-            yield from self._finish_oldest(in_flight, held, rank)
+                yield from self._send(rank, index, peer, under_way)
+        relays = {index: peer for what, index, peer in steps if what == "relay"}
+        to_receive = deque((index, peer) for what, index, peer in steps if what == "receive")
+        while to_receive or under_way.incoming:
+            yield from self._receive_ahead(rank, to_receive, under_way)
+            yield from self._accept(rank, under_way.incoming.popleft(), relays, under_way)
+        while under_way.outgoing:
+            yield from self._finish_send(under_way)
 
-    def _finish_oldest(
-        self, in_flight: deque[tuple[Flight, bool]], held: set[int], rank: int
-    ) -> "Iterator[float | Flight]":
-        flight, incoming = in_flight.popleft()
+    def _num_buffers(self, indices: Sequence[int]) -> int:
+        weights = self.weights
+        size = max((weights.staged_dst[index] for index in indices), default=0)
+        return number_of_buffers(size, max((weights.num_bytes[index] for index in indices), default=0))
+
+    def _send(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | Flight]":
+        yield from self._make_room(under_way)
+        yield self.weights.pack_s[index]
+        flight = self._ready(index, rank, peer)
+        under_way.outgoing.append((flight, 0))
+        yield self.weights.digest_s[index]
+        self._sign(rank, flight)
+
+    def _relay(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | Flight]":
+        yield from self._make_room(under_way)
+        yield self.weights.relay_s[index]
+        flight = self._ready(index, rank, peer)
+        under_way.outgoing.append((flight, self._buffers(index)))
+        self._sign(rank, flight)
+
+    def _make_room(self, under_way: UnderWay) -> "Iterator[float | Flight]":
+        while len(under_way.outgoing) >= SENDS:
+            yield from self._finish_send(under_way)
+
+    def _finish_send(self, under_way: UnderWay) -> "Iterator[float | Flight]":
+        flight, buffers = under_way.outgoing.popleft()
         yield flight
-        if incoming:
-            if self.ranks[rank].passes_on:  # what is not verified is no source
-                yield self.weights.digest_s[flight.index]
-            yield self.weights.unpack_s[flight.index]
-            self.ranks[rank].received_bytes += self.weights.num_bytes[flight.index]
-            held.add(flight.index)
+        under_way.free_buffers += buffers
+
+    def _receive_ahead(
+        self, rank: int, to_receive: deque[tuple[int, int]], under_way: UnderWay
+    ) -> "Iterator[float | Flight]":
+        while to_receive and len(under_way.incoming) < RECEIVES:
+            index, peer = to_receive[0]
+            while under_way.free_buffers < self._buffers(index):
+                if under_way.incoming:
+                    return
+                yield from self._finish_send(under_way)
+            to_receive.popleft()
+            under_way.free_buffers -= self._buffers(index)
+            under_way.incoming.append(self._ready(index, peer, rank))
+
+    def _accept(
+        self, rank: int, flight: Flight, relays: dict[int, int], under_way: UnderWay
+    ) -> "Iterator[float | Flight]":
+        yield flight
+        index = flight.index
+        if index in relays:  # what is not verified is no source
+            yield self.weights.digest_s[index]
+            yield from self._relay(rank, index, relays[index], under_way)
+        yield self.weights.unpack_s[index]
+        self.ranks[rank].received_bytes += self.weights.num_bytes[index]
+        if index not in relays:
+            under_way.free_buffers += self._buffers(index)
+
+    def _buffers(self, index: int) -> int:
+        return int(self.weights.staged_dst[index] > 0)
+
+    def _sign(self, rank: int, flight: Flight) -> None:
+        """The sender's part is done."""
+        flight.signed = True
+        self._land(flight)
+        self.ranks[rank].sent_bytes += self.weights.num_bytes[flight.index]
 
     def _ready(self, index: int, sender: int, receiver: int) -> Flight:
         """One end is ready; the second one starts the flight."""

@@ -1,7 +1,8 @@
-"""Point-to-point transfer of messages, double-buffered, in the plan's global order, passed on from replica to replica.
+"""Point-to-point transfer of messages, several under way, in the plan's global order, from replica to replica.
 
 A message travels as its segments, then its header: contiguous blocks go from parameter to parameter without a copy,
-the rest through a buffer; the sender hashes while the segments are under way.
+the rest through a buffer. Each segment is hashed right after it was handed over (by the sender) or has come (by who
+passes it on): it is in the core's cache then.
 """
 
 import time
@@ -12,57 +13,29 @@ from dataclasses import dataclass
 import torch
 
 from servicekit.errors import DeadlineExceeded, DigestMismatch
-from weightsync.digest import HEADER_BYTES
+from weightsync.digest import HEADER_BYTES, PayloadDigest
+from weightsync.limits import RECEIVES, SENDS
 from weightsync.messages import Hop, Message
+from weightsync.transports.buffers import Buffers
 from weightsync.transports.communicator import Communicator, Pending
 from weightsync.transports.packing import Packer, Segment
-from weightsync.transports.transport import TransferJob, TransferStats, message_digest
-
-WINDOW = 2  # messages in flight per rank: the next one is packed or received while the last one moves
+from weightsync.transports.transport import TransferJob, TransferStats
 
 
 @dataclass(kw_only=True)
-class _Pieces:
-    """A message in memory: the bytes of each segment, and its header. buffer: None where no segment needs one."""
+class _Flight:
+    """A message on its way: the bytes of each segment, and its header. buffer: None where no segment needs one."""
 
+    hop: Hop
     segments: Sequence[Segment]
     parts: list[torch.Tensor]
     head: torch.Tensor
     buffer: torch.Tensor | None
-
-
-@dataclass(kw_only=True)
-class _InFlight:
-    hop: Hop
-    pieces: _Pieces
     works: list[Pending]
-    peer: int
-    incoming: bool
 
-
-class Buffers:
-    """Buffers of one size, reused from round to round. peak_bytes: all that were ever in use at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._size = 0
-        self._free: list[torch.Tensor] = []
-        self.peak_bytes = 0
-
-    def resize(self, size: int) -> None:
-        """Makes buffers of at least this many bytes; those of an older plan go if they are too small."""
-        if size > self._size:
-            self._size, self.peak_bytes = size, 0
-            self._free.clear()
-
-    def take(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        self.peak_bytes += self._size
-        return torch.empty(self._size, dtype=torch.uint8, device=self._device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
+    @property
+    def message(self) -> Message:
+        return self.hop.message
 
 
 class CollectiveTransport:
@@ -86,42 +59,125 @@ class CollectiveTransport:
 
 
 class _Walk:
-    """One rank's walk over its hops."""
+    """One rank's walk over its hops.
+
+    It waits for the oldest message only, whose both ends are ready or will be: the order is the same on all ranks.
+    """
 
     def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
         self._comm = communicator
         self._job = job
         self._packer: Packer = job.packer
-        self._hops = hops
         self._buffers = buffers
-        self._in_flight: deque[_InFlight] = deque()
-        self._held: dict[int, _Pieces] = {}  # received messages that go on to the next replica
-        self._relayed = {hop.message.sequence for hop in hops if hop.sender == communicator.rank and hop.hop > 0}
+        self._outgoing: deque[_Flight] = deque()
+        self._incoming: deque[_Flight] = deque()
+        self._to_send = [hop for hop in hops if hop.sender == communicator.rank and hop.hop == 0]
+        self._to_receive = deque(hop for hop in hops if hop.receiver == communicator.rank)
+        self._relays = {hop.message.sequence: hop for hop in hops if hop.sender == communicator.rank and hop.hop > 0}
         self._stats = TransferStats()
-        buffers.resize(max((self._packer.staged_bytes(hop.message) for hop in hops), default=0))
+        buffers.resize(
+            max((self._packer.staged_bytes(hop.message) for hop in hops), default=0),
+            max((self._packer.payload_bytes(hop.message) for hop in hops), default=0),
+        )
 
     def run(self) -> TransferStats:
         start = time.monotonic()
-        for hop in self._hops:
-            while len(self._in_flight) >= WINDOW:
-                self._finish_oldest()
-            if hop.receiver == self._comm.rank:
-                self._start_receive(hop)
-            elif hop.hop > 0:
-                self._start_relay(hop)
-            else:
-                self._start_send(hop)
-        while self._in_flight:
-            self._finish_oldest()
+        for hop in self._to_send:
+            self._make_room()
+            self._send(hop)
+        while self._to_receive or self._incoming:
+            self._receive_ahead()
+            self._accept(self._incoming.popleft())
+        while self._outgoing:
+            self._finish_send()
         self._stats.seconds = time.monotonic() - start
         self._stats.staging_bytes = self._buffers.peak_bytes
         return self._stats
 
-    def _pieces(self, message: Message) -> _Pieces:
+    # ---- out ----
+
+    def _make_room(self) -> None:
+        while len(self._outgoing) >= SENDS:
+            self._finish_send()
+
+    def _send(self, hop: Hop) -> None:
+        flight = self._flight(hop)
+        digest = PayloadDigest()
+        for segment, part in zip(flight.segments, flight.parts, strict=True):
+            if segment.lent is None:
+                self._packer.pack_segment(segment, part)
+            flight.works.append(self._comm.send(part, hop.receiver, hop.message.sequence))
+            digest.update(part)
+        flight.head = self._job.header(hop.message, digest.digest())
+        flight.works.append(self._comm.send(flight.head, hop.receiver, hop.message.sequence))
+        self._outgoing.append(flight)
+
+    def _relay(self, flight: _Flight, hop: Hop) -> None:
+        self._make_room()
+        flight.hop = hop
+        flight.works = [self._comm.send(p, hop.receiver, hop.message.sequence) for p in (*flight.parts, flight.head)]
+        self._outgoing.append(flight)
+
+    def _finish_send(self) -> None:
+        flight = self._outgoing.popleft()
+        for work in flight.works:
+            self._wait(work, flight.hop.receiver)
+        self._stats.num_messages += 1
+        self._stats.bytes_sent += self._packer.payload_bytes(flight.message)
+        self._release(flight)
+
+    # ---- in ----
+
+    def _receive_ahead(self) -> None:
+        """Makes ready for the next messages; for one at least, though a buffer must be waited for."""
+        while self._to_receive and len(self._incoming) < RECEIVES:
+            hop = self._to_receive[0]
+            while self._needs_buffer(hop) and not self._buffers.are_left():
+                if self._incoming:
+                    return
+                self._finish_send()  # what is neither coming nor going has given its buffer back
+            self._to_receive.popleft()
+            flight = self._flight(hop)
+            for part in (*flight.parts, flight.head):
+                flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence))
+            self._incoming.append(flight)
+
+    def _needs_buffer(self, hop: Hop) -> bool:
+        return self._packer.staged_bytes(hop.message) > 0
+
+    def _accept(self, flight: _Flight) -> None:
+        """Waits for a message, checks its header, passes it on if it must, and unpacks it."""
+        message, sender = flight.message, flight.hop.sender
+        onward = self._relays.get(message.sequence)
+        digest = PayloadDigest()
+        for part, work in zip(flight.parts, flight.works[:-1], strict=True):
+            self._wait(work, sender)
+            if onward is not None:
+                digest.update(part)
+        self._wait(flight.works[-1], sender)
+        expected = self._job.digest_in(flight.head, message)
+        if onward is not None and digest.digest() != expected:  # what is not verified is no source
+            raise DigestMismatch(
+                f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
+                f"{self._comm.slots[sender]} is not what the trainer sent; it is not passed on"
+            )
+        self._stats.num_messages += 1
+        self._stats.bytes_received += self._packer.payload_bytes(message)
+        self._stats.received.append((message, expected))
+        if onward is not None:
+            self._relay(flight, onward)
+        for segment, part in zip(flight.segments, flight.parts, strict=True):
+            if segment.lent is None:
+                self._packer.unpack_segment(segment, part)
+        if onward is None:
+            self._release(flight)
+
+    # ---- both ----
+
+    def _flight(self, hop: Hop) -> _Flight:
         """Where the message's bytes are, or will be."""
-        segments = self._packer.segments(message)
-        staged = any(segment.lent is None for segment in segments)
-        buffer = self._buffers.take() if staged else None
+        segments = self._packer.segments(hop.message)
+        buffer = self._buffers.take() if self._needs_buffer(hop) else None
         parts = []
         begin = 0
         for segment in segments:
@@ -131,70 +187,16 @@ class _Walk:
                 parts.append(buffer[begin : begin + segment.num_bytes])
                 begin += segment.num_bytes
         head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        return _Pieces(segments=segments, parts=parts, head=head, buffer=buffer)
+        return _Flight(hop=hop, segments=segments, parts=parts, head=head, buffer=buffer, works=[])
 
-    def _start_send(self, hop: Hop) -> None:
-        pieces = self._pieces(hop.message)
-        works = []
-        for segment, part in zip(pieces.segments, pieces.parts, strict=True):
-            if segment.lent is None:
-                self._packer.pack_segment(segment, part)
-            works.append(self._comm.send(part, hop.receiver, hop.message.sequence))
-        pieces.head = self._job.header(hop.message, message_digest(self._packer, hop.message, pieces.parts))
-        works.append(self._comm.send(pieces.head, hop.receiver, hop.message.sequence))
-        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.receiver, incoming=False))
+    def _release(self, flight: _Flight) -> None:
+        if flight.buffer is not None:
+            self._buffers.give(flight.buffer)
 
-    def _start_receive(self, hop: Hop) -> None:
-        pieces = self._pieces(hop.message)
-        works = [self._comm.receive(p, hop.sender, hop.message.sequence) for p in (*pieces.parts, pieces.head)]
-        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.sender, incoming=True))
-
-    def _start_relay(self, hop: Hop) -> None:
-        while hop.message.sequence not in self._held:
-            self._finish_oldest()
-        pieces = self._held.pop(hop.message.sequence)
-        works = [self._comm.send(p, hop.receiver, hop.message.sequence) for p in (*pieces.parts, pieces.head)]
-        self._in_flight.append(_InFlight(hop=hop, pieces=pieces, works=works, peer=hop.receiver, incoming=False))
-
-    def _finish_oldest(self) -> None:
-        item = self._in_flight.popleft()
-        for work in item.works:
-            self._comm.wait(work, item.peer, self._remaining(item.peer))
-        message = item.hop.message
-        self._stats.num_messages += 1
-        if not item.incoming:
-            self._stats.bytes_sent += self._packer.payload_bytes(message)
-            self._release(item.pieces)
-            return
-        self._accept(item)
-        self._stats.bytes_received += self._packer.payload_bytes(message)
-        if message.sequence in self._relayed:
-            self._held[message.sequence] = item.pieces
-        else:
-            self._release(item.pieces)
-
-    def _accept(self, item: _InFlight) -> None:
-        """Checks the header, and the payload too where it goes on: what is not verified is no source."""
-        message, pieces = item.hop.message, item.pieces
-        digest = self._job.digest_in(pieces.head, message)
-        if message.sequence in self._relayed and message_digest(self._packer, message, pieces.parts) != digest:
-            raise DigestMismatch(
-                f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
-                f"{self._comm.slots[item.peer]} is not what the trainer sent; it is not passed on"
-            )
-        self._stats.received.append((message, digest))
-        for segment, part in zip(pieces.segments, pieces.parts, strict=True):
-            if segment.lent is None:
-                self._packer.unpack_segment(segment, part)
-
-    def _release(self, pieces: _Pieces) -> None:
-        if pieces.buffer is not None:
-            self._buffers.give(pieces.buffer)
-
-    def _remaining(self, peer: int) -> float:
+    def _wait(self, work: Pending, peer: int) -> None:
         remaining = self._job.deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(
                 f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
             )
-        return remaining
+        self._comm.wait(work, peer, remaining)

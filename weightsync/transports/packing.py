@@ -8,20 +8,24 @@ import torch
 
 from servicekit.errors import Internal
 from weightsync.layout import Layout
+from weightsync.limits import SEGMENT_BYTES
 from weightsync.messages import Message
 
-# An op of at least so many bytes travels on its own, so that it can go from parameter to parameter without a copy. At
-# a few GB/s it takes longer than what one more gloo message costs (about 30 us).
-SEGMENT_BYTES = 256 * 1024
+# What is hashed without a buffer is gathered in pieces that stay in a core's cache between the copy and the hash.
+PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One op on this side: a block of a parameter [rows, cols], and its first element within its segment."""
+    """One op on this side: a block of a parameter [rows, cols], and its first element within its segment.
+
+    lent: the block's own bytes (uint8), where it is contiguous and of the type that travels.
+    """
 
     values: torch.Tensor
     start: int
     elements: int
+    lent: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Packer:
         held = next(iter(tensors.values()))
         self.dtype = dtype if dtype is not None else held.dtype
         self.device = held.device
+        self._scratch: torch.Tensor | None = None
         # By identity; the message is kept, so that its id stays its own.
         self._known: dict[int, tuple[Message, tuple[Segment, ...]]] = {}
 
@@ -111,6 +116,35 @@ class Packer:
         """The payload's bytes, segment by segment: what its digest is made of."""
         return [part for _, part in self._parts(message, payload)]
 
+    def stored(self, message: Message) -> Iterator[torch.Tensor]:
+        """The payload's bytes as they lie in the parameters now; a piece is valid until the next one is asked for."""
+        for segment in self.segments(message):
+            if segment.lent is not None:
+                yield segment.lent
+            elif self.device.type == "cpu":
+                yield from self._pieces(segment)
+            else:  # digests of GPUs want the parts that the sender hashed
+                part = torch.empty(segment.num_bytes, dtype=torch.uint8, device=self.device)
+                self.pack_segment(segment, part)
+                yield part
+
+    def _pieces(self, segment: Segment) -> Iterator[torch.Tensor]:
+        for block in segment.blocks:
+            if block.lent is not None:
+                yield block.lent
+                continue
+            cols = block.values.shape[1]
+            for rows in block.values.split(max(1, PIECE_BYTES // self.dtype.itemsize // cols)):
+                piece = self._piece(rows.numel())
+                piece.view(rows.shape).copy_(rows)
+                yield piece.view(torch.uint8)
+
+    def _piece(self, elements: int) -> torch.Tensor:
+        """Scratch, the same in every call: fresh memory costs a page fault per 4 KiB."""
+        if self._scratch is None or self._scratch.numel() < elements:
+            self._scratch = torch.empty(max(elements, PIECE_BYTES // self.dtype.itemsize), dtype=self.dtype)
+        return self._scratch[:elements]
+
     def _parts(self, message: Message, payload: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
         begin = 0
         for segment in self.segments(message):
@@ -133,17 +167,19 @@ class Packer:
             if run and (elements >= least or run[0].elements >= least):
                 yield self._segment(run)
                 run, filled = [], 0
-            run.append(Block(values, filled, elements))
+            run.append(Block(values, filled, elements, self._lent(values)))
             filled += elements
         if run:
             yield self._segment(run)
 
     def _segment(self, run: list[Block]) -> Segment:
-        only = run[0].values
-        lent = None
-        if len(run) == 1 and only.is_contiguous() and only.dtype == self.dtype:
-            lent = only.view(-1).view(torch.uint8)
+        lent = run[0].lent if len(run) == 1 else None
         return Segment(sum(block.elements for block in run) * int(self.dtype.itemsize), tuple(run), lent)
+
+    def _lent(self, values: torch.Tensor) -> torch.Tensor | None:
+        if values.dtype != self.dtype or not values.is_contiguous():
+            return None
+        return values.view(-1).view(torch.uint8)
 
     def blocks(self, message: Message) -> Iterator[torch.Tensor]:
         """The block of a parameter [rows, cols] of each op."""
@@ -181,6 +217,12 @@ class Packers:
             made = (key, Packer(self._layout, tensors, self._side, dtype))
             self._made[id(tensors)] = made
         return made[1]
+
+    def exchange(self, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+        """The two have changed places in memory: and so do their packers."""
+        for ours, theirs in ((one, self._made.pop(id(other), None)), (other, self._made.pop(id(one), None))):
+            if theirs is not None:
+                self._made[id(ours)] = theirs
 
     def forget(self) -> None:
         """A new plan: what was worked out for the messages of the old one goes."""

@@ -99,19 +99,9 @@ class Transport(Protocol):
 def message_digest(packer: Packer, message: Message, parts: Iterable[torch.Tensor] | None = None) -> bytes:
     """Digest of the message's payload: of `parts`, or of what lies in the packer's memory now."""
     digest = PayloadDigest()
-    for part in _own_parts(packer, message) if parts is None else parts:
+    for part in packer.stored(message) if parts is None else parts:
         digest.update(part)
     return digest.digest()
-
-
-def _own_parts(packer: Packer, message: Message) -> Iterable[torch.Tensor]:
-    for segment in packer.segments(message):
-        if segment.lent is not None:
-            yield segment.lent
-        else:
-            scratch = torch.empty(segment.num_bytes, dtype=torch.uint8, device=packer.device)
-            packer.pack_segment(segment, scratch)
-            yield scratch
 
 
 def wrong_messages(received: Sequence[tuple[Message, bytes]], packer: Packer) -> list[Message]:

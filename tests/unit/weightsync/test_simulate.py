@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from tests.weight_stores import tiny_spec
-from weightsync import cost
 from weightsync.cost import MessageSizes, Speeds, predict
 from weightsync.layout import Parallel
 from weightsync.megatron_layout import megatron_layout
@@ -17,7 +16,7 @@ from weightsync.simulate import Dies, Scene, simulate
 from weightsync.simulate_clock import Clock, Link, Machine
 from weightsync.simulate_phases import Slow, Stage
 from weightsync.simulate_ranks import steps_of
-from weightsync.transports import collective, packing
+from weightsync.transports import packing
 
 # Links only: what remains is bytes / bandwidth, which a reader can work out.
 FREE = Speeds(
@@ -68,10 +67,6 @@ def test_ranks_walk_in_the_order_of_the_executor() -> None:
         expected = [(h.message.sequence, h.sender if h.receiver == rank else h.receiver) for h in hops]
         assert [(index, peer) for _, index, peer in mine] == expected
         assert [what == "receive" for what, _, _ in mine] == [hop.receiver == rank for hop in hops]
-
-
-def test_the_copied_constants_are_the_executor_s() -> None:
-    assert (cost.WINDOW, cost.SEGMENT_BYTES) == (collective.WINDOW, packing.SEGMENT_BYTES)
 
 
 def test_messages_are_cut_into_segments_as_the_packer_does() -> None:
@@ -135,12 +130,12 @@ def test_the_last_replica_s_death_leaves_nobody_and_ends() -> None:
     assert simulate(scene(1, dies=Dies(replica=0, at="transfer"))).commits_s == [None]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("speeds", [FREE, Speeds(), dataclasses.replace(Speeds(), digest=10e9)])
 def test_the_closed_form_agrees_with_the_simulation(replicas: int, speeds: Speeds) -> None:
     one = scene(replicas, speeds, tp=2)
     closed = predict(one.stage.plan, one.stage.sizes, replicas, speeds)
-    assert closed.seconds == pytest.approx(simulate(one).seconds["total"], rel=0.25)
+    assert closed.seconds == pytest.approx(simulate(one).seconds["total"], rel=0.1)
 
 
 def test_cores_that_are_shared_make_a_round_longer() -> None:
