@@ -4,11 +4,13 @@ import asyncio
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl, State
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventLog
+from coordinator.fleet.view import FleetView
 from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.loop import GrpoLoop
@@ -36,6 +38,9 @@ from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServic
 from tandem_config.schema import RunConfig
 from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
 
+if TYPE_CHECKING:
+    from coordinator.fleet.kubernetes.cluster import Cluster
+
 WEIGHTS_FOLDER = "weights"
 # Seconds without a heartbeat after which watchers take the coordinator for dead.
 _LEASE_TTL_S = 15.0
@@ -57,6 +62,8 @@ class App:
     registry: Registry
     events: EventLog
     control: RunControl
+    cluster: "Cluster | None"
+    view: FleetView
 
 
 async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume: bool, stop: asyncio.Event) -> int:
@@ -68,8 +75,11 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
     reward = _build_reward(config)
-    registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+    registry = await asyncio.to_thread(
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+    )
     events = EventLog()
+    cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
     app = App(
         config=config,
         environment=environment,
@@ -79,6 +89,8 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         registry=registry,
         events=events,
         control=RunControl(events),
+        cluster=cluster,
+        view=FleetView(cluster),
     )
     server = await _serve(app)
     try:
@@ -88,6 +100,15 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         events.close()
         await server.drain(_DRAIN_S)
         await asyncio.to_thread(registry.close)
+
+
+def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> "Cluster | None":
+    """None: the fleet is not made of pods. Imports the Kubernetes client, which takes a second, only if it is."""
+    if config.fleet.kind != "kubernetes":
+        return None
+    from coordinator.fleet.kubernetes.cluster import reach_cluster
+
+    return reach_cluster(config, environment, events)
 
 
 def _build_reward(config: RunConfig) -> Reward:
@@ -111,6 +132,7 @@ async def _serve(app: App) -> GrpcServer:
         control=app.control,
         events=app.events,
         progress=app.inputs.state,
+        fleet=app.view,
     )
     server.add(add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
     address = await server.start()
@@ -149,7 +171,8 @@ async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
 async def _work(app: App) -> None:
     """Find the services, run the run, write its summary."""
     async with AsyncExitStack() as stack:
-        services = await find_services(app.config, app.registry, app.identity, stack)
+        services = await find_services(app.config, app.registry, app.identity, stack, app.cluster)
+        app.view.fleet = services.fleet
         versions = await services.versions()
         group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
         lead = await _take_lead(app, group)

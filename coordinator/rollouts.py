@@ -91,7 +91,7 @@ class Rollouts:
         size = max(1, -(-len(prompts) // num_chunks))
         ids = list(prompts)
         chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        dispatch = _Dispatch(replicas, prompts, order, self._timeout_s, self._probe_timeout_s)
+        dispatch = _Dispatch(self._fleet, prompts, order, self._timeout_s, self._probe_timeout_s)
         return await dispatch.run(chunks)
 
 
@@ -100,20 +100,21 @@ class _Dispatch:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        fleet: Fleet,
         prompts: Mapping[str, Prompt],
         order: Order,
         timeout_s: float,
         probe_timeout_s: float,
     ) -> None:
-        self._replicas = replicas
+        self._fleet = fleet
+        self._replicas = fleet.serving()
         self._prompts = prompts
         self._order = order
         self._timeout_s = timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._sampling = order.sampling.to_proto()
         self._groups: dict[str, Group] = {}
-        self._engine_s = {replica.name: 0.0 for replica in replicas}
+        self._engine_s = {replica.name: 0.0 for replica in self._replicas}
         self._failures: Counter[str] = Counter()
         self._errors: dict[str, TandemError] = {}
         self._running: dict[asyncio.Task[list[str]], Replica] = {}
@@ -140,9 +141,13 @@ class _Dispatch:
         )
 
     def _start_calls(self, pending: deque[list[str]]) -> None:
-        """Give every replica without a call a chunk, those that have failed least first."""
-        busy = set(self._running.values())
-        for replica in sorted(self._replicas, key=lambda replica: self._failures[replica.name]):
+        """Give every replica without a call a chunk, those that have failed least first.
+
+        One that has begun to leave meanwhile finishes its call and gets no other.
+        """
+        busy, staying = set(self._running.values()), set(self._fleet.serving())
+        here = [replica for replica in self._replicas if replica in staying]
+        for replica in sorted(here, key=lambda replica: self._failures[replica.name]):
             if pending and replica not in busy and self._failures[replica.name] < MAX_FAILURES:
                 task = asyncio.create_task(self._call(replica, pending.popleft()), name=f"generate-{replica.name}")
                 self._running[task] = replica
@@ -198,7 +203,8 @@ class _Dispatch:
 
     def _exhausted(self) -> Unavailable:
         missing = len(self._prompts) - len(self._groups)
-        told = "; ".join(str(self._errors[replica.name]) for replica in self._replicas)
+        left = "{}: left the fleet".format
+        told = "; ".join(str(self._errors.get(replica.name, left(replica.name))) for replica in self._replicas)
         return Unavailable(
             f"{missing} of {len(self._prompts)} groups could not be generated, every replica failed: {told}"
         )

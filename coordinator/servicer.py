@@ -7,6 +7,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.control import RunControl, State
 from coordinator.events import Event, EventKind, EventLog
+from coordinator.fleet.view import FleetView
 from coordinator.state import RunState
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
@@ -36,17 +37,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     Args:
         run: the run's name.
         total_iterations: what the run is configured for.
-        progress: read only, changed by the run.
+        progress, fleet: read only, changed by the run.
     """
 
     def __init__(
-        self, *, run: str, total_iterations: int, control: RunControl, events: EventLog, progress: RunState
+        self,
+        *,
+        run: str,
+        total_iterations: int,
+        control: RunControl,
+        events: EventLog,
+        progress: RunState,
+        fleet: FleetView,
     ) -> None:
         self._run = run
         self._total_iterations = total_iterations
         self._control = control
         self._events = events
         self._progress = progress
+        self._fleet = fleet
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """Where the run stands."""
@@ -58,6 +67,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             policy_version=self._progress.policy_version,
             last_progress=_timestamp(self._progress.last_progress_s),
             error=self._control.error,
+            serving_replicas=self._fleet.serving(),
+            troubles=self._fleet.troubles(),
         )
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:

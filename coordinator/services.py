@@ -3,13 +3,23 @@
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.summary import merge_versions
 from coordinator.trainer import Trainer
-from servicekit.registry import Registry
+from servicekit.errors import TandemError
+from servicekit.lifecycle import cancel, watch
+from servicekit.logs import get_logger
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.tls import Identity
 from tandem_config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from coordinator.fleet.kubernetes.cluster import Cluster
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +33,68 @@ class Services:
         """Software versions of all services."""
         found = {self.trainer.name: dict((await self.trainer.status()).versions.packages)}
         for replica in await self.fleet.look():
-            found[replica.name] = dict((await replica.status()).versions.packages)
+            try:
+                found[replica.name] = dict((await replica.status()).versions.packages)
+            except TandemError as error:  # the first round finds out whether it matters
+                log.warning("a replica does not say its versions", replica=replica.name, error=str(error))
         return merge_versions(found)
 
 
-async def find_services(config: RunConfig, registry: Registry, stack: AsyncExitStack) -> Services:
-    """Wait until trainer and replicas have announced themselves, and open channels to them.
+async def find_services(
+    config: RunConfig,
+    registry: Registry,
+    identity: Identity | None,
+    stack: AsyncExitStack,
+    cluster: "Cluster | None" = None,
+) -> Services:
+    """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
-    Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s.
+    Args:
+        cluster: of a fleet of pods; begins to be watched here.
+    Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
     """
+    if cluster is None:
+        record = await _wait_for_all(config, registry)
+    else:
+        record = await _wait_for_pods(config, registry, cluster, stack)
+    trainer = Trainer(record.address, identity)
+    stack.push_async_callback(trainer.close)
+    watched = WatchedFleet(registry, trainer, identity)
+    stack.push_async_callback(watched.close)
+    fleet = watched if cluster is None else _kept(config, watched, cluster, stack)
+    return Services(trainer=trainer, fleet=fleet)
+
+
+async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
+    """Everyone that the configuration counts. Returns: the trainer."""
     names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
     timeout_s = config.run.startup_timeout_s
-    (trainer_record,), _ = await asyncio.gather(
+    (trainer,), _ = await asyncio.gather(
         asyncio.to_thread(registry.wait_for, "trainer", ["trainer"], timeout_s),
         asyncio.to_thread(registry.wait_for, "rollout", names, timeout_s),
     )
-    trainer = Trainer(trainer_record.address)
-    stack.push_async_callback(trainer.close)
-    fleet = WatchedFleet(registry, trainer)
-    stack.push_async_callback(fleet.close)
-    return Services(trainer=trainer, fleet=fleet)
+    return trainer
+
+
+async def _wait_for_pods(
+    config: RunConfig, registry: Registry, cluster: "Cluster", stack: AsyncExitStack
+) -> ServiceRecord:
+    """The trainer and enough replicas; the others are seeded as their pods come. Returns: the trainer."""
+    from coordinator.fleet.kubernetes.arrivals import wait_for_services
+
+    stack.callback(cluster.close)
+    await cluster.start()
+    return await wait_for_services(config, registry, cluster)
+
+
+def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:
+    """A fleet of pods, and the task that looks after them."""
+    from coordinator.fleet.kubernetes.fleet import KubernetesFleet
+    from coordinator.fleet.kubernetes.keeper import Keeper
+
+    fleet = KubernetesFleet(watched, cluster.pods)
+    keeper = Keeper(cluster, fleet, probe_timeout_s=config.sync.probe_timeout_s)
+    task = asyncio.create_task(keeper.run(), name="fleet-keeper")
+    watch(task, lambda error: cluster.noted.note("keeper", f"stuck replicas are not looked for any more: {error}"))
+    stack.push_async_callback(cancel, task)
+    return fleet

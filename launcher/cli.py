@@ -32,8 +32,8 @@ _Config = Annotated[
         "--config",
         "-c",
         help=(
-            "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync. Relative paths in it "
-            "are relative to the file."
+            "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
+            "in it are relative to the file."
         ),
     ),
 ]

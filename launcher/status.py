@@ -11,6 +11,7 @@ from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
 from servicekit.checkpoints import list_complete
 from servicekit.errors import ConfigError
+from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -45,7 +46,7 @@ def describe(run_dir: Path) -> list[tuple[str, str]]:
 
 
 async def _ask(address: str) -> list[tuple[str, str]]:
-    async with open_channel(address) as channel:
+    async with open_channel(address, identity=operator_identity(), peer="coordinator") as channel:
         try:
             status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:
@@ -58,6 +59,8 @@ async def _ask(address: str) -> list[tuple[str, str]]:
         ("policy version", str(status.policy_version)),
         *([("last progress", f"{quiet_s:.0f} s ago")] if status.last_progress.seconds else []),
         ("coordinator", address),
+        ("serving", ", ".join(status.serving_replicas) or "no replica yet"),
+        *(("trouble", text) for text in status.troubles),
     ]
 
 

@@ -293,6 +293,52 @@ class SyncSection(Section):
     )
 
 
+class FleetSection(Section):
+    """Who the rollout replicas are, and what the coordinator may do about them."""
+
+    kind: Literal["registry", "kubernetes"] = Field(
+        "registry",
+        description=(
+            "registry: replicas are whoever announces itself in Redis; kubernetes: they are also pods, watched through "
+            "the Kubernetes API: leaving pods are drained, stuck ones evicted."
+        ),
+    )
+    kubeconfig: Path | None = Field(
+        None,
+        description="How to reach the Kubernetes API; null: as the pod's service account, outside of a pod as kubectl.",
+    )
+    rollout_set: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = Field(
+        "rollout", description="StatefulSet whose pods are the replicas; a replica has its pod's name."
+    )
+    scale: bool = Field(
+        False,
+        description=(
+            "Bring the rollout set to rollout.replicas at the start; false: its size is kubectl's or an autoscaler's."
+        ),
+    )
+    stuck_after_s: PositiveFloat = Field(
+        900.0,
+        description=(
+            "Seconds without an answer, or without a finished group while it generates, after which a replica is stuck "
+            "and its pod is evicted; longer than the longest completion takes."
+        ),
+    )
+    max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(
+        4, description="Stuck pods evicted within any hour; beyond it they are only reported. 0: evict none."
+    )
+    unready_after_s: PositiveFloat = Field(
+        60.0,
+        description=(
+            "Seconds that a serving replica's pod may be not ready before it loses its work; longer than a weight sync "
+            "and three readiness probes, during which it is not ready either."
+        ),
+    )
+    reschedule_timeout_s: PositiveFloat = Field(
+        1800.0, description="Seconds that a trainer whose pods are being rescheduled is waited for at the start."
+    )
+    request_timeout_s: PositiveFloat = Field(10.0, description="Seconds for one request to the Kubernetes API.")
+
+
 class RunConfig(Section):
     """The whole configuration file."""
 
@@ -304,3 +350,4 @@ class RunConfig(Section):
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
+    fleet: FleetSection = Field(default_factory=FleetSection)

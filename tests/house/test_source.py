@@ -10,6 +10,8 @@ from tests.house.repository import PACKAGES, calls, name_of, parse, python_files
 # Files that may sleep, and why each can neither wait for an event nor run on without end. Tests are not looked at:
 # they may give another thread a moment before they see that nothing has happened.
 SLEEPERS = {
+    "coordinator/fleet/kubernetes/arrivals.py": "looks at Redis and the pods for services that come; has a deadline",
+    "coordinator/fleet/kubernetes/keeper.py": "looks at the fleet from time to time, until the run ends",
     "coordinator/probing.py": "asks a service from time to time how it is; ends with the call that it accompanies",
     "coordinator/roll_call.py": "looks again for services that come back; has a deadline",
     "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",

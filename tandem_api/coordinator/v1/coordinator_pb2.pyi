@@ -106,6 +106,8 @@ class GetStatusResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     LAST_PROGRESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SERVING_REPLICAS_FIELD_NUMBER: _builtins.int
+    TROUBLES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     state: Global___RunState.ValueType
     iteration: _builtins.int
@@ -115,6 +117,14 @@ class GetStatusResponse(_message.Message):
     """Set when state is FAILED."""
     @_builtins.property
     def last_progress(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def serving_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the replicas that get work now."""
+
+    @_builtins.property
+    def troubles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is wrong with the cluster now, in words (fleet.kind: kubernetes); empty if nothing is."""
+
     def __init__(
         self,
         *,
@@ -125,10 +135,12 @@ class GetStatusResponse(_message.Message):
         policy_version: _builtins.int = ...,
         last_progress: _timestamp_pb2.Timestamp | None = ...,
         error: _builtins.str = ...,
+        serving_replicas: _abc.Iterable[_builtins.str] | None = ...,
+        troubles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_progress", b"last_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "iteration", b"iteration", "last_progress", b"last_progress", "policy_version", b"policy_version", "run", b"run", "state", b"state", "total_iterations", b"total_iterations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "iteration", b"iteration", "last_progress", b"last_progress", "policy_version", b"policy_version", "run", b"run", "serving_replicas", b"serving_replicas", "state", b"state", "total_iterations", b"total_iterations", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

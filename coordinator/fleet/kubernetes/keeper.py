@@ -1,0 +1,120 @@
+"""Looks after the replicas while a run goes on: takes work from pods that are not ready, evicts stuck ones."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from coordinator.fleet.kubernetes.cluster import Cluster
+from coordinator.fleet.kubernetes.events import About
+from coordinator.fleet.kubernetes.fleet import KubernetesFleet
+from coordinator.fleet.kubernetes.pods import Pod
+from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
+from coordinator.replica import Replica
+from servicekit.errors import TandemError
+from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2
+
+# Between looks; settings that are shorter are looked at four times as often as they say.
+LONGEST_INTERVAL_S = 10.0
+
+log = get_logger(__name__)
+
+
+class Keeper:
+    """Tends a fleet until it is cancelled.
+
+    Args:
+        probe_timeout_s: a replica that does not say how it is by then is silent.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        fleet: KubernetesFleet,
+        *,
+        probe_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = cluster.settings
+        self._cluster, self._fleet, self._clock = cluster, fleet, clock
+        self._probe_timeout_s = probe_timeout_s
+        self._unready_after_s = settings.unready_after_s
+        self._interval_s = min(LONGEST_INTERVAL_S, settings.stuck_after_s / 4, settings.unready_after_s / 4)
+        self._detector = StuckDetector(settings.stuck_after_s)
+        self._budget = HourlyBudget(settings.max_evictions_per_hour)
+        self._unready_since_s: dict[Replica, float] = {}
+        self._evicted: set[str] = set()  # uids
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._cluster.look()
+            await self._demote_unready()
+            await self._evict_stuck()
+            await asyncio.sleep(self._interval_s)
+
+    async def _demote_unready(self) -> None:
+        now_s, members = self._clock(), self._fleet.members()
+        unready = {
+            replica: members[replica] for replica in self._fleet.serving() if not self._is_ready(members, replica)
+        }
+        self._unready_since_s = {r: self._unready_since_s.get(r, now_s) for r in unready}
+        for replica, pod in unready.items():
+            quiet_s = now_s - self._unready_since_s[replica]
+            if quiet_s >= self._unready_after_s:
+                self._fleet.demote(replica)
+                log.warning("replica not ready: no work until it is seeded again", replica=replica.name)
+                await self._record(pod, "TandemNotReady", "not ready for long: seeded again before it gets work")
+
+    def _is_ready(self, members: dict[Replica, Pod], replica: Replica) -> bool:
+        return replica not in members or members[replica].ready
+
+    async def _evict_stuck(self) -> None:
+        members = self._fleet.members()
+        vitals = await asyncio.gather(*(self._vital(replica) for replica in members), return_exceptions=True)
+        stuck: dict[str, str] = {}
+        for (replica, pod), vital in zip(members.items(), vitals, strict=True):
+            # A channel that is closed meanwhile cancels its calls: the replica is gone.
+            if isinstance(vital, BaseException):
+                continue
+            why = self._detector.observe((replica, pod.incarnation), vital, self._clock())
+            if why and pod.uid not in self._evicted:
+                stuck[f"stuck/{pod.name}"] = await self._evict(pod, why)
+        self._detector.keep({(replica, pod.incarnation) for replica, pod in members.items()})
+        for about, text in stuck.items():
+            self._cluster.noted.note(about, text)
+        self._cluster.noted.keep("stuck/", stuck)
+
+    async def _vital(self, replica: Replica) -> Vital | None:
+        try:
+            status = await replica.status(timeout_s=self._probe_timeout_s)
+        except TandemError:
+            return None
+        return read_vital(status)
+
+    async def _evict(self, pod: Pod, why: str) -> str:
+        """Returns: what is to be said about it."""
+        if not self._budget.spend(self._clock()):
+            limit = f"fleet.max_evictions_per_hour = {self._budget.per_hour} is used up"
+            await self._record(pod, "TandemEngineStuck", f"{limit}: not evicted", kind="Warning")
+            return f"{pod.name} is stuck ({why}) and stays: {limit}"
+        try:
+            await asyncio.to_thread(self._cluster.api.evict, pod)
+        except TandemError as error:
+            self._budget.give_back()
+            return f"{pod.name} is stuck ({why}) and could not be evicted: {error}"
+        self._evicted.add(pod.uid)
+        log.warning("stuck replica evicted", replica=pod.name, why=why)
+        await self._record(pod, "TandemEvicted", f"the engine is stuck: {why}", kind="Warning")
+        return f"{pod.name} was stuck ({why}): evicted"
+
+    async def _record(self, pod: Pod, reason: str, message: str, *, kind: str = "Normal") -> None:
+        recorder = self._cluster.recorder
+        await asyncio.to_thread(recorder.record, About.pod(pod), reason, message, kind=kind)
+
+
+def read_vital(status: rollout_pb2.GetStatusResponse) -> Vital:
+    """From a replica's own account; paused or unseeded, it is not expected to get anything done."""
+    serves = status.state == weights_pb2.REPLICA_STATE_SERVING
+    return Vital(is_generating=serves and status.running_groups > 0, generated_tokens=status.generated_tokens)

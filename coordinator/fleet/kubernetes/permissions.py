@@ -1,0 +1,42 @@
+"""What the coordinator asks of the Kubernetes API, as data: RBAC grants exactly this, and every call names its row.
+
+Roles in deploy/ are compared with this table by a test.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permission:
+    """One verb on one resource of the run's namespace.
+
+    Attributes:
+        group: API group; "" is the core group.
+        resource: plural, with its subresource: "pods/eviction".
+        without: what does not work if it is refused.
+    """
+
+    verb: str
+    group: str = ""
+    resource: str
+    without: str
+
+    def __str__(self) -> str:
+        """`create pods/eviction`, as RBAC spells it."""
+        return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
+
+
+LIST_PODS = Permission(verb="list", resource="pods", without="replicas are known from Redis alone")
+WATCH_PODS = Permission(verb="watch", resource="pods", without="replicas are known from Redis alone")
+EVICT_PODS = Permission(verb="create", resource="pods/eviction", without="stuck replicas are only reported")
+CREATE_EVENTS = Permission(verb="create", resource="events", without="`kubectl describe` does not show what was done")
+PATCH_EVENTS = Permission(verb="patch", resource="events", without="repeated events are not counted")
+GET_SCALE = Permission(
+    verb="get", group="apps", resource="statefulsets/scale", without="the rollout set keeps its size (fleet.scale)"
+)
+PATCH_SCALE = Permission(
+    verb="patch", group="apps", resource="statefulsets/scale", without="the rollout set keeps its size (fleet.scale)"
+)
+
+# Those on statefulsets may be limited to the rollout set by resourceNames.
+PERMISSIONS = (LIST_PODS, WATCH_PODS, EVICT_PODS, CREATE_EVENTS, PATCH_EVENTS, GET_SCALE, PATCH_SCALE)

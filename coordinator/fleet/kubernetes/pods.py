@@ -1,0 +1,154 @@
+"""What a pod's status means for a run. Pure: from the API's objects to a `Pod`.
+
+pod                                                      fate
+ready                                                    UP
+deleted, evicted, node lost or shut down; new; starting  COMING   its set makes or has made another one: wait
+image or configuration cannot be used; crashes again     DEAD     a person must act: waiting would not help
+and again; ended
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from servicekit.errors import ConfigError
+
+NAME_LABEL, NAME = "app.kubernetes.io/name", "tandem"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+RUN_LABEL = "tandem.run/id"
+ROLLOUT, TRAINER = "rollout", "trainer"
+
+# Waiting reasons of a container that end only when somebody corrects the manifest or the secret it names.
+_NEEDS_A_PERSON = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "RunContainerError",
+    }
+)
+# Waiting reasons that are worth telling and may pass.
+_TROUBLE = _NEEDS_A_PERSON | {"CrashLoopBackOff", "ErrImagePull"}
+# A rank that loses another one ends too, once or twice; a pod that has crashed this often does it by itself.
+CRASHES_OF_A_DEAD_POD = 4
+# Of pods that the cluster has ended, not their processes: the set replaces them.
+_ENDED_BY_THE_CLUSTER = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
+
+
+class Fate(Enum):
+    """What becomes of a pod by itself."""
+
+    UP = "up"
+    COMING = "coming"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pod:
+    """A pod of the run.
+
+    Attributes:
+        component: "rollout" or "trainer".
+        leaving: it has been told to end.
+        restarts: of all its containers.
+        trouble: why it is not up, in words; "" if there is nothing to tell.
+    """
+
+    name: str
+    uid: str
+    component: str
+    leaving: bool
+    ready: bool
+    restarts: int
+    fate: Fate
+    trouble: str
+
+    @property
+    def incarnation(self) -> tuple[str, int]:
+        """Changes whenever its processes are other ones."""
+        return self.uid, self.restarts
+
+
+def selector(run_id: str) -> str:
+    """The label selector of a run's pods.
+
+    Raises: ConfigError: the run id is not a label's value.
+    """
+    if len(run_id) > 63 or not run_id[-1].isalnum():
+        raise ConfigError(
+            f"environment variable TANDEM_RUN_ID={run_id!r} is no value of a Kubernetes label ({RUN_LABEL}): at most "
+            "63 characters, ending in a letter or digit"
+        )
+    return f"{NAME_LABEL}={NAME},{COMPONENT_LABEL} in ({ROLLOUT},{TRAINER}),{RUN_LABEL}={run_id}"
+
+
+def read_pod(pod: Any) -> Pod:
+    """From the client's V1Pod."""
+    containers = _containers(pod)
+    leaving = pod.metadata.deletion_timestamp is not None
+    ready = _condition(pod, "Ready", "True") is not None and not leaving
+    fate, trouble = (Fate.UP, "") if ready else _fate(pod, containers, leaving)
+    return Pod(
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        component=(pod.metadata.labels or {}).get(COMPONENT_LABEL, ""),
+        leaving=leaving,
+        ready=ready,
+        restarts=sum(each.restart_count for each in containers),
+        fate=fate,
+        trouble=trouble,
+    )
+
+
+def _fate(pod: Any, containers: list[Any], leaving: bool) -> tuple[Fate, str]:
+    """Of a pod that is not ready, and why."""
+    if leaving:
+        return Fate.COMING, ""
+    if pod.status.phase in ("Failed", "Succeeded"):
+        return _fate_of_ended(pod, containers)
+    unschedulable = _condition(pod, "PodScheduled", "False")
+    if unschedulable is not None:
+        return Fate.COMING, f"no node takes it: {unschedulable.message or unschedulable.reason}"
+    for container in containers:
+        waiting = container.state.waiting if container.state is not None else None
+        if waiting is not None and waiting.reason in _TROUBLE:
+            return _fate_of_waiting(container, waiting)
+    return Fate.COMING, ""
+
+
+def _fate_of_ended(pod: Any, containers: list[Any]) -> tuple[Fate, str]:
+    reason = pod.status.reason or ""
+    told = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
+    if reason in _ENDED_BY_THE_CLUSTER:
+        return Fate.COMING, f"the cluster has ended it ({told})"
+    return Fate.DEAD, f"it has ended ({told or pod.status.phase.lower()})"
+
+
+def _fate_of_waiting(container: Any, waiting: Any) -> tuple[Fate, str]:
+    trouble = f"container {container.name}: {waiting.reason}"
+    why = _last_end([container]) if waiting.reason == "CrashLoopBackOff" else waiting.message
+    trouble += f": {why}" if why else ""
+    if waiting.reason == "CrashLoopBackOff":
+        trouble += f", {container.restart_count} restarts"
+        return (Fate.DEAD if container.restart_count >= CRASHES_OF_A_DEAD_POD else Fate.COMING), trouble
+    return (Fate.DEAD if waiting.reason in _NEEDS_A_PERSON else Fate.COMING), trouble
+
+
+def _last_end(containers: list[Any]) -> str:
+    """How a container ended last: `OOMKilled (exit code 137)`."""
+    for container in containers:
+        for state in (container.state, container.last_state):
+            ended = state.terminated if state is not None else None
+            if ended is not None:
+                return f"{ended.reason or 'ended'} (exit code {ended.exit_code})"
+    return ""
+
+
+def _containers(pod: Any) -> list[Any]:
+    return [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]
+
+
+def _condition(pod: Any, kind: str, status: str) -> Any:
+    return next((each for each in pod.status.conditions or [] if (each.type, each.status) == (kind, status)), None)

@@ -1,0 +1,460 @@
+"""The coordinator's Kubernetes side against the API stand-in (a fake): watching, retries, refusals, Events, eviction.
+
+A fleet of pods keeps the same contract as one that the registry alone knows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.events import EventKind, EventLog
+from coordinator.fleet.base import Fleet
+from coordinator.fleet.kubernetes import watch
+from coordinator.fleet.kubernetes.arrivals import TrainerDead, wait_for_services
+from coordinator.fleet.kubernetes.cluster import Cluster, reach_cluster
+from coordinator.fleet.kubernetes.events import About
+from coordinator.fleet.kubernetes.fleet import KubernetesFleet
+from coordinator.fleet.kubernetes.keeper import Keeper
+from coordinator.fleet.kubernetes.permissions import PERMISSIONS
+from coordinator.fleet.watched import WatchedFleet
+from coordinator.replica import Replica
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PermissionDenied, Unavailable
+from servicekit.registry import Registry, ServiceRecord
+from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import with_settings
+from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_status
+from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.polling import until
+
+TTL_S = 30.0
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def api() -> Iterator[FakeKubeApi]:
+    with FakeKubeApi(NAMESPACE) as api:
+        yield api
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.fixture
+def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfig:
+    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)
+    fleet = {"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "unready_after_s": 0.2}
+    sync = {"probe_timeout_s": 0.2}
+    return with_settings(config, fleet={**fleet, "stuck_after_s": 0.4}, sync=sync, run={"startup_timeout_s": 0.3})
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(kube_config: RunConfig, environment: ServiceEnvironment) -> AsyncIterator[Start]:
+    """Starts to watch the cluster, with other settings of the fleet; ended after the test."""
+    started: list[Cluster] = []
+
+    async def begin(events: EventLog | None = None, **fleet: Any) -> Cluster:
+        config = with_settings(kube_config, fleet=fleet)
+        cluster = await asyncio.to_thread(reach_cluster, config, environment, events or EventLog())
+        started.append(cluster)
+        await cluster.start()
+        return cluster
+
+    yield begin
+    for cluster in started:
+        cluster.close()
+
+
+def names(cluster: Cluster) -> list[str]:
+    return [pod.name for pod in cluster.pods.pods]
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, condition, DEADLINE_S)
+
+
+# ---- watching ----
+
+
+async def test_pods_are_found_by_label_and_followed(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    api.put("pods", pod("stranger", run_id="another"))
+    cluster = await start()
+    assert names(cluster) == ["rollout-0"]
+    api.put("pods", pod("trainer-0", component="trainer"))
+    await soon(lambda: names(cluster) == ["rollout-0", "trainer-0"])
+    api.delete("pods", "rollout-0", NAMESPACE)
+    await soon(lambda: names(cluster) == ["trainer-0"])
+    assert cluster.troubles() == []
+
+
+async def test_an_expired_watch_lists_again_and_misses_nothing(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    cluster = await start()
+    lists = api.seen["list pods"]
+    with api.store.changed:  # so that no watch sees the changes before they have expired
+        api.delete("pods", "rollout-0", NAMESPACE)
+        api.put("pods", pod("rollout-1"))
+        api.store.expire()
+    await soon(lambda: names(cluster) == ["rollout-1"])
+    assert api.seen["list pods"] == lists + 1
+    assert cluster.pods.is_current
+    assert cluster.troubles() == []
+
+
+async def test_a_watch_that_ends_goes_on_from_where_it_was(api: FakeKubeApi, start: Start) -> None:
+    cluster = await start()
+    lists, watches = api.seen["list pods"], api.seen["watch pods"]
+    api.store.end_watches()
+    api.put("pods", pod("rollout-0"))
+    await soon(lambda: names(cluster) == ["rollout-0"] and api.seen["watch pods"] > watches)
+    assert api.seen["list pods"] == lists
+
+
+async def test_throttling_is_waited_out_as_long_as_the_server_says(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    api.throttle("list pods", times=1, retry_after_s=1)
+    clock = asyncio.get_running_loop().time
+    begun_s = clock()
+    cluster = await start()
+    assert clock() - begun_s >= 1.0
+    assert names(cluster) == ["rollout-0"]
+    assert api.seen["list pods"] == 2
+
+
+async def test_throttling_that_does_not_end_names_verb_and_resource(api: FakeKubeApi, start: Start) -> None:
+    cluster = await start()
+    api.throttle("create pods/eviction", times=99, retry_after_s=0)
+    api.put("pods", pod("rollout-0"))
+    await soon(lambda: names(cluster) == ["rollout-0"])
+    with pytest.raises(Unavailable, match="create pods/eviction rollout-0 in namespace tandem: throttled"):
+        await asyncio.to_thread(cluster.api.evict, cluster.pods.pods[0])
+
+
+async def test_an_api_that_is_away_leaves_what_was_known(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    cluster = await start()
+    api.refuse("list pods", "watch pods")
+    api.store.expire()
+    await soon(lambda: not cluster.pods.is_current)
+    assert names(cluster) == ["rollout-0"]
+    (trouble,) = cluster.troubles()
+    assert "pods in namespace tandem: refused" in trouble
+
+
+# ---- what is refused ----
+
+
+async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeKubeApi, start: Start) -> None:
+    api.refuse("create pods/eviction", "patch statefulsets/scale", "create events")
+    api.put("statefulsets", rollout_set(1))
+    events = EventLog()
+    cluster = await start(events, scale=True)
+    told = cluster.noted.all()[0]
+    for name in ("create pods/eviction", "patch statefulsets/scale.apps", "create events"):
+        assert f"{name} (" in told
+    assert "list pods" not in told
+    warnings = [event.message for event in events._newer(0) if event.kind is EventKind.WARNING]
+    assert warnings[0] == told
+    assert sum("create pods/eviction" in warning for warning in warnings) == 1
+
+
+async def test_only_what_the_settings_need_is_asked_for(api: FakeKubeApi, start: Start) -> None:
+    api.refuse("create pods/eviction", "get statefulsets/scale", "patch statefulsets/scale")
+    cluster = await start(scale=False, max_evictions_per_hour=0)
+    assert cluster.troubles() == []
+
+
+async def test_a_refused_call_names_verb_resource_and_namespace(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    cluster = await start()
+    api.refuse("create pods/eviction")
+    with pytest.raises(PermissionDenied, match="create pods/eviction rollout-0 in namespace tandem: refused"):
+        await asyncio.to_thread(cluster.api.evict, cluster.pods.pods[0])
+    assert api.seen["create pods/eviction"] == 1  # asking again would not help
+
+
+def test_every_call_is_in_the_table_of_permissions() -> None:
+    rows = {str(each) for each in PERMISSIONS}
+    assert rows == {
+        "list pods",
+        "watch pods",
+        "create pods/eviction",
+        "create events",
+        "patch events",
+        "get statefulsets/scale.apps",
+        "patch statefulsets/scale.apps",
+    }
+
+
+async def test_a_kubeconfig_that_cannot_be_used_is_named(
+    kube_config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    config = with_settings(kube_config, fleet={"kubeconfig": tmp_path / "nowhere"})
+    with pytest.raises(ConfigError, match="nowhere"):
+        reach_cluster(config, environment, EventLog())
+
+
+# ---- what it does ----
+
+
+async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(api: FakeKubeApi, start: Start) -> None:
+    api.put("statefulsets", rollout_set(5))
+    api.conflict("patch statefulsets/scale", times=1)
+    cluster = await start(scale=True)
+    assert api.get("statefulsets", "rollout", NAMESPACE)["spec"]["replicas"] == 2
+    assert api.seen["get statefulsets/scale"] == api.seen["patch statefulsets/scale"] == 2  # read again, then changed
+    assert cluster.troubles() == []
+    (event,) = api.list("events")
+    assert (event["reason"], event["involvedObject"]["kind"]) == ("TandemScaled", "StatefulSet")
+    assert "from 5 to 2 replicas" in event["message"]
+
+
+async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeKubeApi, start: Start) -> None:
+    api.put("statefulsets", rollout_set(5))
+    cluster = await start()
+    api.conflict("patch statefulsets/scale", times=99)
+    with pytest.raises(Aborted, match=r"patch statefulsets/scale.apps rollout in namespace tandem"):
+        await asyncio.to_thread(cluster.api.scale, "rollout", 3)
+
+
+async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Start) -> None:
+    cluster = await start()
+    clock_s = [0.0]
+    cluster.recorder._clock = lambda: clock_s[0]
+    about = About(kind="Pod", name="rollout-0")
+    for clock_s[0] in (0.0, 1.0, 40.0, 41.0, 700.0):
+        await asyncio.to_thread(cluster.recorder.record, about, "TandemEngineStuck", "no answer", kind="Warning")
+    first, second = sorted(api.list("events"), key=lambda event: -event["count"])
+    assert (first["count"], second["count"]) == (3, 1)  # written at 0 and 40 s; a new one after ten minutes
+    assert api.seen["patch events"] == 1
+    assert first["involvedObject"] == {"kind": "Pod", "apiVersion": "v1", "name": "rollout-0", "namespace": NAMESPACE}
+
+
+# ---- the fleet ----
+
+
+@asynccontextmanager
+async def announced(environment: ServiceEnvironment) -> AsyncIterator[tuple[FakeFleet, dict[str, Registry]]]:
+    """Two replicas and a trainer, in the registry."""
+    async with fake_fleet() as services:
+        registries = {name: Registry(environment.redis_url, environment.run_id) for name in services.addresses}
+        for name, address in services.addresses.items():
+            role = name.partition("-")[0]
+            registries[name].announce(ServiceRecord(role=role, name=name, address=address, worker_id=name), TTL_S)
+        yield services, registries
+        for registry in registries.values():
+            await asyncio.to_thread(registry.close)
+
+
+@asynccontextmanager
+async def fleet_of(
+    kind: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> AsyncIterator[tuple[Fleet, dict[str, Registry], FakeFleet]]:
+    """A fleet of either kind over the same services."""
+    async with AsyncExitStack() as stack:
+        services, registries = await stack.enter_async_context(announced(environment))
+        registry = Registry(environment.redis_url, environment.run_id)
+        stack.push_async_callback(asyncio.to_thread, registry.close)
+        watched = WatchedFleet(registry, services.trainer)
+        stack.push_async_callback(watched.close)
+        fleet: Fleet = watched
+        if kind == "kubernetes":
+            for name in ("rollout-0", "rollout-1"):
+                api.put("pods", pod(name))
+            fleet = KubernetesFleet(watched, (await start()).pods)
+        yield fleet, registries, services
+
+
+@pytest.mark.parametrize("kind", ["registry", "kubernetes"])
+async def test_the_contract_of_a_fleet(
+    kind: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of(kind, api, start, environment) as (fleet, registries, services):
+        found = await fleet.look()
+        assert [replica.name for replica in found] == ["rollout-0", "rollout-1"]
+        assert fleet.serving() == ()
+        fleet.admit(found)
+        assert fleet.serving() == await fleet.look() == found
+        registries["rollout-1"].withdraw()
+        assert fleet.serving() == found  # until somebody looks
+        assert await fleet.look() == fleet.serving() == found[:1]
+        record = ServiceRecord(
+            role="rollout", name="rollout-1", address=services.addresses["rollout-1"], worker_id="another process"
+        )
+        registries["rollout-1"].announce(record, TTL_S)
+        again = await fleet.look()
+        assert again[0] is found[0]
+        assert again[1] is not found[1]
+        assert fleet.serving() == found[:1]
+
+
+async def test_a_replica_whose_pod_leaves_is_drained_before_its_record_ends(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
+        found = await fleet.look()
+        fleet.admit(found)
+        api.put("pods", leaving("rollout-1"))
+        await soon(lambda: fleet.serving() == found[:1])
+        assert await fleet.look() == found[:1]
+        api.delete("pods", "rollout-0", NAMESPACE)
+        await soon(lambda: fleet.serving() == ())
+
+
+def leaving(name: str) -> dict[str, Any]:
+    obj = pod(name)
+    obj["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z"}
+    return obj
+
+
+async def test_without_the_api_the_registry_alone_decides(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    api.refuse("list pods")
+    async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
+        assert [replica.name for replica in await fleet.look()] == ["rollout-0", "rollout-1"]
+
+
+# ---- the keeper ----
+
+
+@asynccontextmanager
+async def kept(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment, **settings: Any
+) -> AsyncIterator[tuple[KubernetesFleet, Cluster, FakeFleet, tuple[Replica, ...]]]:
+    """A fleet that serves, looked after."""
+    async with AsyncExitStack() as stack:
+        services, _ = await stack.enter_async_context(announced(environment))
+        registry = Registry(environment.redis_url, environment.run_id)
+        stack.push_async_callback(asyncio.to_thread, registry.close)
+        watched = WatchedFleet(registry, services.trainer)
+        stack.push_async_callback(watched.close)
+        for name in ("rollout-0", "rollout-1"):
+            api.put("pods", pod(name))
+        cluster = await start(**settings)
+        fleet = KubernetesFleet(watched, cluster.pods)
+        for service in services.rollout_services:
+            service.state = weights_pb2.REPLICA_STATE_SERVING
+        found = await fleet.look()
+        fleet.admit(found)
+        task = asyncio.create_task(Keeper(cluster, fleet, probe_timeout_s=0.2).run())
+        try:
+            yield fleet, cluster, services, found
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_replica_that_does_not_answer_is_evicted(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with kept(api, start, environment) as (fleet, cluster, services, found):
+        uid = api.get("pods", "rollout-1", NAMESPACE)["metadata"]["uid"]
+        services.rollout_services[1]._gone = True
+        await soon(lambda: fleet.serving() == found[:1])
+        assert "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"]
+        await soon(lambda: bool(api.list("events")))
+        (event,) = api.list("events")
+        assert (event["reason"], event["involvedObject"]["uid"]) == ("TandemEvicted", uid)
+        assert "no answer in 0.4 s" in event["message"]
+        assert api.seen["create pods/eviction"] == 1
+        told = cluster.noted._events
+        await soon(lambda: any("rollout-1 was stuck" in event.message for event in told._newer(0)))
+
+
+async def test_evictions_have_a_budget(api: FakeKubeApi, start: Start, environment: ServiceEnvironment) -> None:
+    async with kept(api, start, environment, max_evictions_per_hour=1) as (_, cluster, services, _):
+        for service in services.rollout_services:
+            service._gone = True
+        await soon(lambda: any("max_evictions_per_hour = 1 is used up" in text for text in cluster.troubles()))
+        assert api.seen["create pods/eviction"] == 1
+
+
+async def test_an_eviction_that_a_budget_of_the_cluster_forbids_is_tried_again(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    names = {"name": "rollout", "namespace": NAMESPACE}
+    spec = {"selector": {"matchLabels": {"app.kubernetes.io/component": "rollout"}}}
+    api.put("poddisruptionbudgets", {"metadata": names, "spec": spec, "status": {"disruptionsAllowed": 0}})
+    async with kept(api, start, environment, max_evictions_per_hour=1) as (_, cluster, services, _):
+        services.rollout_services[1]._gone = True
+        await soon(lambda: any("a PodDisruptionBudget forbids it now" in text for text in cluster.troubles()))
+        api.delete("poddisruptionbudgets", "rollout", NAMESPACE)
+        await soon(lambda: "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"])
+
+
+async def test_a_serving_replica_that_is_not_ready_for_long_loses_its_work(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with kept(api, start, environment) as (fleet, _, _, found):
+        api.put("pods", pod("rollout-1", ready=False))
+        await soon(lambda: fleet.serving() == found[:1])
+        assert await fleet.look() == found  # it may be seeded again
+        assert api.seen["create pods/eviction"] == 0
+
+
+async def test_troubles_of_pods_are_told_while_they_last(api: FakeKubeApi, start: Start) -> None:
+    unschedulable = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: insufficient nvidia.com/gpu"}
+    api.put("pods", pod("rollout-0", ready=False, phase="Pending", conditions=[unschedulable]))
+    events = EventLog()
+    cluster = await start(events)
+    assert cluster.troubles() == ["pod rollout-0: no node takes it: 0/3 nodes: insufficient nvidia.com/gpu"]
+    cluster.look()
+    api.put("pods", pod("rollout-0"))
+    await soon(lambda: cluster.troubles() == [])
+    assert len(events._newer(0)) == 1
+
+
+# ---- waiting for the trainer ----
+
+
+async def arrival(kube_config: RunConfig, environment: ServiceEnvironment, cluster: Cluster) -> ServiceRecord:
+    registry = Registry(environment.redis_url, environment.run_id)
+    try:
+        return await wait_for_services(kube_config, registry, cluster)
+    finally:
+        registry.close()
+
+
+async def test_a_dead_trainer_ends_the_wait_at_once_with_what_its_pod_says(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    statuses = waiting_status("CreateContainerConfigError", 'secret "redis-auth" not found')
+    api.put("pods", pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
+    cluster = await start()
+    config = with_settings(kube_config, run={"startup_timeout_s": 600.0})
+    with pytest.raises(TrainerDead, match=r'trainer-0: .*secret "redis-auth" not found'):
+        await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)
+
+
+async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    api.put("pods", pod("trainer-0", component="trainer", ready=False, phase="Pending"))
+    cluster = await start()
+    waiting = asyncio.create_task(arrival(kube_config, environment, cluster))
+    await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
+    assert not waiting.done()  # startup_timeout_s is over
+    async with announced(environment):
+        assert (await asyncio.wait_for(waiting, DEADLINE_S)).name == "trainer"
+
+
+async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    api.put("pods", pod("trainer-0", component="trainer"))
+    cluster = await start()
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 1 replicas .*; there: nobody"):
+        await asyncio.wait_for(arrival(kube_config, environment, cluster), DEADLINE_S)

@@ -1,0 +1,198 @@
+"""What pods' states mean, and when a replica is stuck: no API, no clock."""
+
+import json
+from typing import Any
+
+import pytest
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+
+from coordinator.fleet.kubernetes.arrivals import trainer_fate
+from coordinator.fleet.kubernetes.errors import Expired, Throttled, translate
+from coordinator.fleet.kubernetes.pods import Fate, Pod, read_pod, selector
+from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
+from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
+
+
+def pod_of(status: dict[str, Any], **metadata: Any) -> Pod:
+    """As the client reads it from the API's JSON."""
+    labels = {"app.kubernetes.io/component": "trainer"}
+    raw = {"metadata": {"name": "trainer-0", "uid": "u", "labels": labels, **metadata}, "status": status}
+    return read_pod(client.ApiClient().deserialize(json.dumps(raw), "V1Pod", "application/json"))
+
+
+def container(state: dict[str, Any], *, restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    status = {"name": "trainer", "image": "i", "imageID": "", "ready": False, "restartCount": restarts, "state": state}
+    return {"phase": "Running", "containerStatuses": [{**status, "lastState": last or {}}]}
+
+
+def waiting(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
+    return container({"waiting": {"reason": reason, "message": message}}, **more)
+
+
+READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes: no gpu"}
+OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+
+
+@pytest.mark.parametrize(
+    ("status", "metadata", "fate", "trouble"),
+    [
+        (READY, {}, Fate.UP, ""),
+        (READY, {"deletionTimestamp": "2026-11-20T14:00:00Z"}, Fate.COMING, ""),
+        ({"phase": "Pending"}, {}, Fate.COMING, ""),
+        ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, {}, Fate.COMING, "no node takes it: 0/3 nodes: no gpu"),
+        (waiting("ContainerCreating"), {}, Fate.COMING, ""),
+        (waiting("ErrImagePull", "no such tag"), {}, Fate.COMING, "container trainer: ErrImagePull: no such tag"),
+        (waiting("ImagePullBackOff", "tag"), {}, Fate.DEAD, "container trainer: ImagePullBackOff: tag"),
+        (
+            waiting("CreateContainerConfigError", 'secret "redis-auth" not found'),
+            {},
+            Fate.DEAD,
+            'container trainer: CreateContainerConfigError: secret "redis-auth" not found',
+        ),
+        (
+            waiting("CrashLoopBackOff", restarts=1, last=OOM),
+            {},
+            Fate.COMING,
+            "container trainer: CrashLoopBackOff: OOMKilled (exit code 137), 1 restarts",
+        ),
+        (
+            waiting("CrashLoopBackOff", restarts=7, last=OOM),
+            {},
+            Fate.DEAD,
+            "container trainer: CrashLoopBackOff: OOMKilled (exit code 137), 7 restarts",
+        ),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "node was low on memory"},
+            {},
+            Fate.COMING,
+            "the cluster has ended it (Evicted: node was low on memory)",
+        ),
+        ({"phase": "Failed"}, {}, Fate.DEAD, "it has ended (failed)"),
+        ({"phase": "Succeeded"}, {}, Fate.DEAD, "it has ended (succeeded)"),
+    ],
+)
+def test_a_pods_fate_is_that_of_its_state(
+    status: dict[str, Any], metadata: dict[str, Any], fate: Fate, trouble: str
+) -> None:
+    pod = pod_of(status, **metadata)
+    assert (pod.fate, pod.trouble) == (fate, trouble)
+    assert pod.leaving == bool(metadata)
+    assert pod.ready == (fate is Fate.UP)
+
+
+def a_pod(name: str, fate: Fate, trouble: str = "", component: str = "trainer") -> Pod:
+    ready = fate is Fate.UP
+    return Pod(
+        name=name, uid=name, component=component, leaving=False, ready=ready, restarts=0, fate=fate, trouble=trouble
+    )
+
+
+@pytest.mark.parametrize(
+    ("pods", "fate", "told"),
+    [
+        ([], Fate.COMING, "no pod yet"),
+        ([a_pod("rollout-0", Fate.DEAD, component="rollout")], Fate.COMING, "no pod yet"),
+        ([a_pod("trainer-0", Fate.UP), a_pod("trainer-1", Fate.UP)], Fate.UP, ""),
+        ([a_pod("trainer-0", Fate.UP), a_pod("trainer-1", Fate.COMING)], Fate.COMING, "trainer-1: not ready"),
+        (
+            [a_pod("trainer-0", Fate.COMING), a_pod("trainer-1", Fate.DEAD, "wrong image")],
+            Fate.DEAD,
+            "trainer-1: wrong image",
+        ),
+    ],
+)
+def test_the_trainers_fate_is_that_of_its_worst_pod(pods: list[Pod], fate: Fate, told: str) -> None:
+    assert trainer_fate(pods) == (fate, told)
+
+
+def test_a_run_id_that_is_no_label_is_refused_by_name() -> None:
+    assert selector("run-1").endswith(",tandem.run/id=run-1")
+    for run_id in ("x" * 64, "run-"):
+        with pytest.raises(ConfigError, match="TANDEM_RUN_ID"):
+            selector(run_id)
+
+
+GENERATING, RESTING = Vital(is_generating=True, generated_tokens=5), Vital(is_generating=False, generated_tokens=5)
+PROGRESS = Vital(is_generating=True, generated_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("vitals", "expected"),
+    [
+        ([GENERATING] * 4, ["", "", "", "no group finished in 30 s"]),
+        ([None] * 4, ["", "", "", "no answer in 30 s"]),
+        ([RESTING] * 5, [""] * 5),
+        ([GENERATING, GENERATING, PROGRESS, PROGRESS, PROGRESS], [""] * 5),
+        # Silence is another thing than slowness: the time begins anew.
+        ([GENERATING, GENERATING, None, None, None], [""] * 5),
+        ([None, None, RESTING, None, None, None], [""] * 6),
+    ],
+)
+def test_a_replica_is_stuck_when_nothing_comes_of_it_for_long(vitals: list[Vital | None], expected: list[str]) -> None:
+    detector = StuckDetector(stuck_after_s=30.0)
+    assert [detector.observe("r", vital, 10.0 * i) for i, vital in enumerate(vitals)] == expected
+
+
+def test_another_incarnation_is_not_blamed_for_the_last_one() -> None:
+    detector = StuckDetector(stuck_after_s=30.0)
+    detector.observe("old", None, 0.0)
+    assert detector.observe("new", None, 40.0) == ""
+    detector.keep({"new"})
+    assert detector.observe("old", None, 50.0) == ""
+
+
+def test_the_budget_is_of_any_hour() -> None:
+    budget = HourlyBudget(2)
+    assert [budget.spend(at_s) for at_s in (0.0, 10.0, 20.0, 3599.0, 3600.0, 3605.0, 3610.0)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    budget.give_back()
+    assert budget.spend(3611.0)
+    assert not HourlyBudget(0).spend(0.0)
+
+
+def answer(status: int, body: str = "", **headers: str) -> ApiException:
+    error = ApiException(status=status, reason="said so")
+    error.body, error.headers = body, headers
+    return error
+
+
+BUDGET_BODY = '{"message": "no", "details": {"causes": [{"reason": "DisruptionBudget"}]}}'
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (answer(401), PermissionDenied),
+        (answer(403), PermissionDenied),
+        (answer(404), NotReady),
+        (answer(409), Aborted),
+        (answer(410), Expired),
+        (answer(422), InvalidRequest),
+        (answer(429), Throttled),
+        (answer(429, BUDGET_BODY), NotReady),
+        (answer(503, "<html>not JSON"), Unavailable),
+        (answer(0), Unavailable),
+    ],
+)
+def test_errors_name_verb_and_resource(error: ApiException, kind: type[Exception]) -> None:
+    found = translate(error, "create pods/eviction rollout-1 in namespace tandem")
+    assert type(found) is kind
+    assert str(found).startswith("Kubernetes API, create pods/eviction rollout-1 in namespace tandem")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [({"Retry-After": "7"}, 7.0), ({}, 0.0), ({"Retry-After": "9999"}, 30.0)]
+)
+def test_throttling_says_how_long(header: dict[str, str], seconds: float) -> None:
+    found = translate(answer(429, **header), "list pods")
+    assert isinstance(found, Throttled)
+    assert found.retry_after_s == seconds
