@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import IntEnum
 
 import torch
@@ -58,6 +59,7 @@ class Outcome:
 class _Job:
     command: Command
     parts: Sequence[bytes] = ()
+    timeout_s: float | None = None
     replies: "Future[list[bytes]]" = field(default_factory=Future)
 
 
@@ -102,10 +104,19 @@ class Wire:
         if body:
             dist.send(_as_tensor(body), 0, group=self._group)
 
-    def outcome_of(self, rank: int) -> Outcome:
-        """On rank 0: waits for a follower."""
+    def outcome_of(self, rank: int, timeout_s: float | None = None) -> Outcome:
+        """On rank 0: waits for a follower. timeout_s: None leaves it at the group's own.
+
+        Raises: RuntimeError: it is gone, or does not answer in time; the group is of no use from then on.
+        """
         header = torch.empty(2, dtype=torch.int64)
-        dist.recv(header, rank, group=self._group)
+        work = dist.irecv(header, rank, group=self._group)
+        if work is None:
+            raise RuntimeError(f"rank {rank} is not in the control group")
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
         failed, size = header.tolist()
         body = torch.empty(size, dtype=torch.uint8)
         if size:
@@ -155,9 +166,15 @@ class Commander:
         self._ended = False
         self.current: Command = Command.NOOP
 
-    def submit(self, command: Command, parts: Sequence[bytes] = ()) -> "Future[list[bytes]]":
-        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError."""
-        job = _Job(command=command, parts=parts)
+    def submit(
+        self, command: Command, parts: Sequence[bytes] = (), timeout_s: float | None = None
+    ) -> "Future[list[bytes]]":
+        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError.
+
+        timeout_s: a rank that needs so much longer than rank 0 is lost, and the trainer with it; None: no limit beside
+            that of the collectives.
+        """
+        job = _Job(command=command, parts=parts, timeout_s=timeout_s)
         with self._closed:
             if self._ended:
                 job.replies.set_exception(Internal("the trainer has stopped"))
@@ -184,7 +201,7 @@ class Commander:
         try:
             wire.broadcast(job.command, job.parts)
             outcomes = [run_handler(handlers, job.command, job.parts)]
-            outcomes += [wire.outcome_of(rank) for rank in range(1, wire.world_size)]
+            outcomes += [wire.outcome_of(rank, job.timeout_s) for rank in range(1, wire.world_size)]
         except BaseException as error:
             job.replies.set_exception(Internal(f"the trainer failed: {type(error).__name__}: {error}"))
             raise

@@ -27,6 +27,7 @@ from trainer_service.receive import ReceivedStep, receive_batches, receive_heade
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
+PUBLISH_MARGIN_S = 5.0
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)
@@ -112,7 +113,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         phase = weights_pb2.RoundPhase.Name(request.phase).removeprefix("ROUND_PHASE_").lower()
         with metrics.PUBLISH_SECONDS.labels(phase=phase).time():
-            replies = await self._command(Command.PUBLISH, request.SerializeToString())
+            # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
+            patience_s = request.round.formation_timeout_s + request.round.transfer_timeout_s + PUBLISH_MARGIN_S
+            replies = await self._command(Command.PUBLISH, request.SerializeToString(), patience_s)
         return pb.PublishWeightsResponse(ranks=[weights_pb2.PhaseReport.FromString(reply) for reply in replies])
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
@@ -159,9 +162,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             versions=common_pb2.SoftwareVersions(packages=software_versions(PACKAGES)),
         )
 
-    async def _command(self, command: Command, body: bytes) -> list[bytes]:
+    async def _command(self, command: Command, body: bytes, timeout_s: float | None = None) -> list[bytes]:
         """A caller that goes away does not cancel what the ranks have begun."""
-        replies = asyncio.wrap_future(self._commander.submit(command, [body]))
+        replies = asyncio.wrap_future(self._commander.submit(command, [body], timeout_s))
         # Its error is the ranks' to log if nobody waits for it any more.
         replies.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(replies)

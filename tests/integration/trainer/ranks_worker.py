@@ -9,15 +9,20 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.registry import Registry
 from trainer_service.liveness import Liveness
 from trainer_service.ranks import Command, Commander, Wire, follow
 from trainer_service.world import Place, connect, device_of, meet
+
+# Much less than the 30 s of the control group's own collectives.
+PATIENCE_S = 3.0
 
 
 def handlers(rank: int) -> dict[Command, Any]:
@@ -41,13 +46,25 @@ def handlers(rank: int) -> dict[Command, Any]:
         dist.barrier()
         return b""
 
-    return {Command.SAVE: reply, Command.EXPORT: refuse, Command.LOGPROBS: fail, Command.PUBLISH: die}
+    def freeze(_: Sequence[bytes]) -> bytes:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return b""
+
+    return {
+        Command.RESTORE: freeze,
+        Command.SAVE: reply,
+        Command.EXPORT: refuse,
+        Command.LOGPROBS: fail,
+        Command.PUBLISH: die,
+    }
 
 
 SCENARIOS = {
     "works": [(Command.SAVE, [b"one", b"", b"three"]), (Command.EXPORT, []), (Command.SAVE, []), (Command.STOP, [])],
     "fails": [(Command.LOGPROBS, [])],
     "dies": [(Command.PUBLISH, [])],
+    "freezes": [(Command.SAVE, []), (Command.RESTORE, [])],
     "idle": [],
 }
 
@@ -59,7 +76,7 @@ def show(**fields: Any) -> None:
 def command(commander: Commander, scenario: str) -> None:
     for each, parts in SCENARIOS[scenario]:
         try:
-            show(replies=[reply.decode() for reply in commander.submit(each, parts).result(timeout=30)])
+            show(replies=[reply.decode() for reply in commander.submit(each, parts, PATIENCE_S).result(timeout=30)])
         except TandemError as error:
             show(refused=type(error).__name__, message=str(error))
 
@@ -68,7 +85,10 @@ def main() -> None:
     rank, world_size, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     place = Place(rank=rank, world_size=world_size, local_rank=rank, master=None)
     registry = Registry(os.environ["REDIS_URL"], "ranks-test")
-    store = meet(place, registry, "127.0.0.1", 30.0)
+    environment = ServiceEnvironment.model_validate(
+        {"REDIS_URL": os.environ["REDIS_URL"], "TANDEM_RUN_ID": "ranks-test", "TANDEM_RUN_DIR": Path.cwd()}
+    )
+    store = meet(place, registry, environment, 30.0)
     liveness = Liveness(store, rank, world_size)
     liveness.start(lambda _: None)
     wire = Wire(connect(place, store, device_of(place), "127.0.0.1", 30.0))

@@ -76,6 +76,14 @@ def test_killed_rank_is_named(start: Callable[[str], Ranks]) -> None:
     assert [process.wait(timeout=30) for process in ranks] == [1, -signal.SIGKILL, 1]
 
 
+def test_a_frozen_rank_is_named_after_the_commands_own_deadline(start: Callable[[str], Ranks]) -> None:
+    ranks = start("freezes")
+    lines = output(ranks[0])
+    assert lines[1] == {"replies": ["0:", "1:", "2:"]}
+    assert lines[-1]["failed"].startswith("rank 1 ended without a word or hangs")
+    assert "Timed out waiting 3000ms" in lines[-1]["failed"]  # not the group's 30 s
+
+
 def test_followers_end_when_rank_0_is_killed(start: Callable[[str], Ranks]) -> None:
     ranks = start("idle")
     for process in ranks:
