@@ -55,6 +55,8 @@ def run_round(
     received: list[pb.PhaseReport] = []
     with ThreadPoolExecutor(len(trainer) + len(stubs)) as pool:
         for phase in PHASES:
+            if phase == pb.ROUND_PHASE_PAUSE and round_.install_mode == pb.INSTALL_MODE_STAGED:
+                continue  # COMMIT pauses
             request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
             own = [pool.submit(run, phase, round_) for run in trainer]
             theirs = [pool.submit(stub.ReloadWeights, request, timeout=CALL_S) for stub in stubs]

@@ -1,0 +1,95 @@
+"""Requests that straddle a flip (keep_kv): each token says by which version it was sampled, and that is true.
+
+Real SGLang. What a completion must look like is computed by transformers: the old model up to the flip, then the new
+one on top of the old one's keys and values.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.integration.rollout.tiny_models import make_model
+from tests.integration.sync.replicas import CALL_S, Replicas
+from tests.integration.sync.rounds import run_round
+from tests.integration.sync.senders import senders
+from tests.polling import until
+from tests.service_processes import Services
+from weightsync.layout import Parallel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+TRAINER = Parallel(tensor=2)
+PROMPTS = [[7, 8, 9, 10], [11, 12, 13]]
+NUM_TOKENS = 450  # seconds of decoding; a round takes tenths
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(
+    "install",
+    [
+        pytest.param(pb.INSTALL_MODE_IN_PLACE, id="in_place"),
+        pytest.param(pb.INSTALL_MODE_STAGED, id="staged", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_a_straddling_request_carry_the_version_that_sampled_them(
+    install: int, services: Services, tmp_path: Path
+) -> None:
+    old, new = (make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
+    replicas = Replicas(services, old, {"rollout-0": Parallel()})
+    replicas.wait_up()
+    publish(replicas, old, 1, install)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(replicas.greedy, "rollout-0", PROMPTS, 1, NUM_TOKENS)
+        until(lambda: request.done() or running_groups(replicas) == len(PROMPTS), CALL_S)
+        publish(replicas, new, 2, install)
+        completions = request.result(timeout=CALL_S)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        first, second = completion.version_spans
+        assert (first.policy_version, second.policy_version) == (1, 2)
+        assert 0 == first.start < first.end == second.start < second.end == NUM_TOKENS
+        errors = [differences(old, new, prompt, completion, second.start + shift) for shift in (-1, 0, 1)]
+        assert errors[1] <= TOLERANCE
+        assert min(errors[0], errors[2]) > 10 * TOLERANCE  # a span that is off by one token would be seen
+    with pytest.raises(grpc.RpcError, match="asked for policy version 1"):
+        replicas.greedy("rollout-0", PROMPTS, 1, 1)
+    fresh = replicas.greedy("rollout-0", PROMPTS, 2, 4)
+    assert [completion.cached_tokens for completion in fresh] == [0] * len(PROMPTS)
+    for prompt, completion in zip(PROMPTS, fresh, strict=True):
+        assert differences(old, new, prompt, completion, 0) <= TOLERANCE
+
+
+def publish(replicas: Replicas, folder: Path, version: int, install: int) -> None:
+    with senders(folder, TRAINER, replicas.redis_url, replicas.group) as trainer:
+        run_round(trainer, TRAINER, replicas, version, install_mode=install, pause_mode=pb.PAUSE_MODE_KEEP_KV)
+
+
+def running_groups(replicas: Replicas) -> int:
+    with grpc.insecure_channel(replicas.addresses["rollout-0"]) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        return int(stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S).running_groups)
+
+
+def differences(old: Path, new: Path, prompt: Sequence[int], completion: Any, flip: int) -> float:
+    """Largest |log-prob - transformers'| if `flip` is the first token that the new model has sampled."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    # The forward pass that samples token `flip` is the first of the new weights; its input is the token before.
+    cut = len(prompt) + flip - 1
+    logits, cache = [], None
+    with torch.no_grad():
+        if flip > 0:
+            before = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32).eval()(ids[:, :cut], use_cache=True)
+            logits, cache = [before.logits[0, len(prompt) - 1 :]], before.past_key_values
+        model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32).eval()
+        after = model(ids[:, cut if flip > 0 else 0 : -1], past_key_values=cache).logits[0]
+        logits.append(after if flip > 0 else after[len(prompt) - 1 :])
+    expected = torch.log_softmax(torch.cat(logits).float(), dim=-1)
+    sampled = expected.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    return float((sampled - torch.tensor(completion.logprobs)).abs().max())
