@@ -64,11 +64,11 @@ def demo_command(overrides: Sequence[str]) -> int:
 
 def status_command(run_dir: Path | None) -> int:
     """`tandem status`."""
-    from launcher.status import describe, newest_run
+    from launcher.status import current_run, describe
 
     console = make_console()
     try:
-        lines = describe(newest_run(Path("runs")) if run_dir is None else run_dir)
+        lines = describe(current_run() if run_dir is None else run_dir)
     except ConfigError as error:
         make_console(stderr=True).print(Text(str(error), style="bold red"))
         return BAD_CONFIGURATION

@@ -1,21 +1,32 @@
-"""What `tandem status` says: of a running run its coordinator's answer, of another one what its folder tells."""
+"""What `tandem status` says: of a running run its coordinator's answer, of another one what its folder tells.
+
+A run's coordinator is found by the launcher's notes, or, where the services' own variables are set (in a pod, a
+container), in the registry.
+"""
 
 import asyncio
+import json
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
 
+from launcher.plan_processes import COORDINATOR
 from launcher.run_folder import RESOLVED_CONFIG, is_locked, metrics_rows, read_notes
 from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
 from servicekit.checkpoints import list_complete
-from servicekit.errors import ConfigError
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError, TandemError
+from servicekit.registry import Registry
 from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 
 _ANSWER_S = 10.0
+_RUN_DIR = "TANDEM_RUN_DIR"
 
 
 def newest_run(output_dir: Path) -> Path:
@@ -26,15 +37,27 @@ def newest_run(output_dir: Path) -> Path:
     return max(runs, key=_last_written)
 
 
-def describe(run_dir: Path) -> list[tuple[str, str]]:
-    """(name, text) pairs. Raises: ConfigError: the folder is not a run's."""
-    if not (run_dir / RESOLVED_CONFIG).is_file():
+def current_run(environ: Mapping[str, str] = os.environ) -> Path:
+    """The run that is meant without a name: the services' own, else the newest in ./runs.
+
+    Raises: ConfigError: there is none.
+    """
+    own = environ.get(_RUN_DIR, "")
+    return Path(own) if own else newest_run(Path("runs"))
+
+
+def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """(name, text) pairs. Raises: ConfigError: the folder is not a run's, or the environment is not a service's."""
+    if _is_a_services(run_dir, environ):
+        address, state = _announced(ServiceEnvironment.from_env(environ))
+    elif (run_dir / RESOLVED_CONFIG).is_file():
+        notes = read_notes(run_dir)
+        address = notes.coordinator if notes is not None and is_locked(run_dir) else ""
+        state = "running" if is_locked(run_dir) else "not running"
+    else:
         raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
-    state = "running" if is_locked(run_dir) else "not running"
-    lines = [("run", str(run_dir)), ("state", state)]
-    notes = read_notes(run_dir)
-    if is_locked(run_dir) and notes is not None and notes.coordinator:
-        lines = [("run", str(run_dir)), *asyncio.run(_ask(notes.coordinator))]
+    answer = asyncio.run(_ask(address)) if address else [("state", state), *_last_words(run_dir)]
+    lines = [("run", str(run_dir)), *answer]
     complete = list_complete(run_dir)
     if complete:
         lines.append(("last checkpoint", f"iteration {complete[-1][0]}"))
@@ -45,8 +68,38 @@ def describe(run_dir: Path) -> list[tuple[str, str]]:
     return lines + _last_row(rows)
 
 
+def _last_words(run_dir: Path) -> list[tuple[str, str]]:
+    """How the coordinator has left the run, if it is not there any more."""
+    try:
+        state = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [("ended", ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text))]
+
+
+def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:
+    """Whether we are where a service of this run is."""
+    own = environ.get(_RUN_DIR, "")
+    return own != "" and Path(own).absolute() == run_dir.absolute()
+
+
+def _announced(environment: ServiceEnvironment) -> tuple[str, str]:
+    """The coordinator's address, and without one, why there is none."""
+    try:
+        registry = Registry(environment.redis_url, environment.run_id)
+    except TandemError as error:
+        return "", f"unknown: {error}"
+    try:
+        address = next((record.address for record in registry.list(COORDINATOR)), "")
+        return address, "no coordinator is announced: it has not started, or its run is over"
+    except TandemError as error:
+        return "", f"unknown: {error}"
+    finally:
+        registry.close()
+
+
 async def _ask(address: str) -> list[tuple[str, str]]:
-    async with open_channel(address, identity=operator_identity(), peer="coordinator") as channel:
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
         try:
             status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -279,8 +279,8 @@ class SyncSection(Section):
     link_gbit: PositiveFloat = Field(
         400.0,
         description=(
-            "Gbit/s of each rank's link, each way: what the sync predicted on the dashboard is worth (nothing else uses "
-            "it). 400 is a round number for one port per GPU."
+            "Gbit/s of each rank's link, each way: what the sync predicted on the dashboard is worth (nothing else "
+            "uses it). 400 is a round number for one port per GPU."
         ),
     )
     formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")

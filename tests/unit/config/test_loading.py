@@ -106,6 +106,10 @@ BAD_FILES = [
     ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
     ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",
      "only 1 samples in an update", "raise grpo.prompts_per_iteration"),
+    ("fleet: {kind: kubernets}", "fleet.kind", "kubernets", "must be one of", "did you mean kubernetes?"),
+    ("fleet: {scale: true}", "fleet.scale", "true", "does nothing with fleet.kind: registry", "kubernetes"),
+    ("fleet: {kubeconfig: k}", "fleet.kubeconfig", "k", "does nothing with fleet.kind: registry", "kubernetes"),
+    ("fleet: {stuck_after_s: 10}", "fleet.stuck_after_s", "10", "not more than sync.probe_timeout_s", "e.g. 100"),
 ]  # fmt: skip
 
 

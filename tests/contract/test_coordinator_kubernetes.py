@@ -1,0 +1,196 @@
+"""A run on pods: a real coordinator process, real Redis and gRPC, the API stand-in and fake engines (both named so)."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.status import describe
+from servicekit.environment import ServiceEnvironment
+from servicekit.registry import Registry, ServiceRecord
+from tandem_config.loading import dump_resolved
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, with_settings
+from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_status
+from tests.fakes.fake_fleet import fake_fleet
+from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.fakes.fake_kubelet import FakeKubelet, fake_kubelet
+from tests.polling import until
+from weightsync.rendezvous import Lease, Rendezvous
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 60.0
+TTL_S = 60.0
+
+
+@pytest.fixture
+def api() -> Iterator[FakeKubeApi]:
+    with FakeKubeApi(NAMESPACE) as api:
+        yield api
+
+
+@pytest.fixture
+def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfig:
+    fleet = {"kind": "kubernetes", "kubeconfig": api.write_kubeconfig(tmp_path / "kubeconfig"), "scale": True}
+    return with_settings(
+        config,
+        run={"iterations": 1_000_000, "startup_timeout_s": 60.0},
+        rollout={"replicas": 2},
+        sync={"probe_timeout_s": 0.5, "lease_ttl_s": 1.0},
+        fleet={**fleet, "stuck_after_s": 1.0},
+    )
+
+
+class Coordinator:
+    """`python -m coordinator` as in a pod."""
+
+    def __init__(self, config: RunConfig, environment: ServiceEnvironment, folder: Path) -> None:
+        file = folder / "config.yaml"
+        file.write_text(dump_resolved(config), encoding="utf-8")
+        self.variables = {
+            "REDIS_URL": environment.redis_url,
+            "TANDEM_RUN_ID": environment.run_id,
+            "TANDEM_RUN_DIR": str(environment.run_dir),
+            "TANDEM_KUBE_NAMESPACE": NAMESPACE,
+        }
+        self.run_dir = environment.run_dir
+        self.log = folder / "coordinator.log"
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-m", "coordinator", "--config", str(file)]
+            self.process = subprocess.Popen(command, env={**os.environ, **self.variables}, stderr=log)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=DEADLINE_S)
+
+    def status(self) -> list[tuple[str, str]]:
+        """What `tandem status` says in the coordinator's pod."""
+        return describe(self.run_dir, self.variables)
+
+    def warnings(self) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["level"] == "warning"]
+
+
+@pytest.fixture
+def start(environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[[RunConfig], Coordinator]]:
+    started: list[Coordinator] = []
+
+    def begin(config: RunConfig) -> Coordinator:
+        started.append(Coordinator(config, environment, tmp_path))
+        return started[-1]
+
+    yield begin
+    for coordinator in started:
+        coordinator.process.kill()
+        coordinator.process.wait(timeout=10)
+
+
+@asynccontextmanager
+async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[None]:
+    """A trainer pod that is up, and an empty rollout set."""
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(fake_fleet(num_replicas=0))
+        group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+        for rank in range(2):
+            lease = Lease(group, f"trainer/{rank}", TTL_S)
+            lease.start()
+            stack.push_async_callback(asyncio.to_thread, lease.close)
+        registry = Registry(environment.redis_url, environment.run_id)
+        stack.push_async_callback(asyncio.to_thread, registry.close)
+        record = ServiceRecord(role="trainer", name="trainer", address=services.addresses["trainer"], worker_id="t")
+        registry.announce(record, TTL_S)
+        api.put("pods", pod("trainer-0", component="trainer", run_id=environment.run_id))
+        api.put("statefulsets", rollout_set(0))
+        yield
+
+
+@asynccontextmanager
+async def pods(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[FakeKubelet]:
+    """That, and somebody who makes and runs the set's pods."""
+    async with a_trainer(api, environment), fake_kubelet(api, environment.redis_url, environment.run_id) as kubelet:
+        yield kubelet
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, condition, DEADLINE_S)
+
+
+async def got_work(kubelet: FakeKubelet, name: str, starts: int) -> None:
+    """Until the pod's process of its `starts`-th start has been asked for something."""
+    await soon(lambda: len(kubelet.history.get(name, [])) >= starts)
+    await asyncio.wait_for(kubelet.history[name][starts - 1].asked.wait(), DEADLINE_S)
+
+
+async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Callable[[RunConfig], Coordinator],
+) -> None:
+    async with pods(api, environment) as kubelet:
+        coordinator = start(kube_config)
+        for name in ("rollout-0", "rollout-1"):  # scaled from 0 to rollout.replicas
+            await got_work(kubelet, name, starts=1)
+
+        ended = api.get("pods", "rollout-1", NAMESPACE)
+        ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
+        api.put("pods", ended)  # as `kubectl delete pod` does
+        await got_work(kubelet, "rollout-1", starts=2)
+        assert "create pods/eviction" not in api.seen
+
+        kubelet.history["rollout-0"][0].hold.clear()  # the engine hangs, its service answers
+        await got_work(kubelet, "rollout-0", starts=2)
+        assert api.seen["create pods/eviction"] == 1
+        await soon(lambda: {event["reason"] for event in api.list("events")} == {"TandemScaled", "TandemEvicted"})
+        (evicted,) = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
+        assert evicted["involvedObject"]["name"] == "rollout-0"
+        assert evicted["message"] == "the engine is stuck: no group finished in 1 s"
+
+        api.put("statefulsets", rollout_set(3))  # as `kubectl scale` does
+        await got_work(kubelet, "rollout-2", starts=1)
+        done = len(rows(environment))
+        await soon(lambda: len(rows(environment)) > done)
+        said = dict(await asyncio.to_thread(coordinator.status))
+        assert said["state"] == "running"
+        assert said["serving"] == "rollout-0, rollout-1, rollout-2"
+        assert await asyncio.to_thread(coordinator.stop) == 0
+        services = [service for each in kubelet.history.values() for service in each]
+        assert len(services) == 5
+        assert not any(service.was_asked_unseeded for service in services)
+    iterations = [row["iteration"] for row in rows(environment)]
+    assert iterations == list(range(1, len(iterations) + 1))
+
+
+async def test_what_keeps_a_run_from_starting_is_in_its_status(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Callable[[RunConfig], Coordinator],
+) -> None:
+    api.refuse("create events")
+    async with a_trainer(api, environment):
+        statuses = waiting_status("ImagePullBackOff", "tandem-rollout:typo: not found")
+        api.put("pods", pod("rollout-0", ready=False, phase="Pending", containerStatuses=statuses))
+        coordinator = start(kube_config)
+
+        def troubles() -> list[str]:
+            return [text for name, text in coordinator.status() if name == "trouble"]
+
+        image = "pod rollout-0: container main: ImagePullBackOff: tandem-rollout:typo: not found"
+        await soon(lambda: image in troubles())
+        refused = [text for text in await asyncio.to_thread(troubles) if "RBAC" in text]
+        assert len(refused) == 1
+        assert "create events (" in refused[0]
+        assert dict(await asyncio.to_thread(coordinator.status))["serving"] == "no replica yet"
+        assert await asyncio.to_thread(coordinator.stop) == 0
+        told = [line for line in coordinator.warnings() if "create events" in line.get("trouble", "")]
+        assert len(told) == 1
