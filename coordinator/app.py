@@ -14,6 +14,8 @@ from coordinator.fleet.view import FleetView
 from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.loop import GrpoLoop
+from coordinator.observed import Observed
+from coordinator.report import METRICS_FILE, MetricsFile, numeric
 from coordinator.rewards.base import Reward
 from coordinator.rewards.registry import build_reward
 from coordinator.roll_call import Group
@@ -24,6 +26,9 @@ from coordinator.servicer import FULL_NAME, CoordinatorServicer
 from coordinator.services import Services, find_services
 from coordinator.state import STATE_FILE
 from coordinator.summary import SUMMARY_FILE, build_summary
+from coordinator.web.history import History
+from coordinator.web.server import PageServer
+from coordinator.web.snapshot import Source
 from coordinator.weights import Lead, WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
@@ -31,7 +36,7 @@ from servicekit.files import write_json_atomic
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, cancel
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.registry import PAGE_URL, Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from servicekit.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -64,6 +69,7 @@ class App:
     control: RunControl
     cluster: "Cluster | None"
     view: FleetView
+    observed: Observed
 
 
 async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume: bool, stop: asyncio.Event) -> int:
@@ -91,15 +97,18 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         control=RunControl(events),
         cluster=cluster,
         view=FleetView(cluster),
+        observed=Observed(),
     )
-    server = await _serve(app)
-    try:
-        return await _run_or_stop(app, stop)
-    finally:
-        reward.close()
-        events.close()
-        await server.drain(_DRAIN_S)
-        await asyncio.to_thread(registry.close)
+    async with AsyncExitStack() as stack:
+        await _serve_page(app, stack)
+        server = await _serve(app)
+        try:
+            return await _run_or_stop(app, stop)
+        finally:
+            reward.close()
+            events.close()
+            await server.drain(_DRAIN_S)
+            await asyncio.to_thread(registry.close)
 
 
 def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> "Cluster | None":
@@ -146,6 +155,32 @@ async def _serve(app: App) -> GrpcServer:
     await asyncio.to_thread(app.registry.announce, record, _LEASE_TTL_S)
     server.set_ready(True)
     return server
+
+
+async def _serve_page(app: App, stack: AsyncExitStack) -> None:
+    """The run's web page, if a port is set. Its address goes to the registry, where the launcher looks for it."""
+    environment, state = app.environment, app.inputs.state
+    if environment.web_port is None:
+        return
+    rows = await asyncio.to_thread(MetricsFile(environment.run_dir / METRICS_FILE).rows)
+    history = History([numeric(row) for row in rows if (row["iteration"] or 0) <= state.iteration])
+    stack.push_async_callback(cancel, asyncio.create_task(history.follow(app.events), name="history of the page"))
+    source = Source(
+        run=app.config.run.name,
+        total_iterations=app.config.run.iterations,
+        logprob_diff_limit=app.config.grpo.logprob_diff_limit,
+        run_dir=environment.run_dir,
+        control=app.control,
+        state=state,
+        history=history,
+        observed=app.observed,
+        troubles=app.view.troubles,
+    )
+    page = PageServer(environment.bind_host, environment.web_port, source.snapshot)
+    stack.push_async_callback(asyncio.to_thread, page.close)
+    url = f"http://{environment.advertised(page.port)}/"
+    await asyncio.to_thread(app.registry.set_value, PAGE_URL, url)
+    log.info("the run's page is served", url=url)
 
 
 async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
@@ -220,6 +255,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         settings=config.sync,
         lead=lead,
         min_replicas=config.rollout.min_replicas,
+        observed=app.observed,
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
     )

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from coordinator import metrics
 from coordinator.fleet.base import Fleet
-from coordinator.fleet_metrics import FleetMetrics
 from coordinator.forecast import Forecast
+from coordinator.observed import Observed
 from coordinator.replica import Replica
 from coordinator.roll_call import Group, Present, RollCall, parallel_sizes, seeded_version
 from coordinator.sync_report import Outcome, RoundReports, SyncResult
@@ -102,6 +102,7 @@ class WeightSync:
         min_replicas: fewest replicas that must have the weights in the end.
         disk_folder: where the transport "disk" writes.
         forecast: predicts what a round of the fleet should take; None: nobody does.
+        observed: is told of syncs and of looks at the fleet.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WeightSync:
         min_replicas: int = 1,
         disk_folder: str = "",
         forecast: Forecast | None = None,
+        observed: Observed | None = None,
     ) -> None:
         self._trainer = trainer
         self._fleet = fleet
@@ -124,7 +126,7 @@ class WeightSync:
         self._min_replicas = min_replicas
         self._disk_folder = disk_folder
         self._on_disk = (0, "")  # version and id of the last round that went through disk
-        self._fleet_metrics = FleetMetrics()
+        self._observed = Observed() if observed is None else observed
         self._forecast = forecast
         self._roll_call = RollCall(
             trainer=trainer,
@@ -168,7 +170,7 @@ class WeightSync:
         """
         announced = await self._fleet.look()
         serving = self._fleet.serving()
-        self._fleet_metrics.observe(announced, serving)
+        self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
             return None
         loaded = await self._load_published(policy_version, [each for each in announced if each not in serving])
@@ -221,7 +223,7 @@ class WeightSync:
         if work.failures and (not gained or len(work.committed) < self._min_replicas):
             raise _given_up(policy_version, work.failures) from work.failures[-1]
         result = work.result()
-        metrics.observe_sync(result)
+        self._observed.sync(result)
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
@@ -258,7 +260,7 @@ class WeightSync:
             await sync_round.run()
         except TandemError as error:
             told = "; ".join([str(error), *await sync_round.abort()])
-            metrics.observe_failed_round(error, sync_round.outcomes)
+            self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
             work.outcomes |= sync_round.outcomes
             raise type(error)(told) from error
         work.reports.merge(sync_round.reports)

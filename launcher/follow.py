@@ -10,7 +10,7 @@ import redis
 from launcher.plan_processes import COORDINATOR
 from launcher.view import RunView
 from servicekit.channel import open_channel
-from servicekit.registry import Registry
+from servicekit.registry import PAGE_URL, Registry
 from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
@@ -66,7 +66,15 @@ async def _watch_arrivals(
                     view.ready(record.name, time.monotonic() - started)
                 if role == COORDINATOR and not address.done():
                     address.set_result(record.address)
+                    await _say_page(registry, view)
         await asyncio.sleep(_POLL_S)
+
+
+async def _say_page(registry: Registry, view: RunView) -> None:
+    """The coordinator has set the address before it announced itself."""
+    url = await asyncio.to_thread(registry.get_value, PAGE_URL)
+    if url is not None:
+        view.say(f"  the run's page: {url}")
 
 
 async def _show_events(address: str, view: RunView) -> None:

@@ -83,7 +83,11 @@ def _coordinator(launch: Launch) -> ProcessSpec:
         command=_module(launch, "coordinator", resume=True),
         log=launch.run_dir / "logs" / f"{COORDINATOR}.log",
         stage=_COORDINATOR_STAGE,
-        env={**launch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **launch.environment(),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TANDEM_WEB_PORT": os.environ.get("TANDEM_WEB_PORT", "0"),
+        },
         grace_s=_CONDUCT_GRACE_S,
     )
 

@@ -43,12 +43,14 @@ class ServiceEnvironment(BaseModel):
     kube_namespace: str = Field("", alias="TANDEM_KUBE_NAMESPACE")
     # Plain gRPC health for probes that cannot do TLS. Unset: none.
     health_port: Port | None = Field(None, alias="TANDEM_HEALTH_PORT")
+    # The coordinator's web page, for whoever can reach the port. Unset: no page.
+    web_port: Port | None = Field(None, alias="TANDEM_WEB_PORT")
     # PEM files for mutual TLS between services: all three or none.
     tls_cert: str = Field("", alias=CERT)
     tls_key: str = Field("", alias=KEY)
     tls_ca: str = Field("", alias=CA)
 
-    @field_validator("health_port", mode="before")
+    @field_validator("health_port", "web_port", mode="before")
     @classmethod
     def _empty_is_none(cls, given: object) -> object:
         return None if given == "" else given

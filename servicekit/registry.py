@@ -26,6 +26,8 @@ from servicekit.redis_client import redis_errors
 T = TypeVar("T")
 
 _log = get_logger(__name__)
+# Key of the value that says where the run's web page is.
+PAGE_URL = "page_url"
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.1
 

@@ -31,10 +31,11 @@ SMALL = {
 class Tandem:
     """One `tandem` process; its lines are collected while it runs."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, redis_url: str = "") -> None:
         self.folder = folder
         command = [sys.executable, "-m", "launcher", *arguments]
         environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
+        environment |= {"REDIS_URL": redis_url} if redis_url else {}
         # Everything that the command starts carries this mark, however far it moves from its parents.
         self._mark = f"TANDEM_TEST_MARK={folder}-{os.urandom(8).hex()}"
         name, _, value = self._mark.partition("=")
@@ -112,8 +113,8 @@ def tandem(tmp_path: Path) -> Iterator[Callable[..., Tandem]]:
     """Starts `tandem` in the test's folder; whatever a failed test leaves is ended."""
     started: list[Tandem] = []
 
-    def start(*arguments: str) -> Tandem:
-        started.append(Tandem(list(arguments), tmp_path))
+    def start(*arguments: str, redis_url: str = "") -> Tandem:
+        started.append(Tandem(list(arguments), tmp_path, redis_url))
         return started[-1]
 
     yield start

@@ -1,0 +1,80 @@
+"""The run's events as a page needs them: rows of its curves, the part that it is in, its last warnings."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.events import Event, EventKind, EventLog
+
+# Rows kept in memory; older ones are in metrics.jsonl.
+_ROWS_KEPT = 20_000
+_MESSAGES_KEPT = 30
+# Points of a curve that are sent: more than a curve is pixels wide.
+POINTS = 240
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Something that was said; `kind` is state, warning or evaluation."""
+
+    time_s: float
+    kind: str
+    text: str
+
+
+class History:
+    """Follows the events of a run; read and written on one event loop.
+
+    Args:
+        rows: iterations of earlier processes of the run.
+    """
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
+        self.messages: deque[Message] = deque(maxlen=_MESSAGES_KEPT)
+        self.part = ""
+        self.part_since_s = time.time()
+        self._curves: dict[str, list[tuple[float, float]]] = {}
+
+    async def follow(self, events: EventLog) -> None:
+        """Until the log is closed."""
+        async for event in events.watch(0):
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """One event."""
+        if event.kind is EventKind.ITERATION:
+            self.rows.append(event.values)
+            self._curves.clear()
+        if event.kind in (EventKind.PROGRESS, EventKind.ITERATION):
+            self.part = event.message if event.kind is EventKind.PROGRESS else "report"
+            self.part_since_s = event.time_s
+        else:
+            self.messages.append(Message(time_s=event.time_s, kind=event.kind.value, text=event.message))
+
+    def curve(self, field: str) -> list[tuple[float, float]]:
+        """At most POINTS points (iteration, mean value) of a field of the rows, evenly spread."""
+        if field not in self._curves:
+            points = [(row["iteration"], row[field]) for row in self.rows if field in row]
+            self._curves[field] = thin(points, POINTS)
+        return self._curves[field]
+
+    def last(self, field: str) -> float | None:
+        """The field's value in the newest row that has one."""
+        return next((row[field] for row in reversed(self.rows) if field in row), None)
+
+
+def thin(points: Sequence[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
+    """Means of at most `limit` runs of neighbouring points, each at its last x, so that the newest stays in place.
+
+    >>> thin([(1, 10), (2, 20), (3, 30), (4, 50)], 2)
+    [(2, 15.0), (4, 40.0)]
+    """
+    size = max(1, -(-len(points) // limit))
+    # Cut from the end: only the first run may be short.
+    starts = range(len(points) % size - size if len(points) % size else 0, len(points), size)
+    runs = [points[max(start, 0) : start + size] for start in starts]
+    return [(run[-1][0], sum(y for _, y in run) / len(run)) for run in runs]

@@ -1,0 +1,96 @@
+"""What the page shows, as one JSON object: made from the run's own data, between its steps."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.control import RunControl
+from coordinator.observed import Observed
+from coordinator.state import RunState
+from coordinator.web.conditions import Alert, Conditions, alerts
+from coordinator.web.history import History
+
+# Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
+CURVES = (
+    ("reward_mean", "Reward", ""),
+    ("heldout_accuracy", "Held-out accuracy", ""),
+    ("entropy", "Entropy", "nats"),
+    ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
+    ("kl_old", "KL(old || new)", "nats"),
+    ("grad_norm", "Gradient norm", ""),
+    ("response_length_mean", "Completion length", "tokens"),
+    ("tokens_per_s", "Tokens per second", ""),
+    ("iteration_s", "Iteration", "s"),
+    ("sync_s", "Weight sync", "s"),
+)
+_CURRENT = ("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
+_FAILURES_LOOKED_AT = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a snapshot comes from; `troubles` are those of the fleet, in words."""
+
+    run: str
+    total_iterations: int
+    logprob_diff_limit: float
+    run_dir: Path
+    control: RunControl
+    state: RunState
+    history: History
+    observed: Observed
+    troubles: Callable[[], Sequence[str]]
+
+    def snapshot(self) -> dict[str, Any]:
+        """The page's data; numbers, strings, lists and objects of these only."""
+        now_s = time.time()
+        return {
+            "now_s": now_s,
+            "run": self.run,
+            "state": self.control.state.value,
+            "error": self.control.error,
+            "part": self.history.part,
+            "part_since_s": self.history.part_since_s,
+            "iteration": self.state.iteration,
+            "total_iterations": self.total_iterations,
+            "policy_version": self.state.policy_version,
+            "worked_s": self.state.wall_s,
+            "current": {field: self.history.last(field) for field in _CURRENT},
+            "best_accuracy": self.state.best_accuracy,
+            "curves": [
+                {"field": field, "title": title, "unit": unit, "points": self.history.curve(field)}
+                for field, title, unit in CURVES
+            ],
+            "replicas": [asdict(row) for _, row in sorted(self.observed.replicas.items())],
+            "syncs": [asdict(each) for each in self.observed.rounds],
+            "alerts": [asdict(alert) for alert in self._alerts(now_s)],
+            "messages": [asdict(message) for message in self.history.messages],
+        }
+
+    def _alerts(self, now_s: float) -> list[Alert]:
+        rows, rounds = self.observed.replicas.values(), list(self.observed.rounds)
+        seen = Conditions(
+            state=self.control.state.value,
+            error=self.control.error,
+            standstill_s=now_s - self.state.last_progress_s,
+            rows=list(self.history.rows),
+            logprob_diff_limit=self.logprob_diff_limit,
+            announced=[row.name for row in rows if row.there],
+            serving=[row.name for row in rows if row.serving],
+            poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
+            failed_rounds=sum(each.error != "" for each in rounds[-_FAILURES_LOOKED_AT:]),
+            disk_free=_disk_free(self.run_dir),
+        )
+        return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]
+
+
+def _disk_free(folder: Path) -> float:
+    """Share of the disk that is free; 1 where it cannot be asked."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return 1.0
+    return usage.free / usage.total

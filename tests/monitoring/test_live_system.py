@@ -1,0 +1,53 @@
+"""The arithmetic demo, shortened, with its real engines, under a real Prometheus: every query of a panel has data."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.run_folder import read_notes
+from servicekit.registry import Registry
+from tests.e2e.conftest import EXAMPLE, STARTED_S, Tandem
+from tests.monitoring.boards import ALL
+from tests.monitoring.live import prometheus
+from tests.polling import until
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Enough iterations for Prometheus to scrape some seconds of it on an idle machine.
+SETTINGS = {
+    "run.iterations": 25,
+    "run.checkpoint_every": 5,
+    "run.evaluate_every": 5,
+    "rollout.replicas": 2,
+}
+ENDED_S = 500.0
+ROLES = ("coordinator", "trainer", "rollout")
+
+
+def targets(registry: Registry) -> dict[str, dict[str, str]]:
+    """Where each service says that its metrics are, by job and replica."""
+    return {
+        role: {record.name if role == "rollout" else "": record.metrics_address for record in registry.list(role)}
+        for role in ROLES
+    }
+
+
+def test_every_panel_has_data(redis_server: str, tandem: Callable[..., Tandem], tmp_path: Path) -> None:
+    changes = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    run = tandem("run", "-c", str(EXAMPLE), "--set", "run.name=watched", *changes, redis_url=redis_server)
+    run.wait_up("coordinator")
+    notes = read_notes(tmp_path / "runs" / "watched")
+    assert notes is not None
+    registry = Registry(redis_server, notes.run_id)
+    until(lambda: all(len(found) > 0 for found in targets(registry).values()), STARTED_S)
+    until(lambda: len(targets(registry)["rollout"]) == 2, STARTED_S)
+    with prometheus(tmp_path, targets(registry)) as server:
+        registry.close()
+        assert run.wait_end(ENDED_S) == 0, run.output()
+        left = server.without_data(ALL)
+        assert [f"{query}: {query.over('1m')}" for query in left] == []
+        # The run has ended well: only what a vanished process causes may have fired.
+        assert server.values('ALERTS{alertstate="firing", alertname!~".*Down"}') == []
+        # The last iterations may have come and gone between two scrapes.
+        assert 10 < max(server.values("tandem_iteration")) <= 25

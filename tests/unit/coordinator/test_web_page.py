@@ -1,0 +1,261 @@
+"""The web page's data: curves, alerts, what was observed; and that its server only ever answers what it should."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+from prometheus_client import REGISTRY
+
+from coordinator.control import RunControl, State
+from coordinator.events import EventKind, EventLog
+from coordinator.observed import Observed
+from coordinator.prompts import DataCursor
+from coordinator.replica import Replica
+from coordinator.samples import Prompt
+from coordinator.state import RunState
+from coordinator.sync_report import Outcome, SyncResult
+from coordinator.web.conditions import Conditions, alerts
+from coordinator.web.history import POINTS, History, thin
+from coordinator.web.server import DATA, PageServer
+from coordinator.web.snapshot import CURVES, Source
+from servicekit.errors import PeerLost
+
+RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
+PROMPTS = [Prompt(row=1, token_ids=(1,), answer="1")]
+NASTY = "</script><img src=x onerror=alert(1)>"
+
+
+def row(iteration: int, **values: float) -> dict[str, float]:
+    healthy = {"reward_mean": 0.5, "entropy": 0.8, "kl_old": 1e-3, "zero_variance_ratio": 0.2, "iteration_s": 2.0}
+    return {"iteration": iteration, "logprob_abs_diff_max": 1e-5, **healthy, **values}
+
+
+def calm(**changes: Any) -> Conditions:
+    now = Conditions(
+        state="running",
+        error="",
+        standstill_s=1.0,
+        rows=[row(i) for i in range(1, 31)],
+        logprob_diff_limit=1e-3,
+        announced=["rollout-0", "rollout-1"],
+        serving=["rollout-0", "rollout-1"],
+        poisoned=[],
+        failed_rounds=0,
+        disk_free=0.5,
+    )
+    return replace(now, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"rows": []}, []),
+        ({"standstill_s": 1000.0}, ["TandemNoProgress"]),
+        ({"standstill_s": 1000.0, "state": "paused"}, []),
+        ({"standstill_s": 1000.0, "rows": [row(i, iteration_s=600.0) for i in range(30)]}, []),
+        ({"state": "failed", "error": "no"}, ["TandemServiceDown"]),
+        ({"disk_free": 0.01}, ["TandemDiskFull"]),
+        ({"serving": ["rollout-0"]}, ["TandemReplicaNotServing"]),
+        ({"serving": ["rollout-0"], "poisoned": ["rollout-1"]}, ["TandemReplicaPoisoned"]),
+        ({"failed_rounds": 2}, ["TandemWeightSyncFailing"]),
+        ({"rows": [row(1, logprob_abs_diff_max=0.1)]}, ["TandemLogprobMismatch"]),
+        ({"rows": [row(i, kl_old=0.5) for i in range(30)]}, ["TandemKLHigh"]),
+        ({"rows": [row(i, entropy=0.01) for i in range(30)]}, ["TandemEntropyCollapsed"]),
+        ({"rows": [row(i, entropy=0.01) for i in range(9)]}, []),
+        ({"rows": [row(i, zero_variance_ratio=1.0) for i in range(30)]}, ["TandemNothingToLearn"]),
+        ({"rows": [row(i, reward_mean=0.6 if i < 20 else 0.1) for i in range(30)]}, ["TandemRewardCollapsed"]),
+        ({"rows": [row(i, reward_mean=0.1 if i < 20 else 0.6) for i in range(30)]}, []),
+    ],
+)
+def test_alerts(changes: dict[str, Any], wanted: list[str]) -> None:
+    assert [alert.name for alert in alerts(calm(**changes))] == wanted
+
+
+def test_alerts_are_named_as_those_of_prometheus() -> None:
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    known = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    awful = {"entropy": 0.0, "kl_old": 1.0, "zero_variance_ratio": 1.0, "logprob_abs_diff_max": 9.0}
+    bad = calm(
+        standstill_s=1e6,
+        rows=[row(i, **awful, reward_mean=30.0 - i) for i in range(30)],
+        serving=[],
+        poisoned=["rollout-1"],
+        failed_rounds=1,
+        disk_free=0.0,
+    )
+    named = {alert.name for alert in [*alerts(bad), *alerts(calm(state="failed"))]}
+    assert len(named) >= 9
+    assert named <= known
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 239, 240, 241, 1000])
+def test_a_thinned_curve_keeps_its_end_and_its_mean(count: int) -> None:
+    points = [(float(i), float(i * i)) for i in range(count)]
+    thinned = thin(points, 240)
+    assert len(thinned) == min(count, len(thinned)) <= 240
+    assert [x for x, _ in thinned] == sorted({x for x, _ in thinned})
+    if points:
+        assert thinned[-1][0] == points[-1][0]
+        assert thinned[-1][1] <= points[-1][1]
+    if count <= 240:
+        assert thinned == points
+
+
+def test_history_follows_the_events() -> None:
+    events, history = EventLog(), History([row(1, reward_mean=0.1)])
+    history.add(events.append(EventKind.PROGRESS, "generate"))
+    assert history.part == "generate"
+    assert history.curve("reward_mean") == [(1.0, 0.1)]
+    history.add(events.append(EventKind.ITERATION, "iteration 2", row(2, reward_mean=0.3)))
+    history.add(events.append(EventKind.WARNING, "careful"))
+    assert history.curve("reward_mean") == [(1.0, 0.1), (2.0, 0.3)]
+    assert history.curve("heldout_accuracy") == []
+    assert (history.last("reward_mean"), history.last("heldout_accuracy")) == (0.3, None)
+    assert [message.text for message in history.messages] == ["careful"]
+    for number in range(3, 2000):
+        history.add(events.append(EventKind.ITERATION, "", row(number)))
+    assert len(history.curve("reward_mean")) <= POINTS
+
+
+def sync_result(version: int = 3) -> SyncResult:
+    return SyncResult(
+        policy_version=version,
+        attempts=1,
+        total_s=0.5,
+        stages={"prepare": 0.1, "transfer": 0.3},
+        bytes_per_rollout_rank=10,
+        bytes_received=20,
+        redundancy=1.0,
+        outcomes={"rollout-0": Outcome.COMMITTED, "rollout-1": Outcome.POISONED},
+        epoch=7,
+        replica_s={"rollout-0": 0.4},
+    )
+
+
+async def test_observed_counts_processes_and_forgets_the_gone() -> None:
+    first, second, returned = (Replica(name, "127.0.0.1:1") for name in ("w-0", "w-1", "w-0"))
+    observed = Observed()
+    observed.fleet([first, second], [first])
+    observed.fleet([first, second], [first, second])
+    observed.sync(replace(sync_result(), outcomes={"w-0": Outcome.COMMITTED}, replica_s={"w-0": 0.4}))
+
+    def version() -> float | None:
+        return REGISTRY.get_sample_value("tandem_replica_policy_version", {"replica": "w-0"})
+
+    assert version() == 3
+    observed.fleet([second], [second])
+    assert version() is None
+    assert (observed.replicas["w-0"].there, observed.replicas["w-0"].serving) == (False, False)
+    observed.fleet([returned, second], [second])
+    assert [observed.replicas[name].starts for name in ("w-0", "w-1")] == [2, 1]
+    assert REGISTRY.get_sample_value("tandem_replica_starts_total", {"replica": "w-0"}) == 2
+    for replica in (first, second, returned):
+        await replica.close()
+
+
+def test_observed_rounds_say_what_became_of_the_replicas() -> None:
+    observed = Observed()
+    observed.failed_round(3, PeerLost("rollout-1 is gone"), {"rollout-1": Outcome.ABORTED})
+    observed.sync(sync_result())
+    assert [each.error for each in observed.rounds] == ["rollout-1 is gone", ""]
+    assert observed.rounds[-1].stages == {"prepare": 0.1, "transfer": 0.3}
+    assert [observed.replicas[name].outcome for name in ("rollout-0", "rollout-1")] == ["committed", "poisoned"]
+    assert (observed.replicas["rollout-0"].sync_s, observed.replicas["rollout-1"].sync_s) == (0.4, None)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    state = RunState(cursor=DataCursor(PROMPTS, seed=0, shuffle=False).state(), batch_rng={}, model_fingerprint="x")
+    state.iteration, state.policy_version = 5, 5
+    observed = Observed()
+    observed.sync(sync_result())
+    control = RunControl(EventLog())
+    control.enter(State.RUNNING)
+    return Source(
+        run=NASTY,
+        total_iterations=40,
+        logprob_diff_limit=1e-3,
+        run_dir=tmp_path,
+        control=control,
+        state=state,
+        history=History([row(i) for i in range(1, 6)]),
+        observed=observed,
+        troubles=lambda: ["pod rollout-3 is stuck"],
+    )
+
+
+def test_a_snapshot_is_plain_json(source: Source) -> None:
+    shown = json.loads(json.dumps(source.snapshot(), allow_nan=False))
+    assert (shown["run"], shown["state"], shown["iteration"]) == (NASTY, "running", 5)
+    assert [curve["field"] for curve in shown["curves"]] == [field for field, _, _ in CURVES]
+    assert shown["curves"][0]["points"][-1] == [5, 0.5]
+    assert [replica["name"] for replica in shown["replicas"]] == ["rollout-0", "rollout-1"]
+    assert shown["syncs"][0]["stages"] == {"prepare": 0.1, "transfer": 0.3}
+    assert "pod rollout-3 is stuck" in [alert["text"] for alert in shown["alerts"]]
+
+
+@pytest_asyncio.fixture
+async def ask(source: Source) -> AsyncIterator[Callable[..., Any]]:
+    """Asks the page's server: (status, headers, body)."""
+    server = PageServer("127.0.0.1", 0, source.snapshot)
+
+    def request(path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+
+    yield lambda *arguments: asyncio.to_thread(request, *arguments)
+    await asyncio.to_thread(server.close)
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", DATA])
+async def test_the_page_is_served_with_a_strict_policy(ask: Callable[..., Any], path: str) -> None:
+    status, headers, body = await ask(path)
+    assert status == 200
+    assert body
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert set(policy.values()) <= {"'none'", "'self'"}
+    assert headers["x-content-type-options"] == "nosniff"
+    # Nothing from elsewhere, and no code or style inside the markup, which the policy would refuse.
+    text = body.decode()
+    assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
+    assert path != "/" or not any(wrong in text for wrong in ("onclick", "<style", " style=", "<script>"))
+    assert "innerHTML" not in text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+async def test_the_page_can_only_be_read(ask: Callable[..., Any], method: str) -> None:
+    assert (await ask(DATA, method))[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/../app.py", "/static/page.js", "/etc/passwd", "/run.json/", "/page.js.map"])
+async def test_other_paths_are_not_there(ask: Callable[..., Any], path: str) -> None:
+    assert (await ask(path))[0] == 404
+
+
+async def test_head_has_no_body(ask: Callable[..., Any]) -> None:
+    status, headers, body = await ask("/", "HEAD")
+    assert (status, body) == (200, b"")
+    assert int(headers["content-length"]) > 0
+
+
+async def test_a_stuck_loop_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.web.server.SNAPSHOT_S", 0.05)
+    server = PageServer("127.0.0.1", 0, source.snapshot)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", DATA)
+    assert connection.getresponse().status == 503  # we hold the loop
+    connection.close()
+    await asyncio.to_thread(server.close)
