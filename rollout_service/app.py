@@ -22,6 +22,7 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from weightsync.layout import Parallel
+from weightsync.nccl_settings import settle_nccl_settings
 
 _log = get_logger(__name__)
 
@@ -40,6 +41,7 @@ def make_sglang_engine(
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
 
+    settle_nccl_settings()
     return SglangEngine(
         config,
         name,

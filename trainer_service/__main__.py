@@ -14,6 +14,7 @@ from tandem_config.problems import ConfigErrors
 from trainer_service import app
 from trainer_service.worker import WorkerSettings
 from trainer_service.world import Place
+from weightsync.nccl_settings import settle_nccl_settings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place.from_env(os.environ)
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
+        settle_nccl_settings()
     except (ConfigError, ConfigErrors) as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         return EXIT_BAD_CONFIG

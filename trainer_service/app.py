@@ -54,7 +54,9 @@ class _RankZero:
         """Live at once, ready when the model is loaded."""
         loop = asyncio.get_running_loop()
         identity = self._environment.identity(NAME)
-        registry = await asyncio.to_thread(Registry, self._environment.redis_url, self._environment.run_id)
+        registry = await asyncio.to_thread(
+            Registry, self._environment.redis_url, self._environment.run_id, wait_s=self._environment.redis_wait_s
+        )
         grpo = self._settings.config.grpo
         commander = Commander()
         servicer = TrainerServicer(commander, max_samples=grpo.prompts_per_iteration * grpo.group_size)
@@ -129,7 +131,9 @@ class _RankZero:
 async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
     """Life of the other ranks: rank 0 says when it is over."""
     environment = settings.environment
-    registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
+    registry = await asyncio.to_thread(
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+    )
     worker = Worker(settings, registry, follow, lambda _: None)
     async with _host_health(settings) as set_ready:
         worker.start()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from servicekit.errors import Aborted
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.facts import check_facts
 from weightsync.participants import Participants, trainer_slot
 from weightsync.rendezvous import Evicted, Lease, Membership
 from weightsync.transports.communicator import Communicator, form, host_store, join_store
@@ -26,7 +27,8 @@ class CommunicatorCache:
     def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
         """The communicator of the round's epoch and participants.
 
-        Raises: Aborted: the epoch is over; DeadlineExceeded: a rank did not come, by name.
+        Raises: Aborted: the epoch is over; ConfigError: ranks that cannot work together, by name and values;
+            DeadlineExceeded: a rank did not come, by name.
         """
         now = self._lease.rendezvous.snapshot()
         self._check_epoch(now, round_)
@@ -34,6 +36,7 @@ class CommunicatorCache:
         if self._current is not None and self._key == key:
             return self._current
         self.drop()
+        self._compare(round_, participants)
         store = self._store(round_)
         self._current = form(
             store,
@@ -64,6 +67,13 @@ class CommunicatorCache:
     def close(self) -> None:
         """The same, at the end of the process."""
         self.drop()
+
+    def _compare(self, round_: pb.Round, participants: Participants) -> None:
+        """Before anybody connects: ranks that do not fit may not even get to the point where they could say so."""
+        rendezvous = self._lease.rendezvous
+        told = rendezvous.facts()
+        self._check_epoch(rendezvous.snapshot(), round_)  # what was read is of this epoch's members
+        check_facts(told, participants.slots)
 
     def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
         if now.epoch != round_.epoch:

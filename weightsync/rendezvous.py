@@ -43,20 +43,20 @@ class Rendezvous:
         source = resources.files("weightsync").joinpath("lua/group.lua").read_text(encoding="utf-8")
         self._script = self._redis.register_script(source)
         # One hash tag: all keys of a group live in one Redis Cluster slot.
-        self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state")]
+        self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state", "facts")]
 
     def _call(self, *args: str | int) -> list[Any]:
         with redis_errors():
             reply = self._script(keys=self._keys, args=list(args))
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
-    def join(self, slot: str, worker_id: str, ttl_s: float) -> int:
-        """Takes a slot (from an older incarnation too). Returns: the epoch."""
-        return int(self._call("join", slot, worker_id, int(ttl_s * 1000))[1])
+    def join(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
+        """Takes a slot (from an older incarnation too). facts: what the others may read of us. Returns: the epoch."""
+        return int(self._call("join", slot, worker_id, int(ttl_s * 1000), facts)[1])
 
-    def claim(self, slot: str, worker_id: str, ttl_s: float) -> int:
+    def claim(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
         """Takes a slot that is empty (or ours). Returns: the epoch. Raises: AlreadyExists: naming the holder."""
-        status, epoch, *holder = self._call("claim", slot, worker_id, int(ttl_s * 1000))
+        status, epoch, *holder = self._call("claim", slot, worker_id, int(ttl_s * 1000), facts)
         if status == "held":
             raise AlreadyExists(f"slot {slot} of {self.group} is held by worker {holder[0]}; its lease is alive")
         return int(epoch)
@@ -87,13 +87,16 @@ class Rendezvous:
     def snapshot(self) -> Membership:
         """The group now; expired leases are swept first."""
         _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
-        words = [item.decode() if isinstance(item, bytes) else str(item) for item in flat]
         bound = endpoint_epoch != "" and int(endpoint_epoch) == int(epoch)
         return Membership(
             epoch=int(epoch),
-            members=dict(zip(words[::2], words[1::2], strict=True)),
+            members=_pairs(flat),
             endpoint=str(endpoint) if bound else None,
         )
+
+    def facts(self) -> dict[str, str]:
+        """What the members have told of themselves when they came, by slot."""
+        return _pairs(self._call("facts")[2])
 
     def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
         """Waits until all slots are taken, but no longer. Returns: the group then, complete or not."""
@@ -126,21 +129,30 @@ class Rendezvous:
         return now
 
 
-class Lease:
-    """Holds a slot: a thread renews the lease, takes an expired one again, and notices an eviction."""
+def _pairs(flat: list[Any]) -> dict[str, str]:
+    words = [item.decode() if isinstance(item, bytes) else str(item) for item in flat]
+    return dict(zip(words[::2], words[1::2], strict=True))
 
-    def __init__(self, rendezvous: Rendezvous, slot: str, ttl_s: float) -> None:
+
+class Lease:
+    """Holds a slot: a thread renews the lease, takes an expired one again, and notices an eviction.
+
+    facts: JSON that the other members may read.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, slot: str, ttl_s: float, facts: str = "{}") -> None:
         self.rendezvous = rendezvous
         self.slot = slot
         self.worker_id = uuid.uuid4().hex
         self.evicted = False
         self._ttl_s = ttl_s
+        self._facts = facts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name=f"lease-{slot}", daemon=True)
 
     def start(self) -> None:
         """Joins the group and keeps the lease alive."""
-        epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s)
+        epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s, self._facts)
         log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
         self._thread.start()
 
@@ -152,7 +164,7 @@ class Lease:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s)
+                self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)
                 break
             except AlreadyExists:
                 if time.monotonic() >= deadline:
@@ -202,7 +214,7 @@ class Lease:
     def _come_back(self) -> str:
         """After a long stop, or when Redis lost its data: under a new epoch, unless another has come meanwhile."""
         try:
-            epoch = self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s)
+            epoch = self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)
         except AlreadyExists:
             return "evicted"
         LEASE_FAILURES.labels("slot", "expired").inc()

@@ -13,6 +13,7 @@ A phase that was done is answered again with its report. A failed phase leaves t
 which leaves FAILED: only ABORT helps then.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
 from weightsync.coverage import Coverage
+from weightsync.facts import own_facts
 from weightsync.layout import Layout, Parallel
 from weightsync.model_spec import ModelSpec
 from weightsync.participants import Participants
@@ -84,8 +86,9 @@ class SyncMember:
         self._rank = int(rank)
         self._parallel = parallel
         self._tensors = tensors
-        self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s)
-        self._communicators = CommunicatorCache(self._lease, host, next(iter(tensors.values())).device)
+        device = next(iter(tensors.values())).device
+        self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
+        self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
         self._layout = self._own_layout()
         self._coverage = Coverage(self._layout, self._rank, slot)

@@ -5,9 +5,9 @@
 --   evicted   another worker has the slot, or nobody: the caller changes nothing
 --   stale     bind, confirm: the epoch is over
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms),
--- state (hash: epoch, endpoint_epoch, endpoint). ARGV[1] names the operation. Redis TIME is the only clock; every
+-- state (hash: epoch, endpoint_epoch, endpoint), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only clock; every
 -- change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
-local members, leases, state = KEYS[1], KEYS[2], KEYS[3]
+local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -24,6 +24,7 @@ end
 local function remove(slot)
   redis.call('HDEL', members, slot)
   redis.call('ZREM', leases, slot)
+  redis.call('HDEL', facts, slot)
 end
 
 local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
@@ -41,6 +42,7 @@ if operation == 'join' or operation == 'claim' then
     redis.call('HSET', members, slot, worker)
     new_epoch()
   end
+  redis.call('HSET', facts, slot, ARGV[5])
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   return {'ok', epoch()}
 end
@@ -76,6 +78,10 @@ end
 if operation == 'snapshot' then
   local endpoint = redis.call('HMGET', state, 'endpoint_epoch', 'endpoint')
   return {'ok', epoch(), endpoint[1] or '', endpoint[2] or '', redis.call('HGETALL', members)}
+end
+
+if operation == 'facts' then
+  return {'ok', epoch(), redis.call('HGETALL', facts)}
 end
 
 return redis.error_reply('unknown operation ' .. tostring(operation))
