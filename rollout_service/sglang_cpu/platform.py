@@ -22,6 +22,9 @@ class TandemCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # a str: server_args splits it when no device is given
 
+    def empty_cache(self) -> None:
+        """There is none. SGLang's own does a full garbage collection (13 ms and more), at every flush of the KV cache."""
+
     def init_backend(self) -> None:
         """Called by SGLang once in each worker, before it builds the attention backend."""
         from rollout_service.sglang_cpu.attention import register

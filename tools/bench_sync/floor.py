@@ -1,7 +1,7 @@
 """`python -m tools.bench_sync.floor`: one rank of the floor: the round's bytes and hops over bare gloo, and memcpy.
 
-The same messages between the same ranks in the same order, two in flight as ours, but no packing, digests, headers or
-unpacking: what any transport over gloo on this host must take at least.
+The same messages between the same ranks, but no packing, digests, headers or unpacking: what any transport over gloo on
+this host must take at least.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import asyncio
 import json
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from weightsync.messages import Hop, route
 from weightsync.model_spec import ModelSpec
 from weightsync.round_plan import plan_round
 
-WINDOW = 2
 DTYPE_BYTES = 2
 
 
@@ -32,10 +30,11 @@ class FloorRank:
 
     def __init__(self, hops: Sequence[Hop], rank: int) -> None:
         self._hops, self._rank = hops, rank
-        largest = max((hop.message.elements for hop in hops), default=0) * DTYPE_BYTES
-        self._buffers = [torch.zeros(largest, dtype=torch.uint8) for _ in range(WINDOW)]
-        incoming = sum(hop.message.elements for hop in hops if hop.receiver == rank) * DTYPE_BYTES
+        # A region per message, as the shards of a model: a buffer used again and again would stay in the cache.
+        sizes = [hop.message.elements * DTYPE_BYTES for hop in hops]
+        incoming = sum(size for hop, size in zip(hops, sizes, strict=True) if hop.receiver == rank)
         self._source, self._target = (torch.zeros(incoming, dtype=torch.uint8) for _ in range(2))
+        self._buffers = _regions(hops, rank, self._target)
 
     async def run(self, command: dict[str, Any]) -> float:
         """Runs the method of that name on a thread. Returns: its seconds, after a barrier of all ranks."""
@@ -44,18 +43,20 @@ class FloorRank:
     def do_gloo(self) -> float:
         dist.barrier()
         start_s = time.perf_counter()
-        in_flight: deque[Any] = deque()
-        for position, hop in enumerate(self._hops):
-            if len(in_flight) >= WINDOW or hop.hop > 0:
-                in_flight.popleft().wait() if in_flight else None
-            buffer = self._buffers[position % WINDOW][: hop.message.elements * DTYPE_BYTES]
+        works, receives = [], {}
+        # Everything is begun at once; what is passed on waits for its arrival, and for nothing else.
+        for hop, buffer in zip(self._hops, self._buffers, strict=True):
             if hop.receiver == self._rank:
-                work = dist.irecv(buffer, hop.sender, tag=hop.message.sequence)
-            else:
-                work = dist.isend(buffer, hop.receiver, tag=hop.message.sequence)
-            in_flight.append(work)
-        for work in in_flight:
-            work.wait()
+                receives[hop.message.sequence] = dist.irecv(buffer, hop.sender, tag=hop.message.sequence)
+            elif hop.hop == 0:
+                works.append(dist.isend(buffer, hop.receiver, tag=hop.message.sequence))
+        for hop, buffer in zip(self._hops, self._buffers, strict=True):
+            if hop.sender == self._rank and hop.hop > 0:
+                receives[hop.message.sequence].wait()
+                works.append(dist.isend(buffer, hop.receiver, tag=hop.message.sequence))
+        for work in [*receives.values(), *works]:
+            if work is not None:
+                work.wait()
         return time.perf_counter() - start_s
 
     def do_memcpy(self) -> float:
@@ -63,6 +64,22 @@ class FloorRank:
         start_s = time.perf_counter()
         self._target.copy_(self._source)
         return time.perf_counter() - start_s
+
+
+def _regions(hops: Sequence[Hop], rank: int, target: torch.Tensor) -> list[torch.Tensor]:
+    """Memory of each hop: what is received lies side by side, and is what is passed on; what is sent is its own."""
+    regions, received, begin = [], {}, 0
+    for hop in hops:
+        size = hop.message.elements * DTYPE_BYTES
+        if hop.receiver == rank:
+            regions.append(target[begin : begin + size])
+            received[hop.message.sequence] = regions[-1]
+            begin += size
+        elif hop.hop > 0:
+            regions.append(received[hop.message.sequence])
+        else:
+            regions.append(torch.zeros(size, dtype=torch.uint8))
+    return regions
 
 
 async def _main() -> None:

@@ -35,9 +35,12 @@ class Stock:
         _require(await self.engine.manager.init_weights_update_group(request, None))
 
     async def do_begin(self) -> None:
-        await self.engine.freeze()
-        await self.engine.flush_cache()
-        await self.engine.begin_update()
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, PauseGenerationReqInput
+
+        manager = self.engine.manager
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        _require(((await manager.flush_cache()).success, "the cache was not flushed"))
+        _require(await manager.begin_weight_update(BeginWeightUpdateReqInput()))
 
     async def do_update(
         self, names: list[str], shapes: list[list[int]], dtype: str, group: str, load_format: str | None
@@ -55,9 +58,17 @@ class Stock:
         _require(await self.engine.manager.update_weights_from_distributed(request, None))
 
     async def do_end(self) -> None:
-        await self.engine.end_update()
-        await self.engine.flush_cache()
-        await self.engine.thaw()
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, EndWeightUpdateReqInput
+
+        _require(await self.engine.manager.end_weight_update(EndWeightUpdateReqInput()))
+        await self.engine.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def do_all_ranks(self) -> None:
+        """Returns when every rank has done what it was told: an update from disk is answered by the first one."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        _require(await self.engine.manager.begin_weight_update(BeginWeightUpdateReqInput()))  # has a barrier
+        _require(await self.engine.manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def do_disk(self, folder: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

@@ -25,6 +25,7 @@ from weightsync.model_spec import ModelSpec
 START_S = 300.0
 POLL_S = 0.05  # processes announce themselves by a file or in Redis
 RUN_ID = "bench"
+RUNNING_REQUESTS = 4  # of a busy engine: on two cores more of them mean longer silences between tokens
 
 
 class Rig:
@@ -112,7 +113,11 @@ class Rig:
                 "run": {"name": RUN_ID},
                 "model": {"path": self.model, "dtype": "bfloat16"},
                 "data": {"train": self.model / "unused.jsonl"},
-                "rollout": {"tensor_parallel": layout.tensor, "max_total_tokens": 2048},
+                "rollout": {
+                    "tensor_parallel": layout.tensor,
+                    "max_total_tokens": 2048,
+                    "max_running_requests": RUNNING_REQUESTS,
+                },
             }
         )
         path = self.folder / f"{name}.yaml"

@@ -1,12 +1,13 @@
 """`python -m tools.bench_sync.sender`: one trainer rank, with random weights in Megatron's layout and no Megatron.
 
-It is a weight-sync member as the trainer service has it, behind gRPC; and the trainer's side of the other systems:
-gather whole Hugging Face tensors on rank 0, then broadcast or write them.
+It is a weight-sync member as the trainer service has it, behind gRPC; and the trainer's side of SGLang's own updates:
+gather whole Hugging Face tensors, then broadcast or write them.
 """
 
 import argparse
 import asyncio
 import json
+import shutil
 import signal
 import zlib
 from pathlib import Path
@@ -14,18 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from rollout_service.sglang_engine.receiver import ShardReceiver
 from servicekit.sync_server import start_sync_server
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tools.bench_sync.commands import serve_commands
-from weightsync.hf_files import gather_tensors, write_folder
+from tools.bench_sync.gathering import Owners, gather, tensors_by_owner
 from weightsync.layout import Parallel
 from weightsync.model_spec import ModelSpec
 from weightsync.round_plan import source_layout
 from weightsync.session import SyncMember
-
-STOCK_GROUP = "stock"
 
 
 def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, t
     return tensors
 
 
-def join_stock_group(port: int, world_size: int) -> dist.ProcessGroup:
+def join_update_group(port: int, world_size: int, name: str) -> dist.ProcessGroup:
     """Rank 0 of the group that SGLang makes for its own weight updates, formed as SGLang forms it."""
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world, default_pg_timeout
 
@@ -48,8 +48,8 @@ def join_stock_group(port: int, world_size: int) -> dist.ProcessGroup:
         0,
         [],
         dist.Backend("gloo"),
-        dist.PrefixStore(STOCK_GROUP, store),
-        group_name=STOCK_GROUP,
+        dist.PrefixStore(name, store),
+        group_name=name,
         timeout=default_pg_timeout,
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
@@ -62,43 +62,45 @@ class Sender:
     def __init__(self, model: Path, spec: ModelSpec, parallel: Parallel, rank: int) -> None:
         self._model, self._spec, self._parallel, self._rank = model, spec, parallel, rank
         self.tensors = random_shards(spec, parallel, rank)
-        self._whole: dict[str, torch.Tensor] | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._whole: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
 
     async def run(self, command: dict[str, Any]) -> Any:
         """Runs the method of that name on a thread: gloo blocks."""
         do = command.pop("do")
         return await asyncio.to_thread(getattr(self, f"do_{do}"), **command)
 
-    def do_gather(self) -> None:
-        """Whole tensors to rank 0: each shard travels once, point to point."""
-        self._whole = gather_tensors(self._spec, self._parallel, self._rank, self.tensors, None)
+    def do_gather(self, owners: Owners) -> None:
+        self._whole = gather(self._spec, self._parallel, self._rank, self.tensors, owners)
 
     def do_forget(self) -> None:
-        self._whole = None
+        self._whole = {}
 
-    def do_join(self, port: int, world_size: int) -> None:
-        self._group = join_stock_group(port, world_size)
+    def do_join(self, port: int, world_size: int, group: str) -> None:
+        self._groups[group] = join_update_group(port, world_size, group)
 
-    def do_broadcast_flat(self, names: list[str]) -> None:
-        flat = torch.cat([self._named(name).flatten().view(torch.uint8) for name in names])
-        dist.broadcast(flat, src=0, group=self._group)
+    def do_broadcast_flat(self, names: list[str], group: str) -> None:
+        flat = torch.cat([self._whole[name].flatten().view(torch.uint8) for name in names])
+        dist.broadcast(flat, src=0, group=self._groups[group])
 
-    def do_broadcast_each(self, names: list[str]) -> None:
-        works = [dist.broadcast(self._named(name), src=0, group=self._group, async_op=True) for name in names]
+    def do_broadcast_each(self, names: list[str], group: str) -> None:
+        pg = self._groups[group]
+        works = [dist.broadcast(self._whole[name], src=0, group=pg, async_op=True) for name in names]
         for work in works:
             if work is not None:
                 work.wait()
 
-    def do_write(self, folder: str) -> int:
-        if self._whole is None:
-            raise RuntimeError("gather first")
-        return write_folder(self._whole, self._model, folder)
+    def do_write(self, folder: str) -> None:
+        """This rank's file of a Hugging Face folder; rank 0 adds what belongs to all."""
+        save_file(self._whole, Path(folder) / self._file(self._rank), metadata={"format": "pt"})
+        if self._rank == 0:
+            shutil.copyfile(self._model / "config.json", Path(folder) / "config.json")
+            owned = enumerate(tensors_by_owner(self._spec, self._parallel, "everyone"))
+            files = {name: self._file(rank) for rank, names in owned for name in names}
+            (Path(folder) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), "utf-8")
 
-    def _named(self, name: str) -> torch.Tensor:
-        if self._whole is None:
-            raise RuntimeError("gather first")
-        return self._whole[name]
+    def _file(self, rank: int) -> str:
+        return f"model-{rank + 1:05d}-of-{self._parallel.world_size:05d}.safetensors"
 
 
 async def _main() -> None:

@@ -30,9 +30,11 @@ CASES = (
 _SIZES = {
     "tiny": (2, 64, 128, 4, 2, 512),
     "50m": (8, 512, 2048, 8, 2, 32000),
+    "150m": (16, 768, 2048, 12, 2, 64000),
     "0.5b": (24, 896, 4864, 14, 2, 151936),
 }
 SHAPES = tuple(_SIZES)
+DEFAULT_SHAPES = ("tiny", "50m", "0.5b")
 
 
 def config_of(shape: str) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""Measures one case: every method in turns, each run after an unmeasured one of its own."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.bench_sync.figures import Samples, medians, more_ratios, ratios
+from tools.bench_sync.methods import BUSY, METHODS, WRITING
+from tools.bench_sync.rig import running
+from tools.bench_sync.session import Session, session
+from tools.bench_sync.shapes import Case
+from tools.bench_sync.stock import join_groups
+from weightsync.hf_layout import hf_layout
+from weightsync.model_spec import ModelSpec
+
+
+async def measure(
+    case: Case, model: Path, repetitions: int, bucket_mib: float, methods: Iterable[str]
+) -> dict[str, Any]:
+    """The case's entry in sync.json. Raises: RuntimeError: a method fails, or leaves other weights than the others."""
+    spec = ModelSpec.from_folder(model)
+    before, start_s = os.getloadavg(), time.monotonic()
+    async with running(model, case, int(bucket_mib * 2**20)) as rig, session(rig) as opened:
+        try:
+            await join_groups(opened)
+            await _check_all(opened, [method for method in methods if method in WRITING])
+            started, measured_s = os.getloadavg(), time.monotonic()
+            samples = await _sample(opened, repetitions, list(methods))
+        except Exception as error:
+            raise RuntimeError(f"{case.name}: {error}\n{rig.post_mortem()}") from error
+    conditions = {
+        "load_average_before": list(before),
+        "load_average_at_first_sample": list(started),
+        "load_average_after": list(os.getloadavg()),
+        "seconds": round(time.monotonic() - start_s, 1),
+        "seconds_of_samples": round(time.monotonic() - measured_s, 1),
+    }
+    return conditions | _describe(samples, spec)
+
+
+async def _check_all(opened: Session, methods: list[str]) -> None:
+    """Each method once over poisoned engines: all must leave the same weights."""
+    expected: list[dict[str, str]] | None = None
+    for method in methods:
+        await opened.poison()
+        await METHODS[method](opened)
+        found = await opened.checksums()
+        expected = found if expected is None else expected
+        if found != expected:
+            names = [name for a, b in zip(found, expected, strict=True) for name in a if a[name] != b[name]]
+            raise RuntimeError(f"{method} leaves other weights than {methods[0]}: {', '.join(names[:5])}")
+
+
+async def _sample(opened: Session, repetitions: int, methods: list[str]) -> Samples:
+    samples: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    for _ in range(repetitions):
+        for method in methods:
+            # What the method before it left cold (caches, links of another transport) is warmed, for all alike.
+            if method not in BUSY:
+                await METHODS[method](opened)
+            samples[method].append(await METHODS[method](opened))
+    return samples
+
+
+def _describe(samples: Samples, spec: ModelSpec) -> dict[str, Any]:
+    layout = hf_layout(spec)
+    parameters = sum(layout.elements_of(rank) for rank in range(layout.num_ranks))
+    return {
+        "parameters": parameters,
+        "bytes": 2 * parameters,
+        "repetitions": min(len(runs) for runs in samples.values()),
+        "medians_s": medians(samples),
+        "ratios": ratios(samples),
+        "more_ratios": more_ratios(samples),
+        "samples_s": {
+            m: [{part: round(s, 6) for part, s in run.items()} for run in runs] for m, runs in samples.items()
+        },
+    }
+
+
+def _rounded(run: Mapping[str, float]) -> dict[str, float]:
+    return {part: round(seconds, 6) for part, seconds in run.items()}
+
+
+def merged(old: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The cases of an earlier sync.json that are not measured anew."""
+    with contextlib.suppress(KeyError):
+        return {name: case for name, case in old["cases"].items() if name not in names}
+    return {}

@@ -1,0 +1,80 @@
+"""Engines kept busy while a round runs: short completions without end, and when each of them came."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tools.bench_sync.session import CALL_S, Session
+
+GROUPS = 1000  # more than an engine finishes in a round, fewer than rollout.max_groups_per_call
+NEW_TOKENS = 2  # completions come often, so that a silence shows
+FIRST_S = 60.0
+
+
+@dataclass
+class Progress:
+    """time.perf_counter() of every completion, by replica."""
+
+    finished_s: list[list[float]] = field(default_factory=list)
+
+    def longest_silence_s(self) -> float:
+        """The longest time that some replica finished nothing, until now."""
+        now_s = time.perf_counter()
+        return max(max(self._gaps([*each, now_s])) for each in self.finished_s)
+
+    def typical_silence_s(self) -> float:
+        """Median time between two completions of the slowest replica."""
+        return max(median(self._gaps(each)) for each in self.finished_s)
+
+    def _gaps(self, times_s: list[float]) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(times_s)] or [0.0]
+
+
+@contextlib.asynccontextmanager
+async def generating(session: Session) -> AsyncIterator[Progress]:
+    """Around a round. Every replica has begun to finish completions when it starts."""
+    progress = Progress([[] for _ in session.replicas])
+    begun = [asyncio.Event() for _ in session.replicas]
+    tasks = [
+        asyncio.create_task(_generate(stub, times_s, event), name="load")
+        for stub, times_s, event in zip(session.replicas, progress.finished_s, begun, strict=True)
+    ]
+    try:
+        async with asyncio.timeout(FIRST_S):
+            for task, event in zip(tasks, begun, strict=True):
+                await asyncio.wait([task, asyncio.create_task(event.wait())], return_when=asyncio.FIRST_COMPLETED)
+        _check(tasks)
+        yield progress
+        _check(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RuntimeError(f"an engine finished {GROUPS} completions before the round ended")
+
+
+async def _generate(stub: rollout_pb2_grpc.RolloutServiceStub, times_s: list[float], begun: asyncio.Event) -> None:
+    status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
+    request = rollout_pb2.GenerateGroupsRequest(
+        groups=[
+            rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[i % 97, 1, 2, 3], num_completions=1)
+            for i in range(GROUPS)
+        ],
+        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=NEW_TOKENS),
+        policy_version=status.policy_version,
+    )
+    async for _ in stub.GenerateGroups(request, timeout=CALL_S):
+        times_s.append(time.perf_counter())
+        if len(times_s) > 2:
+            begun.set()

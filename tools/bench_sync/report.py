@@ -1,0 +1,102 @@
+"""Writes sync.json, and from it a table and a plot."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PARTS = ("prepare", "stop", "transfer", "verify", "commit")
+
+
+def write(results: Mapping[str, Any], folder: Path) -> None:
+    """sync.json, sync.md and sync.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sync.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (folder / "sync.md").write_text(_page(results), encoding="utf-8")
+    plot(results, folder / "sync.svg")
+
+
+def _page(results: Mapping[str, Any]) -> str:
+    runs, host = results["runs"], results["host"]
+    made = "One run" if len(runs) == 1 else f"{len(runs)} runs of `make bench-sync` and its `--only`, merged"
+    lines = [
+        "# Weight sync, measured",
+        "",
+        f"{made}, begun {', '.join(runs)}; {host['cpu']}, {host['cores']} cores, bfloat16, gloo. Written by "
+        "`make bench-sync`; what the columns mean stands below.",
+        "",
+        "## Ratios",
+        "",
+        *_ratio_table(results, "ratios"),
+        "",
+        "## More ratios",
+        "",
+        *_ratio_table(results, "more_ratios"),
+        "",
+        "## Milliseconds",
+        "",
+        *_table(results),
+        "",
+        "## Conditions",
+        "",
+        *_conditions(results),
+        "",
+        "## Definitions",
+        "",
+        *(f"* **{name}**: {text}" for name, text in results["definitions"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ratio_table(results: Mapping[str, Any], key: str) -> list[str]:
+    names = list(dict.fromkeys(name for case in results["cases"].values() for name in case[key]))
+    lines = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case, found in results["cases"].items():
+        lines.append(f"| {case} | {' | '.join(f'{found[key][n]:.2f}' if n in found[key] else '' for n in names)} |")
+    return lines
+
+
+def _table(results: Mapping[str, Any]) -> list[str]:
+    lines = [f"| case | method | total | pause | {' | '.join(PARTS)} |", "|---" * (4 + len(PARTS)) + "|"]
+    for name, case in results["cases"].items():
+        for method, parts in case["medians_s"].items():
+            cells = [f"{parts[each] * 1e3:.1f}" if each in parts else "" for each in ("total", "pause", *PARTS)]
+            lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def _conditions(results: Mapping[str, Any]) -> list[str]:
+    lines = ["| case | MB | measured | commit | repetitions | load before, at first sample, after |", "|---" * 6 + "|"]
+    for name, case in results["cases"].items():
+        keys = ("load_average_before", "load_average_at_first_sample", "load_average_after")
+        load = ", ".join(f"{case[key][0]:.1f}" for key in keys)
+        size, when = case["bytes"] / 1e6, case["measured"]
+        lines.append(f"| {name} | {size:.1f} | {when} | {case['commit']} | {case['repetitions']} | {load} |")
+    return lines
+
+
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """Bars: seconds of each method, a panel per case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = results["cases"]
+    columns = 3
+    rows = -(-len(cases) // columns)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharey=True)
+    for panel in panels.flat[len(cases) :]:
+        panel.set_visible(False)
+    for panel, (name, case) in zip(panels.flat, cases.items(), strict=False):
+        methods = list(case["medians_s"])
+        seconds = [case["medians_s"][method]["total"] for method in methods]
+        colors = ["C0" if m.startswith("ours") else "C7" if m.startswith("floor") else "C1" for m in methods]
+        panel.barh(methods, seconds, color=colors)
+        panel.set_title(name, fontsize=9)
+        panel.set_xscale("log")
+        panel.set_xlabel("seconds")
+    panels.flat[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,111 @@
+"""What the measured methods share: a rig with open channels, and the names of everything in a round."""
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from servicekit.limits import CHANNEL_OPTIONS
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
+from tools.bench_sync.rig import Rig
+from weightsync.participants import Participants
+from weightsync.rendezvous import Rendezvous
+
+CALL_S = 120.0
+
+Seconds = dict[str, float]  # by part; "total" is the whole update, "pause" the time without generation
+
+
+@dataclass
+class Session:
+    """A rig with open channels."""
+
+    rig: Rig
+    senders: list[weights_pb2_grpc.ShardReceiverServiceStub] = field(default_factory=list)
+    replicas: list[rollout_pb2_grpc.RolloutServiceStub] = field(default_factory=list)
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.rendezvous = Rendezvous(self.rig.redis_url, self.rig.group)  # connected once, as a coordinator's
+
+    async def everywhere(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
+        """One phase on trainer and replicas at once. Returns: its seconds."""
+        start_s = time.perf_counter()
+        own = pb.RunPhaseRequest(phase=phase, round=round_)
+        await asyncio.gather(
+            *(stub.RunPhase(own, timeout=CALL_S) for stub in self.senders), *self._replica_calls(phase, round_)
+        )
+        return time.perf_counter() - start_s
+
+    async def on_replicas(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
+        """One phase on the replicas alone. Returns: its seconds."""
+        start_s = time.perf_counter()
+        await asyncio.gather(*self._replica_calls(phase, round_))
+        return time.perf_counter() - start_s
+
+    def _replica_calls(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[Awaitable[object]]:
+        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
+        return [stub.ReloadWeights(request, timeout=CALL_S) for stub in self.replicas]
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digests of every rollout rank's parameters."""
+        request = rollout_pb2.GetChecksumsRequest()
+        replies = await asyncio.gather(*(stub.GetChecksums(request, timeout=50.0) for stub in self.replicas))
+        return [dict(rank.checksums) for reply in replies for rank in reply.ranks]
+
+    async def poison(self) -> None:
+        """NaN into every parameter of the engines: what a method leaves out shows."""
+        for address in self.rig.receiver_addresses():
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = weights_pb2_grpc.ShardReceiverServiceStub(channel)
+                await stub.PoisonWeights(pb.PoisonWeightsRequest(), timeout=CALL_S)
+
+    def describe_round(
+        self,
+        install: pb.InstallMode.ValueType,
+        transport: pb.SyncTransport.ValueType,
+        pause: pb.PauseMode.ValueType,
+    ) -> pb.Round:
+        """A round over everybody."""
+        case = self.rig.case
+        round_ = pb.Round(
+            round_id=uuid.uuid4().hex,
+            policy_version=next(self.versions),
+            group=self.rig.group,
+            trainer=case.trainer.to_proto(),
+            replicas=[
+                pb.ReplicaSpec(name=f"rollout-{i}", parallel=parallel.to_proto())
+                for i, parallel in enumerate(case.replicas)
+            ],
+            install_mode=install,
+            pause_mode=pause,
+            bucket_bytes=self.rig.bucket_bytes,
+            formation_timeout_s=60.0,
+            transfer_timeout_s=100.0,
+            transport=transport,
+        )
+        slots = Participants.of_round(round_).slots
+        round_.epoch = self.rendezvous.wait_for(slots, 60.0).epoch
+        return round_
+
+
+@asynccontextmanager
+async def session(rig: Rig) -> AsyncIterator[Session]:
+    """Channels around a `with` block."""
+    channels = [grpc.aio.insecure_channel(a, options=CHANNEL_OPTIONS) for a in rig.sender_addresses() + rig.addresses]
+    opened = Session(rig)
+    num_senders = len(rig.sender_addresses())
+    opened.senders = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in channels[:num_senders]]
+    opened.replicas = [rollout_pb2_grpc.RolloutServiceStub(channel) for channel in channels[num_senders:]]
+    try:
+        yield opened
+    finally:
+        for channel in channels:
+            await channel.close()
