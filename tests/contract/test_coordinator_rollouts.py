@@ -1,5 +1,7 @@
 """Dispatch of prompts over replicas, over real gRPC: balance, retries, budgets, malformed replies."""
 
+import asyncio
+
 import pytest
 
 from coordinator.fleet.static import StaticFleet
@@ -68,6 +70,42 @@ async def test_only_unfinished_groups_are_asked_for_again() -> None:
     assert [group.group_id for group in generation.groups] == list(PROMPTS)
     assert generation.retried_calls == 1
     assert sorted(size for replica in sizes(fleet) for size in replica) == [6, 10, 10]
+
+
+async def test_a_replica_that_leaves_finishes_its_call_and_gets_no_other() -> None:
+    async with fake_fleet() as fleet:
+        serving(fleet)
+        stays, leaves = fleet.rollout_services
+        members = StaticFleet(fleet.replicas)
+        leaves.hold.clear()
+        rollouts = Rollouts(members, max_groups_per_call=5, timeout_s=5.0)
+        generating = asyncio.create_task(rollouts.generate(PROMPTS, ORDER))
+        await asyncio.wait_for(leaves.asked.wait(), 5.0)
+        members.admit(fleet.replicas[:1])
+        leaves.hold.set()
+        generation = await generating
+    assert [group.group_id for group in generation.groups] == list(PROMPTS)
+    assert (len(stays.requests), len(leaves.requests)) == (3, 1)
+    assert generation.retried_calls == 0
+
+
+async def test_when_all_leave_the_error_says_so() -> None:
+    async with fake_fleet() as fleet:
+        serving(fleet)
+        members = StaticFleet(fleet.replicas)
+        for service in fleet.rollout_services:
+            service.hold.clear()
+        rollouts = Rollouts(members, max_groups_per_call=5, timeout_s=5.0)
+        generating = asyncio.create_task(rollouts.generate(PROMPTS, ORDER))
+        for service in fleet.rollout_services:
+            await asyncio.wait_for(service.asked.wait(), 5.0)
+        members.admit([])
+        for service in fleet.rollout_services:
+            service.hold.set()
+        with pytest.raises(
+            Unavailable, match=r"10 of 20 groups .*: rollout-0: left the fleet; rollout-1: left the fleet"
+        ):
+            await generating
 
 
 async def test_aborted_groups_are_asked_for_again() -> None:
