@@ -1,6 +1,7 @@
-"""`python -m coordinator --config FILE [--resume]`: conducts one run, then ends.
+"""`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE]`: conducts one run, then ends.
 
-Exit codes are those of servicekit.lifecycle.
+Exit codes are those of servicekit.lifecycle. A Kubernetes Job takes 0 for "the run is complete", so there a run that a
+signal has ended before its time says so by another code.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.lifecycle import run_main
+from servicekit.lifecycle import EXIT_OK, run_main
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
@@ -22,12 +23,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--interrupted-exit", type=int, default=EXIT_OK, help="exit code after a signal; default 0")
     options = parser.parse_args()
 
     async def run(stop: asyncio.Event) -> int:
         config = _load(options.config)
         environment = ServiceEnvironment.from_env()
-        return await conduct(config, environment, resume=options.resume, stop=stop)
+        code = await conduct(config, environment, resume=options.resume, stop=stop)
+        return options.interrupted_exit if code == EXIT_OK and stop.is_set() else code
 
     return run_main("coordinator", run)
 

@@ -18,6 +18,8 @@ RUN_BY = {
     "make test": (".ci/run", "make test"),
     "make test-fast": ("tests/house/test_make.py", '"test-fast"'),
     "make test-all": ("tests/house/test_make.py", '"test-all"'),
+    "make images": ("tests/images/test_run.py", '"make", "images"'),
+    "docker compose": ("tests/images/test_run.py", '["docker", "compose"'),
     "make demo": ("tests/e2e/test_demo.py", 'tandem("demo")'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
     "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),
@@ -26,9 +28,28 @@ RUN_BY = {
     "tandem version": ("tests/house/test_command.py", 'tandem("version"'),
     "tandem --help": ("tests/house/test_command.py", '"--help"'),
     "python -m examples.arithmetic.make_model": ("tests/house/test_arithmetic_example.py", 'main(["data"'),
+    "python -m servicekit.redis_acl": ("tests/manifests/test_stand_in.py", '"python "'),
+    "python -m tools.prometheus_rule": ("tests/manifests/test_components.py", "prometheus_rule(RULES"),
+    # Real kubectl, against a stand-in for the API server.
+    "kubectl apply": ("tests/manifests/test_stand_in.py", '"apply"'),
+    "kubectl create": ("tests/manifests/test_stand_in.py", '"create"'),
+    "kubectl delete": ("tests/manifests/test_stand_in.py", '"delete"'),
+    "kubectl get": ("tests/manifests/test_stand_in.py", '"get"'),
+    "kubectl label": ("tests/manifests/test_stand_in.py", '"label"'),
+    "kubectl scale": ("tests/manifests/test_stand_in.py", '"scale"'),
+}
+# Need pods that run: no test has any, and docs/kubernetes.md says so.
+NEEDS_A_CLUSTER = {
+    "kubectl cp",
+    "kubectl describe",
+    "kubectl drain",
+    "kubectl exec",
+    "kubectl logs",
+    "kubectl port-forward",
+    "kubectl wait",
 }
 # Programs of the reader's system; what they do is not ours to test.
-FOREIGN = {"cd", "git", "apt-get", "curl", "less", "cat", "ls", "head", "tail", "export", "source"}
+FOREIGN = {"cd", "git", "apt-get", "curl", "less", "cat", "ls", "head", "tail", "export", "rm", "source"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Every command that the documents show is known, is run by a test, and has options and settings that exist."""
 
+import re
 from pathlib import Path
 
 import click
@@ -7,7 +8,7 @@ import pytest
 import typer
 
 from tandem_config.schema import RunConfig
-from tests.house.commands import FOREIGN, RUN_BY, Command, commands_in, documents
+from tests.house.commands import FOREIGN, NEEDS_A_CLUSTER, RUN_BY, Command, commands_in, documents
 from tests.house.repository import REPO
 
 COMMANDS = [command for document in documents() for command in commands_in(document)]
@@ -23,7 +24,7 @@ def subcommands() -> dict[str, click.Command]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_the_command_is_run_by_a_test(command: Command) -> None:
-    if command.words[0] in FOREIGN:
+    if command.words[0] in FOREIGN or command.kind in NEEDS_A_CLUSTER:
         return
     assert command.kind in RUN_BY, f"{command}: add it to RUN_BY in tests/house/commands.py, with the test that runs it"
 
@@ -55,6 +56,14 @@ def test_its_settings_and_files_exist(command: Command) -> None:
             assert key in settings, f"{value}: no such setting"
         if option in ("-c", "--config") and value.startswith("examples/"):
             assert (REPO / value).is_file(), f"{value} does not exist"
+
+
+def test_what_needs_a_cluster_is_said_where_it_is_shown() -> None:
+    shown = {command.document for command in COMMANDS if command.kind in NEEDS_A_CLUSTER}
+    verbs = {kind.split()[1] for kind in NEEDS_A_CLUSTER}
+    for document in shown:
+        (sentence,) = re.findall(r"^Needs a cluster: (.+)\.$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert set(re.findall(r"`kubectl ([a-z-]+)`", sentence)) == verbs
 
 
 def test_commands_are_found(tmp_path: Path) -> None:

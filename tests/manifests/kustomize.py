@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,17 @@ COMPONENTS = tuple(sorted(path.parent.name for path in DEPLOY.glob("components/*
 # Components need kustomize 3.7, `labels` with includeTemplates 5.0 (kubectl 1.27); Debian 12's own kubectl has 2.0.
 OLDEST_KUSTOMIZE = (5, 0)
 _BUILD_S = 60.0
-WORKLOADS = ("StatefulSet", "Job", "JobSet", "LeaderWorkerSet")
+WORKLOADS = ("StatefulSet", "Job", "JobSet")
+# Overlays with the components that people combine: name -> (overlay, components in their order).
+VARIANTS = {
+    "cluster + all": (
+        "cluster",
+        ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "kueue"),
+    ),
+    "cluster + external-redis": ("cluster", ("external-redis", "monitoring")),
+    "single-node-gpu + mtls": ("single-node-gpu", ("gpu-nccl", "mtls")),
+    "dev-cpu + jobset": ("dev-cpu", ("jobset-trainer", "monitoring")),
+}
 
 Manifest = dict[str, Any]
 
@@ -50,13 +61,21 @@ def build(folder: Path) -> tuple[Manifest, ...]:
 
 
 def overlay(name: str) -> tuple[Manifest, ...]:
-    """An overlay of the repository, or `base`."""
+    """An overlay of the repository, `base`, or one of VARIANTS."""
+    if name in VARIANTS:
+        return variant(name)
     return build(DEPLOY / "base" if name == "base" else DEPLOY / "overlays" / name)
 
 
+@functools.cache
+def variant(name: str) -> tuple[Manifest, ...]:
+    """One of VARIANTS."""
+    with tempfile.TemporaryDirectory() as folder:
+        return combine(Path(folder), *VARIANTS[name])
+
+
 def combine(folder: Path, base: str, components: Sequence[str]) -> tuple[Manifest, ...]:
-    """An overlay with components added, as a user's own kustomization would."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """An overlay with components added, as a user's own kustomization would, written to `folder`."""
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",

@@ -11,6 +11,7 @@ from tandem_config.loading import load_config
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
     OVERLAYS,
+    VARIANTS,
     Manifest,
     component_of,
     containers,
@@ -24,7 +25,7 @@ from tests.manifests.kustomize import (
     workloads,
 )
 
-ALL = ["base", *OVERLAYS]
+ALL = ["base", *OVERLAYS, *VARIANTS]
 # trainer_service.app imports torch; these three are read from its text.
 TRAINER_DRAINS = 3
 
@@ -143,14 +144,20 @@ def test_nothing_says_latest() -> None:
         assert not re.search(r"\blatest\b", path.read_text(encoding="utf-8")), path
 
 
-def test_labels_are_on_everything(manifests: tuple[Manifest, ...]) -> None:
-    for each in manifests:
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_labels_are_on_everything(name: str) -> None:
+    for each in overlay(name):
         labels = each["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == "tandem", label(each)
         assert "tandem.run/id" in labels, label(each)
+
+
+def test_pods_have_the_component_and_the_run(manifests: tuple[Manifest, ...]) -> None:
+    """The coordinator finds them by these."""
     for workload in workloads(manifests):
         labels = pod_template(workload)["metadata"]["labels"]
         assert labels["app.kubernetes.io/component"] == workload["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert {"app.kubernetes.io/name", "tandem.run/id"} <= set(labels)
 
 
 def test_engines_have_shared_memory_and_scratch(manifests: tuple[Manifest, ...]) -> None:

@@ -5,12 +5,12 @@ import copy
 import pytest
 from kubernetes_validate import utils
 
-from tests.manifests.kustomize import OVERLAYS, find, overlay
+from tests.manifests.kustomize import OVERLAYS, VARIANTS, find, overlay
 from tests.manifests.schemas import VERSIONS, is_custom, problems
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+@pytest.mark.parametrize("name", ["base", *OVERLAYS, *VARIANTS])
 def test_every_object_is_valid(name: str, version: str) -> None:
     found = [problem for each in overlay(name) if not is_custom(each) for problem in problems(each, version)]
     assert not found

@@ -1,0 +1,191 @@
+"""Manifests and services know the same ports, variables and flags; both ways, from the services' own code."""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import devices
+from servicekit.environment import ServiceEnvironment
+from tandem_config.loading import load_config
+from tandem_config.schema import RunConfig
+from tests.house.repository import REPO
+from tests.manifests.kustomize import (
+    OVERLAYS,
+    VARIANTS,
+    Manifest,
+    component_of,
+    environment,
+    find,
+    overlay,
+    pod_template,
+    pod_templates,
+    run_yaml,
+)
+
+SERVICES = ("coordinator", "trainer", "rollout")
+# Known to the program that reads it, which is not ours: variable -> who.
+FOREIGN = {
+    "OMP_NUM_THREADS": "OpenMP",
+    "POD_NAME": "the manifest itself: $(POD_NAME)",
+}
+# Set by other components or by people only; a pod of the base runs without.
+OPTIONAL = {
+    "TANDEM_TLS_CERT": "component mtls",
+    "TANDEM_TLS_KEY": "component mtls",
+    "TANDEM_TLS_CA": "component mtls",
+    "TANDEM_REDIS_CA": "components mtls and external-redis",
+    "TANDEM_REDIS_CERT": "an external Redis that asks for client certificates",
+    "TANDEM_REDIS_KEY": "an external Redis that asks for client certificates",
+}
+# What one service alone reads, in its own code: variable -> the service.
+OF_ONE_SERVICE = {
+    "TANDEM_RANKS_PER_HOST": "trainer",
+    "TANDEM_HOST_INDEX": "trainer",
+    "MASTER_ADDR": "trainer",
+    "MASTER_PORT": "trainer",
+    "TANDEM_KUBE_NAMESPACE": "coordinator",
+    "TANDEM_WEB_PORT": "coordinator",
+}
+FOLDERS = {"coordinator": "coordinator", "trainer": "trainer_service", "rollout": "rollout_service"}
+
+
+def of_all_services() -> set[str]:
+    """Environment variables that every service reads."""
+    return {field.alias for field in ServiceEnvironment.model_fields.values() if field.alias is not None}
+
+
+@pytest.fixture(params=["base", *OVERLAYS, *VARIANTS])
+def manifests(request: pytest.FixtureRequest) -> tuple[Manifest, ...]:
+    return overlay(request.param)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_variable_is_one_that_the_service_reads(manifests: tuple[Manifest, ...], service: str) -> None:
+    own = {name for name, owner in OF_ONE_SERVICE.items() if owner == service}
+    assert set(given(manifests, service)) <= of_all_services() | own | set(FOREIGN)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_variable_of_the_service_is_set(manifests: tuple[Manifest, ...], service: str) -> None:
+    own = {name for name, owner in OF_ONE_SERVICE.items() if owner == service}
+    elsewhere = {name for name, owner in OF_ONE_SERVICE.items() if owner != service}
+    assert of_all_services() - set(OPTIONAL) - elsewhere | own <= set(given(manifests, service))
+
+
+@pytest.mark.parametrize(("name", "service"), OF_ONE_SERVICE.items())
+def test_the_service_really_reads_it(name: str, service: str) -> None:
+    fields = [field for field, info in ServiceEnvironment.model_fields.items() if info.alias == name]
+    wanted = f"environment.{fields[0]}" if fields else f'"{name}"'
+    sources = [path.read_text(encoding="utf-8") for path in (REPO / FOLDERS[service]).rglob("*.py")]
+    assert [text for text in sources if wanted in text], f"no file of {FOLDERS[service]} says {wanted}"
+
+
+def given(manifests: tuple[Manifest, ...], service: str) -> dict[str, Manifest]:
+    (template,) = [each for each in pod_templates(manifests).values() if component_of(each) == service]
+    return environment(template["spec"]["containers"][0])
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_ports_are_those_of_the_variables(manifests: tuple[Manifest, ...], service: str) -> None:
+    (template,) = [each for each in pod_templates(manifests).values() if component_of(each) == service]
+    (container,) = template["spec"]["containers"]
+    declared = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    variables = {"grpc": "TANDEM_GRPC_PORT", "health": "TANDEM_HEALTH_PORT", "metrics": "TANDEM_METRICS_PORT"}
+    variables |= {"web": "TANDEM_WEB_PORT"} if service == "coordinator" else {}
+    variables |= {"rendezvous": "MASTER_PORT"} if service == "trainer" else {}
+    environ = environment(container)
+    assert declared == {name: environ[variable]["value"] for name, variable in variables.items()}
+
+
+def known_flags(module: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The options of `python -m MODULE`, from its own parser, which goes no further."""
+    seen: set[str] = set()
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        seen.update(option for action in parser._actions for option in action.option_strings)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    return seen - {"-h", "--help"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_flags_are_the_programs_own(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways: none that the program does not know, and none of the program's left out."""
+    (template,) = [each for each in pod_templates(overlay("base")).values() if component_of(each) == service]
+    (container,) = template["spec"]["containers"]
+    python, dash_m, module = container["command"]
+    assert (python, dash_m) == ("python", "-m")
+    used = {word for word in container["args"] if word.startswith("--")}
+    assert used == known_flags(module, monkeypatch)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+class TestTheRun:
+    """The run's YAML and the pods describe the same run."""
+
+    @pytest.fixture
+    def config(self, name: str, tmp_path: Path) -> RunConfig:
+        path = tmp_path / "run.yaml"
+        path.write_text(run_yaml(overlay(name)), encoding="utf-8")
+        return load_config(path)
+
+    def test_trainer_pods_hold_all_ranks(self, name: str, config: RunConfig) -> None:
+        trainer = find(overlay(name), "StatefulSet", "trainer")
+        per_host = int(given(overlay(name), "trainer")["TANDEM_RANKS_PER_HOST"]["value"])
+        assert trainer["spec"]["replicas"] * per_host == config.trainer.world_size
+
+    def test_gpus_are_one_per_rank(self, name: str, config: RunConfig) -> None:
+        wanted = {
+            "trainer": given(overlay(name), "trainer")["TANDEM_RANKS_PER_HOST"]["value"],
+            "rollout": str(config.rollout.tensor_parallel),
+        }
+        for service, gpus in wanted.items():
+            (container,) = pod_template(find(overlay(name), "StatefulSet", service))["spec"]["containers"]
+            found = container["resources"]["limits"].get("nvidia.com/gpu")
+            assert found == (None if name == "dev-cpu" else gpus), service
+
+    def test_rollout_pods_are_the_replicas(self, name: str, config: RunConfig) -> None:
+        assert find(overlay(name), "StatefulSet", "rollout")["spec"]["replicas"] == config.rollout.replicas
+        assert find(overlay(name), "StatefulSet", "rollout")["metadata"]["name"] == config.fleet.rollout_set
+        assert config.fleet.kind == "kubernetes"
+
+    def test_the_run_is_named_as_its_label_says(self, name: str, config: RunConfig) -> None:
+        labels = pod_template(find(overlay(name), "Job", "coordinator"))["metadata"]["labels"]
+        assert labels["tandem.run/id"] == config.run.name
+
+    def test_paths_are_mounted(self, name: str, config: RunConfig) -> None:
+        (container,) = pod_template(find(overlay(name), "Job", "coordinator"))["spec"]["containers"]
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        for path in (config.model.path, config.data.train, config.data.heldout):
+            inside = any(path.is_relative_to(mount) for mount in mounts)
+            # The images of the demo hold it.
+            assert inside or str(path).startswith("/opt/tandem/examples/arithmetic/"), path
+
+    def test_a_node_of_eight_gpus_can_meet_each_request(self, name: str, config: RunConfig) -> None:
+        for template in pod_templates(overlay(name)).values():
+            gpus = template["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", "0")
+            assert int(gpus) <= 8
+
+
+def test_the_cluster_has_8_trainer_and_16_rollout_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(run_yaml(overlay("cluster")), encoding="utf-8")
+    config = load_config(path)
+    assert devices.trainer_world_size(config) == 8
+    assert config.rollout.replicas * config.rollout.tensor_parallel == 16
+
+
+def test_the_laptop_runs_the_demo(tmp_path: Path) -> None:
+    """Overlay dev-cpu is examples/arithmetic, with the images' paths, under Kubernetes."""
+    folder = REPO / "examples" / "arithmetic"
+    path = tmp_path / "run.yaml"
+    path.write_text(run_yaml(overlay("dev-cpu")).replace("/opt/tandem/examples/arithmetic", str(folder)))
+    wanted, found = load_config(folder / "arithmetic.yaml"), load_config(path)
+    assert found.model_copy(update={"fleet": wanted.fleet}) == wanted
