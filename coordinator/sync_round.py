@@ -1,7 +1,7 @@
 """One weight-sync round: its phases in order, on the trainer and every replica.
 
 PREPARE   everyone      plans equal
-PAUSE     rollouts
+PAUSE     rollouts      in_place only: with staged, generation goes on and COMMIT pauses for the flip
 TRANSFER  everyone      bytes received == shard bytes
 VERIFY    rollouts      digests (checked by the rollouts themselves)
 COMMIT    everyone      the version flips; asked for once more if a reply is lost
@@ -86,7 +86,7 @@ class SyncRound:
         """
         prepared = await self._phase(PREPARE, self._everyone)
         self.reports.check_plans(prepared)
-        paused = await self._phase(PAUSE, self._replicas)
+        paused = {} if self._is_staged else await self._phase(PAUSE, self._replicas)
         moved = await self._phase(TRANSFER, self._everyone)
         self.reports.check_bytes({replica.name: moved[replica.name] for replica in self._replicas})
         verified = await self._phase(VERIFY, self._replicas)
@@ -163,8 +163,11 @@ class SyncRound:
     @property
     def _may_have_written(self) -> bool:
         """Whether a replica of which nothing is known may hold a mixture."""
-        staged = self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
-        return self._begun >= (COMMIT if staged else TRANSFER)
+        return self._begun >= (COMMIT if self._is_staged else TRANSFER)
+
+    @property
+    def _is_staged(self) -> bool:
+        return self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
 
     async def _phase(
         self, phase: "weights_pb2.RoundPhase.ValueType", participants: Sequence[Participant]

@@ -12,6 +12,7 @@ from weightsync.model_spec import ModelSpec
 
 _LAYERS_SHOWN = 8
 
+
 def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSpec | None, list[ConfigProblem]]:
     """The model's sizes if its config.json can be used, and what is wrong with folder, weights, parallel sizes."""
     folder = config.model.path

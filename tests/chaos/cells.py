@@ -114,7 +114,8 @@ def matrix() -> list[Cell]:
     """Every target at every phase, killed and frozen; mid-transfer also in the other install mode and transports."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
     return [
-        Cell(target=target, phase=phase, harm=harm, install=install)
+        # A staged round has no PAUSE of its own.
+        Cell(target=target, phase=phase, harm=harm, install="in_place" if phase == "pause" else install)
         for harm, install in ((kill, "in_place"), (stop, "staged"))
         for target in TARGETS
         for phase in PHASES

@@ -19,9 +19,10 @@ import pytest
 
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.sync_report import Outcome, SyncResult
+from coordinator.take_over import take_over
 from coordinator.trainer import Trainer
 from coordinator.weights import WeightSync
-from servicekit.errors import TandemError
+from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
@@ -172,9 +173,19 @@ class RealFleet:
             group = Rendezvous(self.services.redis_url, f"tandem:{RUN_ID}")
             yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=self.config().sync), fleet
 
-    async def publish(self, trainer: Trainer) -> SyncResult:
+    async def publish(self, trainer: Trainer, version: int = 0) -> SyncResult:
         async with self.coordinator(trainer) as (sync, _):
-            return await sync.publish(0)
+            return await sync.publish(version)
+
+    def trainer(self) -> Trainer:
+        """A client of the trainer that is announced now."""
+        return Trainer(self.services.address_of("trainer", "trainer"))
+
+    async def take_over(self) -> SyncResult:
+        """As a coordinator does that goes on from version 0, the initial model."""
+        trainer = self.trainer()
+        async with self.coordinator(trainer) as (sync, _):
+            return await sync.publish(await take_over(trainer, sync, 0, None))
 
     async def states(self) -> dict[str, int]:
         """State of every replica that answers."""
@@ -229,6 +240,38 @@ async def test_cell(fleet: RealFleet, victim: str, phase: int, harm: signal.Sign
     await heal(fleet)
 
 
+async def test_a_restarted_trainer_takes_over_replicas_that_are_ahead(fleet: RealFleet) -> None:
+    """Last in this file: versions only grow. A rank that is not rank 0 dies while version 5 is served, 5 again sent."""
+    trainer = fleet.trainer()
+    await trainer.restore(None, 5)
+    await fleet.publish(trainer, 5)
+    fleet.poison()
+    address = fleet.services.address_of("trainer", "trainer")
+    with pytest.raises(TandemError):
+        await fleet.publish(HarmingTrainer(address, fleet, "trainer-1", TRANSFER, KILL), 5)
+    assert set((await fleet.states()).values()) == {pb.REPLICA_STATE_POISONED}
+    fleet.bring_back("trainer-1", KILL)
+    fleet.wait_up()
+    await wait_answers(fleet)
+    with pytest.raises(StaleVersion):
+        await fleet.publish(fleet.trainer(), 0)
+    result = await fleet.take_over()
+    assert result.policy_version == 6
+    assert result.outcomes == dict.fromkeys(REPLICAS, Outcome.COMMITTED)
+    assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)
+
+
+async def wait_answers(fleet: RealFleet) -> None:
+    """Until the record of the trainer before has run out, and the one that runs now answers."""
+    async with asyncio.timeout(START_S):
+        while True:
+            trainer = fleet.trainer()
+            with contextlib.suppress(TandemError):
+                await trainer.status(timeout_s=5.0)
+                return
+            await trainer.close()
+
+
 async def check_no_mixture(fleet: RealFleet, living: list[str], poisoned: dict[str, dict[str, str]]) -> None:
     """A replica that serves holds the new weights, or what it had before."""
     states: dict[str, int] = {}
@@ -245,7 +288,7 @@ async def heal(fleet: RealFleet) -> None:
     async with asyncio.timeout(START_S):
         while True:
             with contextlib.suppress(TandemError):  # a predecessor's record or lease may not have run out yet
-                result = await fleet.publish(Trainer(fleet.services.address_of("trainer", "trainer")))
+                result = await fleet.publish(fleet.trainer())
                 if [name for name, each in result.outcomes.items() if each is Outcome.COMMITTED] == list(REPLICAS):
                     break
     assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)

@@ -35,7 +35,12 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
     """A WeightSync of a trainer that is at `version`."""
     fleet.trainer_service.policy_version = version
     settings = SyncSection(
-        formation_timeout_s=1.0, transfer_timeout_s=1.0, probe_timeout_s=0.5, lease_ttl_s=0.1, install="staged"
+        formation_timeout_s=1.0,
+        transfer_timeout_s=1.0,
+        probe_timeout_s=0.5,
+        lease_ttl_s=0.1,
+        install=options.pop("install", "in_place"),
+        transport=options.pop("transport", "auto"),
     )
     members = options.pop("members", None) or StaticFleet(fleet.replicas)
     return WeightSync(trainer=fleet.trainer, fleet=members, group=group, settings=settings, **options)
@@ -54,6 +59,15 @@ async def test_a_round_goes_through_its_phases_in_order() -> None:
     assert (result.attempts, result.redundancy, result.bytes_per_rollout_rank) == (1, 1.0, 512)
     # The slowest participant is what counts.
     assert result.stages == {"prepare": 0.001, "pause": 0.001, "transfer": 0.25, "verify": 0.001, "commit": 0.001}
+
+
+async def test_a_staged_round_leaves_the_pause_to_commit() -> None:
+    async with fake_fleet() as fleet:
+        result = await sync_of(fleet, FakeGroup(), 7, install="staged").publish(7)
+    for service in fleet.rollout_services:
+        assert service.sync.phases() == [PREPARE, TRANSFER, VERIFY, COMMIT]
+        assert (service.state, service.policy_version) == (pb.REPLICA_STATE_SERVING, 7)
+    assert set(result.stages) == {"prepare", "transfer", "verify", "commit"}
 
 
 async def test_every_participant_gets_the_same_round() -> None:
@@ -156,7 +170,7 @@ async def test_a_replica_that_dies_in_a_round_is_left_out_of_the_next_one() -> N
     async with fake_fleet() as fleet:
         fleet.rollout_services[1].sync.faults.append(Fault(TRANSFER, Unavailable("socket closed")))
         fleet.rollout_services[1].gone_after_fault = True
-        result = await sync_of(fleet, FakeGroup(), 3).publish(3)
+        result = await sync_of(fleet, FakeGroup(), 3, install="staged").publish(3)
     assert result.attempts == 2
     # Staged: nothing was written before COMMIT, whatever has become of it.
     assert result.outcomes == {"rollout-0": Outcome.COMMITTED, "rollout-1": Outcome.ABORTED}
@@ -221,6 +235,38 @@ async def test_a_late_joiner_is_seeded_alone_and_gets_work_then() -> None:
         assert result.outcomes == {"rollout-1": Outcome.COMMITTED}
         assert members.serving() == (first, second)
         assert fleet.rollout_services[0].sync.phases() == ON_ROLLOUT  # it went on undisturbed
+
+
+@pytest.mark.parametrize("serves", [False, True])
+async def test_a_late_joiner_loads_what_the_last_round_has_left_on_disk(serves: bool) -> None:
+    """Without a round; one that has weights, of whatever run, gets ours by a round."""
+    async with fake_fleet() as fleet:
+        first, second = fleet.replicas
+        members = GrowingFleet([first])
+        sync = sync_of(fleet, FakeGroup(), 4, members=members, transport="disk", disk_folder="/weights")
+        await sync.publish(4)
+        joiner = fleet.rollout_services[1]
+        joiner.state = pb.REPLICA_STATE_SERVING if serves else pb.REPLICA_STATE_UNSEEDED
+        members.replicas.append(second)
+        result = await sync.seed_late_joiners(4)
+        (load,) = joiner.loads
+        assert (load.folder, load.policy_version) == ("/weights", 4)
+        assert load.round_id == fleet.trainer_service.sync.seen[0][0]
+        assert (result is not None, joiner.sync.phases() == ON_ROLLOUT) == (serves, serves)
+        assert members.serving() == (first, second)
+        assert (joiner.state, joiner.policy_version) == (pb.REPLICA_STATE_SERVING, 4)
+
+
+async def test_what_is_on_disk_is_not_loaded_for_another_version() -> None:
+    async with fake_fleet() as fleet:
+        members = GrowingFleet([fleet.replicas[0]])
+        sync = sync_of(fleet, FakeGroup(), 4, members=members, transport="disk", disk_folder="/weights")
+        await sync.publish(4)
+        members.replicas.append(fleet.replicas[1])
+        fleet.trainer_service.policy_version = 5
+        await sync.seed_late_joiners(5)
+        assert fleet.rollout_services[1].loads == []
+        assert fleet.rollout_services[1].policy_version == 5
 
 
 async def test_a_late_joiner_that_fails_does_not_stop_the_run() -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.errors import NotReady, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.errors import NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
@@ -46,6 +46,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
     engine_s: float = 0.001
     faults: deque[GenerateFault | None] = field(default_factory=deque)
     requests: list[pb.GenerateGroupsRequest] = field(default_factory=list)
+    loads: list[pb.LoadPublishedWeightsRequest] = field(default_factory=list)
     state: int = weights_pb2.REPLICA_STATE_UNSEEDED
     policy_version: int = 0
     groups_per_response: int = 4
@@ -102,6 +103,15 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
         finally:
             self._follow(request.phase)
         return pb.ReloadWeightsResponse(ranks=ranks, state=self.state)
+
+    async def LoadPublishedWeights(
+        self, request: pb.LoadPublishedWeightsRequest, context: Any
+    ) -> pb.LoadPublishedWeightsResponse:
+        self.loads.append(request)
+        if self.state == weights_pb2.REPLICA_STATE_SERVING:
+            raise PhaseOrder(f"{self.name} serves already")
+        self.state, self.policy_version = weights_pb2.REPLICA_STATE_SERVING, request.policy_version
+        return pb.LoadPublishedWeightsResponse(state=self.state)
 
     def _check_there(self) -> None:
         if self._gone:

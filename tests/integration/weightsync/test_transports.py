@@ -242,6 +242,16 @@ def test_nothing_published_says_so(fleet: Callable[..., Fleet], tmp_path: Path) 
         them.members["rollout-0/0"].load_published(tmp_path, at_least=0)
 
 
+def test_a_version_of_the_same_number_from_another_round_is_refused(
+    fleet: Callable[..., Fleet], tmp_path: Path
+) -> None:
+    them = published(fleet, tmp_path)
+    member = them.members["rollout-0/0"]
+    with pytest.raises(NotReady, match="was published by round round-7, not another"):
+        member.load_published(tmp_path, at_least=7, round_id="another")
+    assert member.load_published(tmp_path, at_least=7, round_id="round-7") == 7
+
+
 def test_a_rollout_never_goes_back_through_the_disk(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     them = published(fleet, tmp_path)
     with pytest.raises(StaleVersion, match="version 7"):
