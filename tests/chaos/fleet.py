@@ -291,6 +291,11 @@ class ChaosFleet:
                 return ""
         return f"{name} is {status.state} and generates"
 
+    def generates(self, name: str) -> bool:
+        """Whether a replica answers a request for the version that it says it serves."""
+        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(name))
+        return not self._refuses(stub, self.status(name).policy_version)
+
     def _refuses(self, stub: rollout_pb2_grpc.RolloutServiceStub, version: int) -> bool:
         group = rollout_pb2.PromptGroup(group_id="g", prompt_ids=[1], num_completions=1)
         sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=1)

@@ -61,6 +61,24 @@ def test_a_rollout_does_not_go_back_with_a_trainer_from_the_past(fleets: Fleets)
         assert fleet.publish()["serving"] == list(REPLICAS)
 
 
+@pytest.mark.parametrize("install", ["staged", "in_place"])
+def test_generation_goes_on_during_a_staged_transfer_only(fleets: Fleets, install: str) -> None:
+    with fleets.whole() as fleet:
+        old = versions(fleet)
+        fleet.train_step()
+        fleet.use(install=install, transport="collective")
+        gate = fleet.gate("rollout-1")
+        gate.arm("transfer", 4)
+        result = fleet.start_coordinator()
+        gate.wait_reached(20.0)
+        assert [fleet.generates(name) for name in REPLICAS] == [install == "staged"] * 3
+        if install == "staged":
+            assert versions(fleet) == old
+        gate.open()
+        assert fleet.result_of(result)["serving"] == list(REPLICAS)
+        assert versions(fleet) == all_serve(fleet.version)
+
+
 @pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_a_late_joiner_loads_from_disk_what_was_published_while_the_trainer_is_away(
     fleets: Fleets, transport: str
