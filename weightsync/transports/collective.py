@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from servicekit.errors import DeadlineExceeded, DigestMismatch
+from servicekit.errors import DigestMismatch
 from weightsync.digest import HEADER_BYTES, PayloadDigest
 from weightsync.limits import RECEIVES, SENDS
 from weightsync.messages import Hop, Message
 from weightsync.transports.buffers import Buffers
 from weightsync.transports.communicator import Communicator, Pending
 from weightsync.transports.packing import Packer, Segment
-from weightsync.transports.transport import TransferJob, TransferStats
+from weightsync.transports.transport import TransferJob, TransferStats, Waits
 
 
 @dataclass(kw_only=True)
@@ -67,6 +67,7 @@ class _Walk:
     def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
         self._comm = communicator
         self._job = job
+        self._waits = Waits(communicator, job)
         self._packer: Packer = job.packer
         self._buffers = buffers
         self._outgoing: deque[_Flight] = deque()
@@ -121,7 +122,7 @@ class _Walk:
     def _finish_send(self) -> None:
         flight = self._outgoing.popleft()
         for work in flight.works:
-            self._wait(work, flight.hop.receiver)
+            self._waits.wait(work, flight.hop.receiver)
         self._stats.num_messages += 1
         self._stats.bytes_sent += self._packer.payload_bytes(flight.message)
         self._release(flight)
@@ -151,10 +152,10 @@ class _Walk:
         onward = self._relays.get(message.sequence)
         digest = PayloadDigest()
         for part, work in zip(flight.parts, flight.works[:-1], strict=True):
-            self._wait(work, sender)
+            self._waits.wait(work, sender)
             if onward is not None:
                 digest.update(part)
-        self._wait(flight.works[-1], sender)
+        self._waits.wait(flight.works[-1], sender)
         expected = self._job.digest_in(flight.head, message)
         if onward is not None and digest.digest() != expected:  # what is not verified is no source
             raise DigestMismatch(
@@ -192,11 +193,3 @@ class _Walk:
     def _release(self, flight: _Flight) -> None:
         if flight.buffer is not None:
             self._buffers.give(flight.buffer)
-
-    def _wait(self, work: Pending, peer: int) -> None:
-        remaining = self._job.deadline - time.monotonic()
-        if remaining <= 0:
-            raise DeadlineExceeded(
-                f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
-            )
-        self._comm.wait(work, peer, remaining)

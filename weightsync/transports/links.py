@@ -16,7 +16,8 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.participants import Participants
 from weightsync.round_plan import RoundPlan
 from weightsync.transports.collective import CollectiveTransport
-from weightsync.transports.colocated import SLOTS, MemoryReader, MemorySource, all_messages
+from weightsync.transports.colocated import MemoryReader, MemorySource, all_messages
+from weightsync.transports.colocated_slots import SLOTS, SlotReader, SlotSource
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.disk import DiskTransport
 from weightsync.transports.packing import Packer
@@ -155,9 +156,11 @@ class Links:
             if server is not None:
                 server.close()
         if exposure is None:
-            return MemoryReader(communicator, memories)
+            in_slots = memories[0].description.slots > 0
+            return SlotReader(communicator, memories) if in_slots else MemoryReader(communicator, memories)
         self._exposed = _identity(terms)
-        return MemorySource(communicator, exposure)
+        in_slots = exposure.description.slots > 0
+        return SlotSource(communicator, exposure) if in_slots else MemorySource(communicator, exposure)
 
 
 def check_cards(cards: Sequence[pb.TransportCard], slots: Sequence[str], trainer_ranks: int) -> None:

@@ -1,16 +1,18 @@
 """What every way of carrying a round has in common: the job, the figures, and the proof of what was installed."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from servicekit.errors import DigestMismatch
+from servicekit.errors import DeadlineExceeded, DigestMismatch
 from weightsync.digest import HEADER_BYTES, Header, PayloadDigest, check_header, read_header, write_header
 from weightsync.messages import Message
 from weightsync.participants import Participants
 from weightsync.round_plan import RoundPlan
+from weightsync.transports.communicator import Communicator, Pending
 from weightsync.transports.packing import Packer
 
 
@@ -74,6 +76,29 @@ class TransferStats:
     staging_bytes: int = 0
     seconds: float = 0.0
     received: list[tuple[Message, bytes]] = field(default_factory=list)
+
+    def accept(self, job: TransferJob, message: Message, head: torch.Tensor) -> None:
+        """Counts a message that has come. Raises: DigestMismatch: the header is of another one."""
+        self.received.append((message, job.digest_in(head, message)))
+        self.num_messages += 1
+        self.bytes_received += job.packer.payload_bytes(message)
+
+
+class Waits:
+    """Waits on a communicator within a job's deadline."""
+
+    def __init__(self, communicator: Communicator, job: TransferJob) -> None:
+        self._comm = communicator
+        self._job = job
+
+    def wait(self, pending: Pending, peer: int) -> None:
+        """Raises: DeadlineExceeded; PeerLost: naming the peer."""
+        remaining = self._job.deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded(
+                f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
+            )
+        self._comm.wait(pending, peer, remaining)
 
 
 class Transport(Protocol):
