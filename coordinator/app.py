@@ -3,13 +3,13 @@
 import asyncio
 import uuid
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl, State
 from coordinator.evaluation import Evaluator
-from coordinator.events import EventLog
+from coordinator.events import EventKind, EventLog
 from coordinator.fleet.view import FleetView
 from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
@@ -31,7 +31,7 @@ from coordinator.web.server import PageServer
 from coordinator.web.snapshot import Source
 from coordinator.weights import Lead, WeightSync
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, TandemError, Unavailable
 from servicekit.files import write_json_atomic
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, cancel
 from servicekit.logs import get_logger
@@ -45,12 +45,15 @@ from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
 
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
 
 WEIGHTS_FOLDER = "weights"
 # Seconds without a heartbeat after which watchers take the coordinator for dead.
 _LEASE_TTL_S = 15.0
 # Long enough for watchers to read the last events, short enough not to be waited for.
 _DRAIN_S = 2.0
+# A trainer that is lost this often without an iteration in between will not be better next time.
+MAX_RETURNS = 3
 
 log = get_logger(__name__)
 
@@ -204,7 +207,24 @@ async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
 
 
 async def _work(app: App) -> None:
-    """Find the services, run the run, write its summary."""
+    """The run; where the cluster gives it another trainer, again from its newest checkpoint."""
+    async with AsyncExitStack() as stack:
+        if app.cluster is not None:
+            stack.callback(app.cluster.close)
+            await app.cluster.start()
+        returns = 0
+        while True:
+            before = app.inputs.state.iteration
+            if await _attempt(app):
+                return
+            returns = returns + 1 if app.inputs.state.iteration == before else 0
+            if returns >= MAX_RETURNS:
+                raise Unavailable(f"the trainer was lost {returns} times in a row without a finished iteration")
+            app = await _from_checkpoint(app)
+
+
+async def _attempt(app: App) -> bool:
+    """Find the services, run the run, write its summary. Returns: whether it is over, or its trainer another one."""
     async with AsyncExitStack() as stack:
         services = await find_services(app.config, app.registry, app.identity, stack, app.cluster)
         app.view.fleet = services.fleet
@@ -213,9 +233,38 @@ async def _work(app: App) -> None:
         lead = await _take_lead(app, group)
         stack.push_async_callback(asyncio.to_thread, lead.close)
         run = build_run(app, services, group, lead)
-        await run.execute()
+        guard = _guard(app, services)
+        try:
+            await run.execute()
+        except TandemError as error:
+            if guard is None:
+                raise
+            await guard.wait_for_return(error)
+            return False
         summary = build_summary(run.state, run.rows(), versions)
         write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+        return True
+
+
+def _guard(app: App, services: Services) -> "TrainerGuard | None":
+    """None: nobody would bring a lost trainer back."""
+    if app.cluster is None:
+        return None
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+    return TrainerGuard(app.cluster, services.trainer_answers)
+
+
+async def _from_checkpoint(app: App) -> App:
+    """The app with data and state as of the newest checkpoint, as after a restart with --resume."""
+    state = app.inputs.state
+    done = state.iteration
+    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
+    state.become(inputs.state)
+    message = f"the trainer is back: going on after iteration {state.iteration}, {done} were done"
+    log.warning(message, iteration=state.iteration, done=done)
+    app.events.append(EventKind.WARNING, message)
+    return replace(app, inputs=replace(inputs, state=state))
 
 
 async def _take_lead(app: App, group: Rendezvous) -> Lease:

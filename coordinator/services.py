@@ -29,6 +29,14 @@ class Services:
     trainer: Trainer
     fleet: Fleet
 
+    async def trainer_answers(self) -> bool:
+        """Whether the trainer says how it is."""
+        try:
+            await self.trainer.status()
+        except TandemError:
+            return False
+        return True
+
     async def versions(self) -> dict[str, str]:
         """Software versions of all services."""
         found = {self.trainer.name: dict((await self.trainer.status()).versions.packages)}
@@ -50,13 +58,13 @@ async def find_services(
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
     Args:
-        cluster: of a fleet of pods; begins to be watched here.
+        cluster: of a fleet of pods, watched already.
     Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
     """
     if cluster is None:
         record = await _wait_for_all(config, registry)
     else:
-        record = await _wait_for_pods(config, registry, cluster, stack)
+        record = await _wait_for_pods(config, registry, cluster)
     trainer = Trainer(record.address, identity)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)
@@ -76,14 +84,10 @@ async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
     return trainer
 
 
-async def _wait_for_pods(
-    config: RunConfig, registry: Registry, cluster: "Cluster", stack: AsyncExitStack
-) -> ServiceRecord:
+async def _wait_for_pods(config: RunConfig, registry: Registry, cluster: "Cluster") -> ServiceRecord:
     """The trainer and enough replicas; the others are seeded as their pods come. Returns: the trainer."""
     from coordinator.fleet.kubernetes.arrivals import wait_for_services
 
-    stack.callback(cluster.close)
-    await cluster.start()
     return await wait_for_services(config, registry, cluster)
 
 

@@ -87,6 +87,11 @@ class RunState(BaseModel):
             place = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path} is not a coordinator state: {place}: {first['msg']}") from error
 
+    def become(self, other: "RunState") -> None:
+        """Go back to what another state says; whoever reads this one sees it."""
+        for name in type(self).model_fields:
+            setattr(self, name, getattr(other, name))
+
     def note_accuracy(self, accuracy: float) -> None:
         """A held-out measurement."""
         if self.initial_accuracy is None:

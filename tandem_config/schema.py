@@ -317,10 +317,11 @@ class FleetSection(Section):
         ),
     )
     stuck_after_s: PositiveFloat = Field(
-        900.0,
+        1800.0,
         description=(
             "Seconds without an answer, or without a finished group while it generates, after which a replica is stuck "
-            "and its pod is evicted; longer than the longest completion takes."
+            "and its pod is evicted. Must be longer than the longest completion takes; the default is that of "
+            "rollout.generate_timeout_s."
         ),
     )
     max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(

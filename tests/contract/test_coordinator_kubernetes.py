@@ -23,6 +23,7 @@ from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_sta
 from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_kubelet import FakeKubelet, fake_kubelet
+from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
 from weightsync.rendezvous import Lease, Rendezvous
 
@@ -94,23 +95,48 @@ def start(environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[
         coordinator.process.wait(timeout=10)
 
 
-@asynccontextmanager
-async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[None]:
-    """A trainer pod that is up, and an empty rollout set."""
-    async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(fake_fleet(num_replicas=0))
+class TrainerPod:
+    """A fake trainer, in the registry and in the weight group, and its pod's state."""
+
+    def __init__(self, api: FakeKubeApi, environment: ServiceEnvironment) -> None:
+        self._api, self._environment = api, environment
+        self._stack = AsyncExitStack()
+        self.service = FakeTrainer()
+
+    async def start(self) -> None:
+        """Another process, up."""
+        environment = self._environment
+        self.service = FakeTrainer()
+        services = await self._stack.enter_async_context(fake_fleet(num_replicas=0, trainer=self.service))
         group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
         for rank in range(2):
             lease = Lease(group, f"trainer/{rank}", TTL_S)
             lease.start()
-            stack.push_async_callback(asyncio.to_thread, lease.close)
+            self._stack.push_async_callback(asyncio.to_thread, lease.close)
         registry = Registry(environment.redis_url, environment.run_id)
-        stack.push_async_callback(asyncio.to_thread, registry.close)
+        self._stack.push_async_callback(asyncio.to_thread, registry.close)
         record = ServiceRecord(role="trainer", name="trainer", address=services.addresses["trainer"], worker_id="t")
         registry.announce(record, TTL_S)
-        api.put("pods", pod("trainer-0", component="trainer", run_id=environment.run_id))
-        api.put("statefulsets", rollout_set(0))
-        yield
+        self.show()
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    def show(self, **state: Any) -> None:
+        """What the API server says of the pod; without anything: that it is ready."""
+        self._api.put("pods", pod("trainer-0", component="trainer", run_id=self._environment.run_id, **state))
+
+
+@asynccontextmanager
+async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[TrainerPod]:
+    """A trainer pod that is up, and an empty rollout set."""
+    trainer = TrainerPod(api, environment)
+    await trainer.start()
+    api.put("statefulsets", rollout_set(0))
+    try:
+        yield trainer
+    finally:
+        await trainer.stop()
 
 
 @asynccontextmanager
@@ -194,3 +220,39 @@ async def test_what_keeps_a_run_from_starting_is_in_its_status(
         assert await asyncio.to_thread(coordinator.stop) == 0
         told = [line for line in coordinator.warnings() if "create events" in line.get("trouble", "")]
         assert len(told) == 1
+
+
+async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_that_is_dead(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Callable[[RunConfig], Coordinator],
+) -> None:
+    kubelet = fake_kubelet(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment) as trainer, kubelet:
+        coordinator = start(kube_config)
+        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+
+        trainer.show(ready=False, phase="Pending")  # the node is gone, the set has made another pod
+        await trainer.stop()
+        await soon(lambda: any("the trainer was lost" in text for _, text in coordinator.status()))
+        done = len(rows(environment))
+        await trainer.start()
+        await soon(lambda: len(rows(environment)) > done)
+        ((folder, version),) = trainer.service.restored
+        checkpoint = int(folder.split("/")[-2].rpartition("-")[2])
+        assert done - 2 < checkpoint <= done  # run.checkpoint_every
+        assert version > checkpoint  # not a version that a replica has had
+        assert "trouble" not in dict(await asyncio.to_thread(coordinator.status))
+
+        statuses = waiting_status("CrashLoopBackOff", restarts=9)
+        trainer.show(ready=False, containerStatuses=statuses)
+        await trainer.stop()
+        assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 1
+        said = dict(await asyncio.to_thread(coordinator.status))
+        assert said["ended"].startswith(
+            "failed: the trainer is dead, waiting would not help: trainer-0: container main"
+        )
+        assert "9 restarts; lost by: trainer: " in said["ended"]
+    iterations = [row["iteration"] for row in rows(environment)]
+    assert iterations == list(range(1, len(iterations) + 1))

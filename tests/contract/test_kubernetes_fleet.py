@@ -15,7 +15,7 @@ from coordinator.events import EventKind, EventLog
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.kubernetes import watch
 from coordinator.fleet.kubernetes.arrivals import TrainerDead, wait_for_services
-from coordinator.fleet.kubernetes.cluster import Cluster, reach_cluster
+from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.events import About
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
@@ -207,6 +207,24 @@ async def test_a_kubeconfig_that_cannot_be_used_is_named(
     config = with_settings(kube_config, fleet={"kubeconfig": tmp_path / "nowhere"})
     with pytest.raises(ConfigError, match="nowhere"):
         reach_cluster(config, environment, EventLog())
+
+
+def test_a_pod_without_a_service_account_is_told_so(kube_config: RunConfig) -> None:
+    settings = kube_config.fleet.model_copy(update={"kubeconfig": None})
+    with pytest.raises(ConfigError, match=r"the pod's service account cannot be used: .*automountServiceAccountToken"):
+        connect(settings, "", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+
+
+async def test_an_api_server_that_is_not_there_is_named_and_the_registry_decides(
+    api: FakeKubeApi, start: Start, tmp_path: Path
+) -> None:
+    with FakeKubeApi(NAMESPACE) as gone:
+        kubeconfig = gone.write_kubeconfig(tmp_path / "gone")
+    cluster = await start(kubeconfig=kubeconfig)
+    assert not cluster.pods.is_current
+    (trouble,) = cluster.troubles()
+    assert trouble.startswith("Kubernetes API, list pods in namespace default: no answer: ")
+    assert "refused" in trouble
 
 
 # ---- what it does ----

@@ -12,6 +12,7 @@ from tests.house.repository import PACKAGES, calls, name_of, parse, python_files
 SLEEPERS = {
     "coordinator/fleet/kubernetes/arrivals.py": "looks at Redis and the pods for services that come; has a deadline",
     "coordinator/fleet/kubernetes/keeper.py": "looks at the fleet from time to time, until the run ends",
+    "coordinator/fleet/kubernetes/returns.py": "looks at the pods of a lost trainer until it is back; has a deadline",
     "coordinator/probing.py": "asks a service from time to time how it is; ends with the call that it accompanies",
     "coordinator/roll_call.py": "looks again for services that come back; has a deadline",
     "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
