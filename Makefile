@@ -23,7 +23,7 @@ endef
 WORKERS := -n 3 --dist loadgroup
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto clean gpu-check bench-sync
+.PHONY: format proto clean gpu-check bench-sync images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,9 @@ proto: venv ## generate tandem_api/ from protos/
 
 bench-sync: venv ## measure weight sync against SGLang's own updates (half an hour, both cores)
 	@$(PY) -W ignore -m tools.bench_sync
+
+images: ## build the container images with Docker, for CPUs or with VARIANT=gpu (docs/docker.md)
+	@deploy/images/build.sh
 
 gpu-check: venv ## weight sync on GPUs of this machine: exactness and GB/s; says what it skipped
 	@$(PY) -m tools.gpu_check

@@ -66,7 +66,8 @@ IMAGES = {
     "parquet": Image(also=("pyarrow",)),
     "trainer": Image(packages=("trainer_service", *SHARED), without=_TORCH_FIRST),
     "trainer-gpu": Image(packages=("trainer_service", *SHARED), base_has=("torch",)),
-    "rollout": Image(packages=("rollout_service", *SHARED), without=_TORCH_FIRST),
+    # SGLang imports dill without saying that it needs it.
+    "rollout": Image(packages=("rollout_service", *SHARED), also=("dill",), without=_TORCH_FIRST),
     "rollout-gpu": Image(packages=("rollout_service", *SHARED), base_has=("torch", "sglang")),
 }
 

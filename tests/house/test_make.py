@@ -10,6 +10,7 @@ from tests.house.repository import REPO
 PROMISED = (
     "bench-sync",
     "gpu-check",
+    "images",
     "help",
     "venv",
     "demo",
