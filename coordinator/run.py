@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from structlog.contextvars import bound_contextvars
+
 from coordinator import metrics
 from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl
@@ -22,6 +24,7 @@ from coordinator.sync_report import SyncResult
 from coordinator.take_over import take_over
 from servicekit.errors import Internal, WrongVersion
 from servicekit.logs import get_logger
+from servicekit.tracing import span
 from tandem_config.schema import RunSection
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
@@ -72,7 +75,7 @@ class Run:
         while not self._is_over(self.state.iteration):
             await self.control.gate()
             if not self.control.stop_requested:
-                await self._iterate(self.state.iteration + 1)
+                await self._traced_iteration(self.state.iteration + 1)
         await self._finish()
 
     async def _start(self) -> None:
@@ -112,6 +115,12 @@ class Run:
         target, accuracy = self.settings.target_accuracy, self.state.last_accuracy
         reached = target is not None and accuracy is not None and accuracy >= target
         return reached or self.control.stop_requested or iteration >= self.settings.iterations
+
+    async def _traced_iteration(self, number: int) -> None:
+        """An iteration as one trace, and its number in every log line."""
+        where = {"iteration": number, "policy_version": self.state.policy_version}
+        with bound_contextvars(**where), span("iteration", **where):
+            await self._iterate(number)
 
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._announce)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from servicekit.tracing import span
+
 
 class Stopwatch:
     """Times named parts; a part that occurs twice is summed.
@@ -23,7 +25,8 @@ class Stopwatch:
         self._announce(name)
         start_s = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start_s
 

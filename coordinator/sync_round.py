@@ -21,6 +21,7 @@ from coordinator.sync_report import Outcome, RoundReports
 from coordinator.trainer import Trainer
 from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
+from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 
@@ -96,7 +97,8 @@ class SyncRound:
     async def _commit(self) -> dict[str, Reports]:
         """COMMIT wherever it can be had."""
         self._begun = COMMIT
-        answers = await asyncio.gather(*(self._commit_one(each) for each in self._everyone))
+        with span("sync commit"):
+            answers = await asyncio.gather(*(self._commit_one(each) for each in self._everyone))
         found = dict(zip((each.name for each in self._everyone), answers, strict=True))
         done = {name: answer for name, answer in found.items() if not isinstance(answer, TandemError)}
         failed = {name: answer for name, answer in found.items() if isinstance(answer, TandemError)}
@@ -174,6 +176,12 @@ class SyncRound:
     ) -> dict[str, Reports]:
         """One phase on all participants at once: inside it they wait for each other."""
         self._begun = phase
+        with span(f"sync {weights_pb2.RoundPhase.Name(phase).removeprefix('ROUND_PHASE_').lower()}"):
+            return await self._phase_of_all(phase, participants)
+
+    async def _phase_of_all(
+        self, phase: "weights_pb2.RoundPhase.ValueType", participants: Sequence[Participant]
+    ) -> dict[str, Reports]:
         tasks = {
             participant.name: asyncio.create_task(
                 self._call(phase, participant), name=f"{weights_pb2.RoundPhase.Name(phase)}-{participant.name}"

@@ -8,6 +8,7 @@ import grpc
 
 from servicekit.limits import CHANNEL_OPTIONS
 from servicekit.tls import Identity, channel_credentials, name_option
+from servicekit.tracing import outgoing
 
 
 def open_channel(address: str, *, identity: Identity | None = None, peer: str = "") -> "DeadlineChannel":
@@ -121,6 +122,8 @@ class DeadlineChannel(grpc.aio.Channel):
             newest = self._source.current()
             if newest is not channel:
                 channel, call = newest, make_call(newest)
+            if context := outgoing():
+                kwargs["metadata"] = (*(kwargs.get("metadata") or ()), *context)
             return call(*args, timeout=timeout, **kwargs)
 
         return checked

@@ -15,6 +15,7 @@ from typing import Any
 from servicekit.errors import ConfigError, Internal, Unavailable
 from servicekit.logs import configure_logging, get_logger
 
+from servicekit.tracing import start_tracing, stop_tracing
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -85,6 +86,7 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
     try:
         code = asyncio.run(with_signals())
     except ConfigError as error:
+        start_tracing(service)
         _log.error("bad configuration", error=str(error))
         return EXIT_BAD_CONFIG
     except Unavailable as error:  # not our bug: the sentence says more than a traceback
@@ -98,6 +100,8 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
 
 async def cancel(*tasks: "asyncio.Task[Any]") -> None:
     """Cancels tasks and waits until they have ended, whatever they end with."""
+    finally:
+        stop_tracing()
     for task in tasks:
         task.cancel()
     for task in tasks:

@@ -1,6 +1,7 @@
 """JSON log lines on stderr, from structlog and from the standard library's logging alike."""
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -14,11 +15,12 @@ def configure_logging(service: str, *, level: str = "INFO", **fields: Any) -> No
     """Sends every log line of this process to stderr as one JSON object; a later call replaces the fields.
 
     Args:
-        service: "trainer", "rollout", "coordinator", ...; a field of every line.
+        service: "trainer", "rollout", "coordinator", ...; a field of every line, as is the run's id (TANDEM_RUN_ID).
         level: lowest level that is written.
         fields: further fields of every line: run, name, rank. None values are left out.
     """
-    constant = {"service": service} | {key: value for key, value in fields.items() if value is not None}
+    run = {"run": os.environ["TANDEM_RUN_ID"]} if "TANDEM_RUN_ID" in os.environ else {}
+    constant = {"service": service} | run | {key: value for key, value in fields.items() if value is not None}
     shared = _shared_processors(constant)
     structlog.configure(
         processors=[

@@ -15,6 +15,7 @@ from servicekit.errors import InvalidRequest, Status, to_status
 from servicekit.limits import LONGEST_DEADLINE_S
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
+from servicekit.tracing import served
 
 _log = get_logger(__name__)
 # Tools and probes call these without a deadline, and cannot harm.
@@ -98,7 +99,8 @@ async def _boundary(
         if check_caller is not None:
             check_caller(method, _names(context))
         check_deadline(method, context.time_remaining())
-        yield
+        with served(method, context.invocation_metadata()):
+            yield
         code = _set_code(context)
     except grpc.aio.AbortError:
         code = _set_code(context)

@@ -5,6 +5,7 @@ const POLL_MS = 2000;
 const WAIT_MS = 8000;
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 8;
+const SYNCS = 12;
 const WIDTH = 240;
 const HEIGHT = 90;
 
@@ -73,6 +74,10 @@ function showTiles(run) {
 }
 
 function showAlerts(run) {
+  if (run.alerts.length === 0) {
+    at("alerts").replaceChildren(make("div", "No alerts.", "dim"));
+    return;
+  }
   at("alerts").replaceChildren(...run.alerts.map((alert) => {
     const line = make("div", undefined, "alert");
     line.setAttribute("role", "alert");
@@ -108,15 +113,16 @@ function curve(each) {
 }
 
 function showSyncs(run) {
-  const names = [...new Set(run.syncs.flatMap((sync) => Object.keys(sync.stages)))];
+  const shown = run.syncs.slice(-SYNCS).reverse();
+  const names = [...new Set(shown.flatMap((sync) => Object.keys(sync.stages)))];
   at("stages").replaceChildren(...names.map((name, index) => {
     const entry = make("span", name);
     entry.prepend(make("i", undefined, `c${index % COLOURS}`));
     return entry;
   }));
   const sum = (sync) => Object.values(sync.stages).reduce((total, value) => total + value, 0);
-  const longest = Math.max(1e-9, ...run.syncs.map((sync) => Math.max(sum(sync), sync.total_s)));
-  at("syncs").replaceChildren(...run.syncs.slice(-16).reverse().map((sync) => {
+  const longest = Math.max(1e-9, ...shown.map(sum));
+  at("syncs").replaceChildren(...shown.map((sync) => {
     const row = make("div", undefined, "sync");
     row.append(make("span", `v${sync.policy_version}`, "dim"));
     if (sync.error) {
