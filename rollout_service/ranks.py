@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 CHECKSUM_TIMEOUT_S = 55.0
 LOAD_TIMEOUT_S = 590.0
+# An abort interrupts what a rank waits for. One that does not answer by then is frozen, and must not hold the fleet up.
+ABORT_S = 10.0
 _MARGIN_S = 5.0
 
 
@@ -58,8 +60,11 @@ class RankClients:
 
 def phase_timeout_s(phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
     """Seconds that a rank may take: its own waits end before, so that its error arrives and not ours."""
-    waits_s = round_.formation_timeout_s if phase == pb.ROUND_PHASE_PREPARE else round_.transfer_timeout_s
-    return waits_s + _MARGIN_S
+    if phase == pb.ROUND_PHASE_PREPARE:
+        return round_.formation_timeout_s + _MARGIN_S
+    if phase == pb.ROUND_PHASE_ABORT:
+        return min(round_.transfer_timeout_s, ABORT_S) + _MARGIN_S
+    return round_.transfer_timeout_s + _MARGIN_S
 
 
 async def _named(rank: int, call: Awaitable[T]) -> T:

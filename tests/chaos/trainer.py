@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 import trainer_service.app as trainer_app
+import trainer_service.servicer as trainer_servicer
 import trainer_service.worker as trainer_worker
-from tests.chaos.members import GatedMember, begin, set_up_gates
+from tests.chaos.members import ROUND_MARGIN_S, GatedMember, begin, set_up_gates
 from tests.chaos.policy import SPEC, TRAINER, weights_of
 from tests.weight_stores import cut
 from trainer_service.checks import Limits
@@ -73,6 +74,7 @@ def main(settings: dict[str, Any]) -> None:
         def _load(self, store: Any, device: torch.device) -> Any:
             return FakeTrainerEngine(rank, int(settings["policy_version"]))
 
+    trainer_servicer.PUBLISH_MARGIN_S = ROUND_MARGIN_S
     trainer_worker.SyncMember = GatedMember  # type: ignore[misc]
     trainer_app.Worker = Worker  # type: ignore[misc]
     place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)

@@ -59,7 +59,7 @@ class Replicas:
         for name in self.layouts:
             if self._services.processes[name].poll() is not None:
                 raise RuntimeError(self._services.tail(name))
-        return len(self._services.registry.list("rollout")) == len(self.layouts)
+        return {record.name for record in self._services.registry.list("rollout")} >= set(self.layouts)
 
     def checksums(self) -> Checksums:
         return {

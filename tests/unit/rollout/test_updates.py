@@ -6,6 +6,7 @@ import pytest
 from rollout_service.admission import Admission
 from rollout_service.engine import Group, Sampling
 from rollout_service.pauses import Pauses
+from rollout_service.ranks import phase_timeout_s
 from rollout_service.updates import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -73,13 +74,7 @@ async def test_a_round_seeds_an_unseeded_replica() -> None:
         rig.updates.check_can_generate()
     assert await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round(version=0)) == SERVING
     assert rig.ranks.phases == ["PREPARE", "TRANSFER", "VERIFY", "COMMIT"]
-    assert rig.engine.calls == [
-        "flush_cache",
-        "begin_update",
-        "end_update",
-        "set_version 0",
-        "flush_cache",
-    ]
+    assert rig.engine.calls == ["freeze", "begin_update", "end_update", "set_version 0", "flush_cache", "thaw"]
     rig.updates.check_can_generate()
 
 
@@ -100,7 +95,7 @@ async def test_staged_bytes_travel_while_generation_goes_on() -> None:
     assert await rig.run(PREPARE, TRANSFER, VERIFY, round_=a_round(install_mode=STAGED)) == SERVING
     assert rig.engine.calls == []
     assert await rig.run(COMMIT, round_=a_round(install_mode=STAGED)) == SERVING
-    assert rig.engine.calls == ["flush_cache", "begin_update", "end_update", "set_version 2", "flush_cache"]
+    assert rig.engine.calls == ["freeze", "begin_update", "end_update", "set_version 2", "flush_cache", "thaw"]
 
 
 @pytest.mark.parametrize(
@@ -345,3 +340,14 @@ async def test_a_replica_that_serves_or_is_in_a_round_does_not_load_from_disk() 
     with pytest.raises(StaleVersion):
         await rig.updates.load_published(on_disk(version=0))
     assert "LOAD" not in rig.ranks.phases
+
+
+@pytest.mark.parametrize(
+    ("phase", "transfer_s", "expected_s"),
+    [(PREPARE, 60.0, 35.0), (TRANSFER, 60.0, 65.0), (COMMIT, 60.0, 65.0), (ABORT, 60.0, 15.0), (ABORT, 2.0, 7.0)],
+)
+def test_a_rank_may_take_the_rounds_deadlines_and_an_abort_less(
+    phase: int, transfer_s: float, expected_s: float
+) -> None:
+    round_ = a_round(formation_timeout_s=30.0, transfer_timeout_s=transfer_s)
+    assert phase_timeout_s(phase, round_) == expected_s
