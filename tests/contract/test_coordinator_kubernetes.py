@@ -46,7 +46,7 @@ def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfi
         run={"iterations": 1_000_000, "startup_timeout_s": 60.0},
         rollout={"replicas": 2},
         sync={"probe_timeout_s": 0.5, "lease_ttl_s": 1.0},
-        fleet={**fleet, "stuck_after_s": 1.0},
+        fleet={**fleet, "stuck_after_s": 2.0},
     )
 
 
@@ -179,7 +179,7 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         await soon(lambda: {event["reason"] for event in api.list("events")} == {"TandemScaled", "TandemEvicted"})
         (evicted,) = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
         assert evicted["involvedObject"]["name"] == "rollout-0"
-        assert evicted["message"] == "the engine is stuck: no group finished in 1 s"
+        assert evicted["message"] == "the engine is stuck: no group finished in 2 s"
 
         api.put("statefulsets", rollout_set(3))  # as `kubectl scale` does
         await got_work(kubelet, "rollout-2", starts=1)

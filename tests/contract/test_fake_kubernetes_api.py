@@ -6,7 +6,9 @@ What passes here has not run on Kubernetes: tests/fakes/fake_kube_api is a fake,
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,3 +207,15 @@ def test_an_eviction_tells_a_pod_to_end_unless_its_budget_is_spent(core: client.
     core.create_namespaced_pod_eviction("rollout-0", NAMESPACE, eviction, _request_timeout=TIMEOUT_S)
     left = core.read_namespaced_pod("rollout-0", NAMESPACE, _request_timeout=TIMEOUT_S)
     assert left.metadata.deletion_timestamp is not None
+
+
+def test_the_stand_in_is_also_a_process_that_ends_when_told_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fakes.fake_kube_api", str(tmp_path / "kubeconfig"), NAMESPACE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        core = client.CoreV1Api(config.new_client_from_config(str(tmp_path / "kubeconfig")))
+        found = core.list_namespace(_request_timeout=TIMEOUT_S)
+        assert [each.metadata.name for each in found.items] == ["default", NAMESPACE]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=TIMEOUT_S) == 0

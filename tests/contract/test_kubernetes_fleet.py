@@ -52,8 +52,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfig:
     kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)
     fleet = {"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "unready_after_s": 0.2}
-    sync = {"probe_timeout_s": 0.2}
-    return with_settings(config, fleet={**fleet, "stuck_after_s": 0.4}, sync=sync, run={"startup_timeout_s": 0.3})
+    sync = {"probe_timeout_s": 0.3}
+    return with_settings(config, fleet={**fleet, "stuck_after_s": 0.8}, sync=sync, run={"startup_timeout_s": 0.3})
 
 
 Start = Callable[..., Any]
@@ -370,7 +370,7 @@ async def kept(
             service.state = weights_pb2.REPLICA_STATE_SERVING
         found = await fleet.look()
         fleet.admit(found)
-        task = asyncio.create_task(Keeper(cluster, fleet, probe_timeout_s=0.2).run())
+        task = asyncio.create_task(Keeper(cluster, fleet, probe_timeout_s=0.3).run())
         try:
             yield fleet, cluster, services, found
         finally:
@@ -389,7 +389,7 @@ async def test_a_replica_that_does_not_answer_is_evicted(
         await soon(lambda: bool(api.list("events")))
         (event,) = api.list("events")
         assert (event["reason"], event["involvedObject"]["uid"]) == ("TandemEvicted", uid)
-        assert "no answer in 0.4 s" in event["message"]
+        assert "no answer in 0.8 s" in event["message"]
         assert api.seen["create pods/eviction"] == 1
         told = cluster.noted._events
         await soon(lambda: any("rollout-1 was stuck" in event.message for event in told._newer(0)))
