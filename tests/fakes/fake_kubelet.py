@@ -1,144 +1,215 @@
-"""A FAKE of what makes pods run: the controller of the rollout set, and the kubelet, over the fake API server.
+"""A FAKE kubelet for tests: runs the pods of built manifests as containers of a real Docker engine.
 
-A pod's process is a fake rollout service on the calling event loop, announced in the registry, with its slot in the
-weight group. Pods come up not ready, are ready while they serve, and end when they have been told to.
+It takes from a pod what a kubelet takes: image, command, environment (downward API, secrets), user, read-only root,
+capabilities, sysctls, volumes, limits, probes, grace period. It has no scheduler and no controllers (nothing is started
+again), enforces no NetworkPolicy, and names pods by Docker's DNS. What runs here has not run on Kubernetes.
 """
 
-import asyncio
-import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import base64
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
-from tandem_api.rollout.v1 import rollout_pb2 as pb
-from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
-from tests.contract.kube_objects import NAMESPACE, pod
-from tests.fakes.fake_kube_api import FakeKubeApi
-from tests.fakes.fake_rollout import FakeRollout
-from weightsync.rendezvous import Lease, Rendezvous
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-# Longer than a test: what ends a record is the end of its pod.
-_TTL_S = 60.0
+from tests.images.engine import Engine
+from tests.manifests.kustomize import Manifest, containers, find, kinds, pod_template, workloads
+
+PROBE_S = 2.0
+UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
-@dataclass
-class PodRollout(FakeRollout):
-    """Also says how busy it is, and remembers whether it got work before it had weights."""
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """One pod. names: under which others reach it."""
 
-    running: int = 0
-    was_asked_unseeded: bool = False
+    name: str
+    ip: str
+    names: Sequence[str]
+    labels: dict[str, str]
+    template: Manifest
 
-    async def GenerateGroups(
-        self, request: pb.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
-        self.was_asked_unseeded |= self.state != weights_pb2.REPLICA_STATE_SERVING
-        self.running += len(request.groups)
-        try:
-            async for response in super().GenerateGroups(request, context):
-                yield response
-        finally:
-            self.running -= len(request.groups)
+    @property
+    def spec(self) -> Manifest:
+        """The pod's spec."""
+        return dict(self.template["spec"])
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        status = await super().GetStatus(request, context)
-        status.running_groups, status.generated_tokens = self.running, len(self.requests)
-        return status
+    @property
+    def container(self) -> Manifest:
+        """Its only container."""
+        (found,) = containers(self.template)
+        return found
 
 
-@dataclass
-class _Process:
-    """What runs in a pod."""
-
-    uid: str
-    service: PodRollout
-    server: GrpcServer
-    registry: Registry
-    lease: Lease
-
-
-@dataclass
 class FakeKubelet:
-    """Runs the pods of the set `rollout`."""
+    """One run's pods, on a network of their own. Claims are folders below `folder`.
 
-    api: FakeKubeApi
-    redis_url: str
-    run_id: str
-    _running: dict[str, _Process] = field(default_factory=dict)
-    # Every service that ever ran, by pod name, in the order of their starts.
-    history: dict[str, list[PodRollout]] = field(default_factory=dict)
+    Args:
+        subnet: the first three numbers of addresses for pods, "10.89.7".
+    """
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            while True:
-                self._make_pods()
-                for obj in self.api.list("pods"):
-                    if obj["metadata"]["labels"]["app.kubernetes.io/component"] == "rollout":
-                        await self._tend(obj)
-                await asyncio.to_thread(self._wait_for_change)
-        finally:
-            for name in list(self._running):
-                await self._end(name)
+    def __init__(self, engine: Engine, manifests: Sequence[Manifest], folder: Path, name: str, subnet: str) -> None:
+        self._engine, self._manifests, self._folder, self._name = engine, manifests, folder, name
+        self.pods = {pod.name: pod for pod in _pods(manifests, subnet)}
+        engine.run("network", "create", "--subnet", f"{subnet}.0/24", name)
 
-    def _wait_for_change(self) -> None:
-        with self.api.store.changed:
-            self.api.store.changed.wait(0.05)
-
-    def _make_pods(self) -> None:
-        """As the set's controller: pods 0 to replicas - 1, one that is gone again; those beyond are told to end."""
-        wanted = self.api.get("statefulsets", "rollout", NAMESPACE)["spec"]["replicas"]
-        there = {obj["metadata"]["name"] for obj in self.api.list("pods")}
-        for index in range(wanted):
-            if f"rollout-{index}" not in there:
-                self.api.put("pods", pod(f"rollout-{index}", run_id=self.run_id, ready=False))
-
-    async def _tend(self, obj: dict[str, Any]) -> None:
-        name, uid = obj["metadata"]["name"], obj["metadata"]["uid"]
-        if "deletionTimestamp" in obj["metadata"]:
-            await self._end(name)
-            self.api.delete("pods", name, NAMESPACE)
-            return
-        if name not in self._running:
-            await self._start(name, uid)
-        ready = self._running[name].service.state == weights_pb2.REPLICA_STATE_SERVING
-        condition = {"type": "Ready", "status": "True" if ready else "False"}
-        if obj["status"]["conditions"] != [condition]:
-            self.api.put("pods", {**obj, "status": {**obj["status"], "conditions": [condition]}})
-
-    async def _start(self, name: str, uid: str) -> None:
-        service = PodRollout(name=name)
-        server = GrpcServer("rollout")
-        server.add(
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
+    def start(self, name: str) -> None:
+        """Starts a pod's container."""
+        pod = self.pods[name]
+        container = pod.container
+        command = [*container["command"], *container.get("args", [])]
+        environ = self._environment(pod)
+        command = [re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], word) for word in command]
+        options = ["--network", self._name, "--ip", pod.ip, "--hostname", pod.name, "--name", self._container(name)]
+        options += [word for alias in pod.names for word in ("--network-alias", alias)]
+        options += [word for key, value in environ.items() for word in ("--env", f"{key}={value}")]
+        options += [*self._security(pod), *self._volumes(pod)]
+        self._engine.run(
+            "run", "--detach", *options, "--entrypoint", command[0], container["image"], *command[1:], timeout_s=120
         )
-        address = await server.start()
-        lease = Lease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
-        await asyncio.to_thread(lease.start)
-        registry = await asyncio.to_thread(Registry, self.redis_url, self.run_id)
-        record = ServiceRecord(role="rollout", name=name, address=address, worker_id=uuid.uuid4().hex)
-        await asyncio.to_thread(registry.announce, record, _TTL_S)
-        self._running[name] = _Process(uid=uid, service=service, server=server, registry=registry, lease=lease)
-        self.history.setdefault(name, []).append(service)
 
-    async def _end(self, name: str) -> None:
-        process = self._running.pop(name, None)
-        if process is not None:
-            await process.server.drain(0.0)
-            await asyncio.to_thread(process.registry.close)
-            await asyncio.to_thread(process.lease.close)
+    def succeeds(self, name: str, probe: str) -> bool:
+        """Asks once, as the kubelet does. Raises: AssertionError: the container has ended."""
+        assert self.is_running(name), f"{name} has ended: {self.logs(name)}"
+        pod = self.pods[name]
+        how = pod.container[probe]
+        if "exec" in how:
+            command = [self._engine.docker, "exec", self._container(name), *how["exec"]["command"]]
+            return subprocess.run(command, env=self._engine.environ, capture_output=True, check=False).returncode == 0
+        with grpc.insecure_channel(f"{pod.ip}:{how['grpc']['port']}") as channel:
+            request = health_pb2.HealthCheckRequest(service=how["grpc"]["service"])
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_S)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def is_running(self, name: str) -> bool:
+        return self._engine.run("inspect", "--format", "{{.State.Running}}", self._container(name)).strip() == "true"
+
+    def exit_code(self, name: str) -> int:
+        """Of a container that has ended."""
+        return int(self._engine.run("inspect", "--format", "{{.State.ExitCode}}", self._container(name)))
+
+    def terminate(self, name: str) -> int:
+        """SIGTERM, and SIGKILL after the pod's grace period. Returns: the exit code."""
+        grace_s = self.pods[name].spec["terminationGracePeriodSeconds"]
+        self._engine.run("stop", "--time", str(grace_s), self._container(name), timeout_s=grace_s + 60)
+        return self.exit_code(name)
+
+    def logs(self, name: str) -> str:
+        """The end of a container's output."""
+        command = [self._engine.docker, "logs", "--tail", "30", self._container(name)]
+        done = subprocess.run(command, env=self._engine.environ, capture_output=True, text=True, check=False)
+        return (done.stdout + done.stderr)[-4000:]
+
+    def claim(self, name: str) -> Path:
+        """The folder behind a PersistentVolumeClaim."""
+        return self._folder / "claims" / name
+
+    def close(self) -> None:
+        """Removes the containers and the network."""
+        there = self._engine.run("ps", "--all", "--quiet", "--filter", f"network={self._name}").split()
+        if there:
+            self._engine.run("rm", "--force", *there, timeout_s=120)
+        self._engine.run("network", "rm", self._name)
+
+    def _container(self, pod: str) -> str:
+        return f"{self._name}-{pod}"
+
+    def _environment(self, pod: Pod) -> dict[str, str]:
+        return {entry["name"]: self._value(entry, pod) for entry in pod.container.get("env", [])}
+
+    def _value(self, entry: Manifest, pod: Pod) -> str:
+        if "value" in entry:
+            return str(entry["value"])
+        source = entry["valueFrom"]
+        if "secretKeyRef" in source:
+            return self._data("Secret", source["secretKeyRef"]["name"])[source["secretKeyRef"]["key"]]
+        path = source["fieldRef"]["fieldPath"]
+        label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
+        if label is not None:
+            return pod.labels[label[1]]
+        return {"metadata.name": pod.name, "metadata.namespace": "tandem", "status.podIP": pod.ip}[path]
+
+    def _data(self, kind: str, name: str) -> dict[str, str]:
+        """The entries of a ConfigMap or Secret. Raises: AssertionError: it is not in the manifests."""
+        (found,) = [each for each in kinds(self._manifests, kind) if each["metadata"]["name"] == name]
+        if kind == "ConfigMap":
+            return dict(found["data"])
+        return {key: base64.b64decode(value).decode() for key, value in found["data"].items()}
+
+    def _security(self, pod: Pod) -> list[str]:
+        context, limits = pod.spec["securityContext"], pod.container["resources"]["limits"]
+        options = ["--user", f"{context['runAsUser']}:{context['runAsGroup']}"]
+        options += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        options += ["--memory", str(_bytes(limits["memory"]))]
+        for sysctl in context.get("sysctls", []):
+            options += ["--sysctl", f"{sysctl['name']}={sysctl['value']}"]
+        return options
+
+    def _volumes(self, pod: Pod) -> list[str]:
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        options = []
+        for mount in pod.container["volumeMounts"]:
+            volume, path = volumes[mount["name"]], mount["mountPath"]
+            if "emptyDir" in volume:
+                size = _bytes(volume["emptyDir"]["sizeLimit"])
+                options += (
+                    ["--shm-size", str(size)]
+                    if path == "/dev/shm"
+                    else ["--tmpfs", f"{path}:rw,exec,mode=1777,size={size}"]
+                )
+            else:
+                mode = "ro" if mount.get("readOnly") else "rw"
+                options += ["--volume", f"{self._folder_of(volume, pod)}:{path}:{mode}"]
+        return options
+
+    def _folder_of(self, volume: Manifest, pod: Pod) -> Path:
+        if "persistentVolumeClaim" in volume:
+            folder = self.claim(volume["persistentVolumeClaim"]["claimName"])
+            folder.mkdir(parents=True, exist_ok=True)
+            # As the kubelet does for fsGroup.
+            chown(folder, pod.spec["securityContext"]["fsGroup"])
+            return folder
+        folder = self._folder / "volumes" / pod.name / volume["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        kind, source = ("Secret", volume["secret"]["secretName"]) if "secret" in volume else _config_map(volume)
+        for key, text in self._data(kind, source).items():
+            (folder / key).write_text(text, encoding="utf-8")
+        return folder
 
 
-@asynccontextmanager
-async def fake_kubelet(api: FakeKubeApi, redis_url: str, run_id: str) -> AsyncIterator[FakeKubelet]:
-    """Runs the pods inside the block."""
-    kubelet = FakeKubelet(api, redis_url, run_id)
-    task = asyncio.create_task(kubelet.run(), name="fake-kubelet")
-    try:
-        yield kubelet
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def chown(folder: Path, group: int) -> None:
+    """Group-writable for a pod's fsGroup. Needs root."""
+    os.chown(folder, 0, group)
+    folder.chmod(0o2775)
+
+
+def _config_map(volume: Manifest) -> tuple[str, str]:
+    return "ConfigMap", volume["configMap"]["name"]
+
+
+def _bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
+
+
+def _pods(manifests: Sequence[Manifest], subnet: str) -> Iterator[Pod]:
+    """The pods that the controllers would make: rollout-0, rollout-1, ...; a Job's pod has the Job's name here."""
+    addresses = (f"{subnet}.{number}" for number in range(10, 250))
+    for workload in workloads(manifests):
+        template, name = pod_template(workload), workload["metadata"]["name"]
+        labels: dict[str, Any] = template["metadata"]["labels"]
+        if workload["kind"] == "Job":
+            yield Pod(name=name, ip=next(addresses), names=[name], labels=labels, template=template)
+            continue
+        service = find(manifests, "Service", workload["spec"]["serviceName"])["metadata"]["name"]
+        for index in range(workload["spec"]["replicas"]):
+            own = {**labels, "apps.kubernetes.io/pod-index": str(index)}
+            names = [f"{name}-{index}.{service}", service]
+            yield Pod(name=f"{name}-{index}", ip=next(addresses), names=names, labels=own, template=template)

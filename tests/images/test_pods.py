@@ -1,0 +1,81 @@
+"""The pods of overlay dev-cpu, run by a kubelet stand-in on a real Docker engine: the demo, to its end."""
+
+import copy
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.fake_kubelet import FakeKubelet
+from tests.images.engine import Engine, Unavailable, engine
+from tests.manifests.kustomize import Manifest, containers, find, overlay, pod_templates
+from tests.polling import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1800)]
+READY_S, RUN_S = 600.0, 600.0
+ITERATIONS = 3
+
+
+@pytest.fixture
+def docker() -> Iterator[Engine]:
+    """An engine that has the images: they are not built here, tests/images/test_run.py does that."""
+    started = engine()
+    try:
+        found = started.__enter__()
+        wanted = {
+            each["image"] for template in pod_templates(overlay("dev-cpu")).values() for each in containers(template)
+        }
+        missing = [image for image in sorted(wanted) if not found.run("images", "--quiet", image).strip()]
+    except Unavailable as why:
+        pytest.skip(f"NO DOCKER: the pods were not run: {why}")
+    try:
+        if missing:
+            pytest.skip(f"NO IMAGES: the pods were not run; `make images` makes {', '.join(missing)}")
+        if os.geteuid() != 0:
+            pytest.skip("NOT ROOT: the pods were not run; only root can hand folders to their users")
+        yield found
+    finally:
+        started.__exit__(None, None, None)
+
+
+def shortened(manifests: tuple[Manifest, ...]) -> list[Manifest]:
+    """The overlay with fewer iterations and without the Kubernetes API, which no kubelet has."""
+    changed = copy.deepcopy(list(manifests))
+    data = find(changed, "ConfigMap", "run-config")["data"]
+    for before, after in (("iterations: 40", f"iterations: {ITERATIONS}"), ("kind: kubernetes", "kind: registry")):
+        assert data["run.yaml"].count(before) == 1
+        data["run.yaml"] = data["run.yaml"].replace(before, after)
+    return changed
+
+
+@pytest.fixture
+def kubelet(docker: Engine, tmp_path: Path) -> Iterator[FakeKubelet]:
+    # Some network that is not taken: the engine refuses one that is.
+    number = uuid.uuid4().int % 200
+    made = FakeKubelet(docker, shortened(overlay("dev-cpu")), tmp_path, f"tandem-pods-{number}", f"10.89.{number}")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
+    # In the order in which a kubelet might: what is missing is waited for.
+    for name in ("coordinator", "rollout-0", "trainer-0", "redis-0", "rollout-1"):
+        kubelet.start(name)
+    for name in kubelet.pods:
+        until(lambda name=name: kubelet.succeeds(name, "startupProbe"), READY_S)
+    until(lambda: not kubelet.is_running("coordinator"), RUN_S)
+    assert kubelet.exit_code("coordinator") == 0, kubelet.logs("coordinator")
+
+    results = kubelet.claim("run")
+    assert json.loads((results / "summary.json").read_text())["iterations"] == ITERATIONS
+    assert json.loads((results / "hf" / "config.json").read_text())["model_type"] == "qwen3"
+
+    # The run is over, its pods still serve the last version, and end when asked to, by themselves.
+    for name in ("trainer-0", "rollout-0", "rollout-1"):
+        assert kubelet.succeeds(name, "readinessProbe")
+    assert [kubelet.terminate(name) for name in ("rollout-1", "rollout-0", "trainer-0", "redis-0")] == [0, 0, 0, 0]
