@@ -94,6 +94,9 @@ SYNC_PREDICTED_GOODPUT = LateGauge(
 LOGPROB_DIFF_LIMIT = LateGauge(
     "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
 )
+EVICTIONS = Counter(
+    "tandem_replica_evictions_total", "Pods of stuck replicas that were evicted (fleet.kind: kubernetes)."
+)
 SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
 SYNC_RANK_BYTES = LateGauge(
     "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."

@@ -118,10 +118,12 @@ async def test_an_expired_watch_lists_again_and_misses_nothing(
 
 async def test_a_watch_that_ends_goes_on_from_where_it_was(api: FakeKubeApi, start: Start) -> None:
     cluster = await start()
+    api.put("pods", pod("rollout-0"))
+    await soon(lambda: names(cluster) == ["rollout-0"])  # the watch is open
     lists, watches = api.seen["list pods"], api.seen["watch pods"]
     api.store.end_watches()
-    api.put("pods", pod("rollout-0"))
-    await soon(lambda: names(cluster) == ["rollout-0"] and api.seen["watch pods"] > watches)
+    api.put("pods", pod("rollout-1"))
+    await soon(lambda: names(cluster) == ["rollout-0", "rollout-1"] and api.seen["watch pods"] > watches)
     assert api.seen["list pods"] == lists
 
 
@@ -470,6 +472,34 @@ async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(
     assert not waiting.done()  # startup_timeout_s is over
     async with announced(environment):
         assert (await asyncio.wait_for(waiting, DEADLINE_S)).name == "trainer"
+
+
+async def test_replicas_that_are_on_their_way_are_waited_for_and_those_that_no_node_takes_are_not(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(kube_config, rollout={"replicas": 4}, run={"startup_timeout_s": 600.0})
+    unschedulable = {"type": "PodScheduled", "status": "False", "message": "insufficient nvidia.com/gpu"}
+    for name in ("rollout-0", "rollout-1"):
+        api.put("pods", pod(name))
+    api.put("pods", pod("rollout-2", ready=False, phase="Pending", conditions=[unschedulable]))
+    api.put("pods", pod("rollout-3", ready=False, phase="Pending"))
+    cluster = await start()
+    async with announced(environment):  # trainer, rollout-0, rollout-1
+        waiting = asyncio.create_task(arrival(config, environment, cluster))
+        await asyncio.wait({waiting}, timeout=1.0)
+        assert not waiting.done()
+        api.put("pods", pod("rollout-3", ready=False, phase="Pending", conditions=[unschedulable]))
+        assert (await asyncio.wait_for(waiting, DEADLINE_S)).name == "trainer"
+
+
+async def test_after_the_time_to_start_enough_replicas_are_enough(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(kube_config, rollout={"replicas": 3, "min_replicas": 2})
+    api.put("pods", pod("rollout-2", ready=False, phase="Pending"))
+    cluster = await start()
+    async with announced(environment):
+        assert (await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)).name == "trainer"
 
 
 async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(

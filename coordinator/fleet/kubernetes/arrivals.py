@@ -5,7 +5,9 @@ starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cl
 dead                     ends the wait at once: a person must act
 not known                is waited for, up to run.startup_timeout_s
 
-Replicas: rollout.min_replicas are enough; the others are seeded when they come.
+Replicas: all of rollout.replicas that are on their way are waited for, up to run.startup_timeout_s, since an iteration
+begins with those that are there; those that no node takes, or that cannot start, are not. rollout.min_replicas there
+must be. Who comes later is seeded then.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.pods import TRAINER, Fate, Pod
+from coordinator.fleet.kubernetes.pods import ROLLOUT, TRAINER, Fate, Pod
 from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.registry import Registry, ServiceRecord
@@ -60,10 +62,12 @@ async def wait_for_services(config: RunConfig, registry: Registry, cluster: Clus
     start_s = time.monotonic()
     while True:
         look = await asyncio.to_thread(_read, registry)
-        if look.trainers and len(look.rollouts) >= config.rollout.min_replicas:
+        timeout_s = config.run.startup_timeout_s
+        is_late = time.monotonic() - start_s >= timeout_s
+        is_enough = len(look.rollouts) >= config.rollout.min_replicas
+        if look.trainers and is_enough and (is_late or _are_all(config, look, cluster)):
             return look.trainers[0]
         cluster.look()
-        timeout_s = config.run.startup_timeout_s
         if not look.trainers and cluster.pods.is_current:
             timeout_s = max(timeout_s, _patience_s(config, cluster.pods.pods))
         if time.monotonic() - start_s >= timeout_s:
@@ -73,6 +77,15 @@ async def wait_for_services(config: RunConfig, registry: Registry, cluster: Clus
 
 def _read(registry: Registry) -> _Look:
     return _Look(trainers=registry.list(TRAINER_ROLE), rollouts=registry.list(ROLLOUT_ROLE))
+
+
+def _are_all(config: RunConfig, look: _Look, cluster: Cluster) -> bool:
+    """Whether no other replica is about to come."""
+    if len(look.rollouts) >= config.rollout.replicas:
+        return True
+    there = {record.name for record in look.rollouts}
+    others = [pod for pod in cluster.pods.pods if pod.component == ROLLOUT and pod.name not in there]
+    return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in others)
 
 
 def _patience_s(config: RunConfig, pods: Sequence[Pod]) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from coordinator import metrics
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.events import About
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
@@ -105,6 +106,7 @@ class Keeper:
             self._budget.give_back()
             return f"{pod.name} is stuck ({why}) and could not be evicted: {error}"
         self._evicted.add(pod.uid)
+        metrics.EVICTIONS.inc()
         log.warning("stuck replica evicted", replica=pod.name, why=why)
         await self._record(pod, "TandemEvicted", f"the engine is stuck: {why}", kind="Warning")
         return f"{pod.name} was stuck ({why}): evicted"
