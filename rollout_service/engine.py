@@ -105,7 +105,10 @@ class RolloutEngine(Protocol):
         """How busy it was when it last said so; takes microseconds, from any thread."""
 
     async def freeze(self) -> None:
-        """Stop at the next token boundary, keeping running requests and their KV cache."""
+        """Stop at the next token boundary, keeping running requests and their KV cache.
+
+        May return before; what is called after it is done after it.
+        """
 
     async def thaw(self) -> None:
         """Go on after freeze()."""

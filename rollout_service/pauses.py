@@ -14,7 +14,6 @@ _log = get_logger(__name__)
 DRAIN_S = 30.0
 ABORT_S = 15.0
 ABORT_RETRY_S = 0.5
-IDLE_S = 5.0
 
 
 class Pauses:
@@ -32,7 +31,10 @@ class Pauses:
         self.paused = False
 
     async def pause(self, mode: pb.PauseMode.ValueType) -> None:
-        """Close the gate and stop what runs; nothing if it is stopped already.
+        """Close the gate, let the calls end as the mode says, and freeze the engine; nothing if that is done already.
+
+        It is frozen in every mode: a call that its client gave up is over for us before the engine has dropped its
+        requests, and nothing may read the weights from here on.
 
         Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (the gate stays closed).
         """
@@ -41,14 +43,12 @@ class Pauses:
         self.paused = True
         if self._frozen:
             return
-        if mode == pb.PAUSE_MODE_KEEP_KV and self._admission.running_calls > 0:
-            await self._engine.freeze()
-            self._frozen = True
-            return
         if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(self._drain_s):
             _log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
-        await self._abort_until_idle()
-        await self._wait_engine_idle()
+        if mode != pb.PAUSE_MODE_KEEP_KV:
+            await self._abort_until_idle()
+        await self._engine.freeze()
+        self._frozen = True
 
     async def resume(self) -> None:
         """Let generation go on."""
@@ -59,10 +59,7 @@ class Pauses:
 
     async def flush(self) -> None:
         """Forget the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
-        if self._frozen:
-            await self._engine.flush_cache()
-        else:
-            await self._wait_engine_idle()
+        await self._engine.flush_cache()
 
     def evict(self, error: TandemError) -> None:
         """Fail every running call with `error`."""
@@ -78,11 +75,3 @@ class Pauses:
             if time.monotonic() > deadline_s:
                 running = self._admission.running_calls
                 raise DeadlineExceeded(f"{running} generate calls do not end {ABORT_S:g} s after their abort")
-
-    async def _wait_engine_idle(self) -> None:
-        """A call that its client gave up is over for us before the engine has dropped its requests.
-
-        The engine flushes its cache only when it holds no request: that is the proof that nothing reads the weights.
-        """
-        if not await self._engine.flush_cache(IDLE_S):
-            raise DeadlineExceeded(f"the engine still holds requests {IDLE_S:g} s after the last call ended")

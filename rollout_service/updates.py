@@ -298,9 +298,12 @@ class WeightUpdates:
         if current.staged:
             await self._pauses.pause(current.message.pause_mode)
             await self._touch(current)
-        reports = await self._ranks.run_phase(COMMIT, current.message)
+        installing = asyncio.ensure_future(self._ranks.run_phase(COMMIT, current.message))
+        if current.staged:  # what the engine derives from the parameters, it derives from the installed ones
+            await installing
         # Nothing generates before resume(), so their order is free: one trip to the scheduler, not three.
         await _all(
+            installing,
             self._end_session(current),
             self._engine.set_version(current.message.policy_version),
             self._pauses.flush(),
@@ -308,6 +311,7 @@ class WeightUpdates:
         self._rest, self.policy_version = SERVING, current.message.policy_version
         self._close()
         await self._pauses.resume()
+        reports = installing.result()
         for report in reports:
             report.seconds["commit"] = time.monotonic() - start_s
         self._on_outcome("committed", current.message.epoch)
@@ -367,7 +371,7 @@ class WeightUpdates:
         self._on_state(self.state, self.policy_version)
 
 
-async def _all(*calls: Awaitable[None]) -> None:
+async def _all(*calls: Awaitable[object]) -> None:
     """Waits for all of them. Raises: the first error, when none is under way any more."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):

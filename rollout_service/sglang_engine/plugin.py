@@ -16,6 +16,7 @@ _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _CPU_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _kept: list[tuple[Any, Any]] = []  # (member, server) of this rank, for its lifetime
 
 
@@ -32,6 +33,7 @@ def register() -> None:
     HookRegistry.register(_CPU_PADDING, _keep_config, HookType.REPLACE)
     HookRegistry.register(_CPU_EXPERTS, leave_out_foreign_experts, HookType.AROUND)
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.begin_weight_update", _finish_reading, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _leave, HookType.AFTER)
     HookRegistry.register(
@@ -87,6 +89,14 @@ def _leave(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
+
+
+def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
+    """A frozen scheduler leaves the batch that it has launched to a GPU alone: wait until that has read the weights."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:

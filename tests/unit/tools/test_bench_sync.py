@@ -1,0 +1,54 @@
+"""The sync benchmark's pure parts: who hands which tensor on, what is kept of an earlier run, and the ratios."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench_sync.cases import merged
+from tools.bench_sync.figures import MORE_RATIOS, RATIOS, more_ratios, ratios
+from tools.bench_sync.gathering import Owners, tensors_by_owner
+from tools.bench_sync.methods import METHODS
+from tools.bench_sync.shapes import write_model
+from weightsync.hf_layout import hf_layout
+from weightsync.layout import Parallel
+
+
+@pytest.mark.parametrize("owners", ["stages", "everyone"])
+@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, pipeline=2)])
+def test_every_whole_tensor_is_handed_on_by_one_rank(tmp_path: Path, parallel: Parallel, owners: Owners) -> None:
+    spec = write_model("tiny", tmp_path)
+    held = tensors_by_owner(spec, parallel, owners)
+    assert sorted(name for names in held for name in names) == sorted(hf_layout(spec).params)
+    busy = {rank for rank, names in enumerate(held) if names}
+    assert busy == (
+        set(range(0, parallel.world_size, parallel.stage_size)) if owners == "stages" else {*range(len(held))}
+    )
+
+
+def test_a_stage_hands_on_its_own_layers(tmp_path: Path) -> None:
+    first, second = tensors_by_owner(write_model("tiny", tmp_path), Parallel(pipeline=2), "stages")
+    assert "model.embed_tokens.weight" in first
+    assert "model.layers.0.self_attn.q_proj.weight" in first
+    assert "model.layers.1.self_attn.q_proj.weight" in second
+    assert "model.norm.weight" in second
+
+
+def test_ratios_pair_the_runs_of_one_repetition() -> None:
+    samples = {
+        "ours_in_place": [{"total": 1.0, "pause": 1.0}, {"total": 10.0, "pause": 8.0}, {"total": 2.0, "pause": 1.0}],
+        "ours_staged": [{"total": 1.0, "pause": 0.1}, {"total": 1.0, "pause": 0.4}, {"total": 1.0, "pause": 0.3}],
+        "stock_flattened": [{"total": total, "pause": 0.8} for total in (3.0, 20.0, 8.0)],
+    }
+    assert ratios(samples) == {"vs_stock_flattened": 3.0, "staged_pause_share": 0.1}
+    assert more_ratios(samples) == {"stock_pause_vs_staged_pause": 2.6667}
+
+
+def test_ratios_name_methods_that_exist() -> None:
+    for above, _, below, _ in (*RATIOS.values(), *MORE_RATIOS.values()):
+        assert {above, below} <= set(METHODS)
+
+
+def test_cases_that_are_not_measured_anew_stay() -> None:
+    earlier = {"cases": {"tiny, a": {"run": "1"}, "50m, a": {"run": "1"}}}
+    assert merged(earlier, ["50m, a"]) == {"tiny, a": {"run": "1"}}
+    assert merged({}, ["50m, a"]) == {}
