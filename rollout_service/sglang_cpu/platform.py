@@ -23,7 +23,7 @@ class TandemCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"  # a str: server_args splits it when no device is given
 
     def empty_cache(self) -> None:
-        """There is none. SGLang's own does a full garbage collection (13 ms and more), at every flush of the KV cache."""
+        """None. SGLang's own collects garbage, 13 ms and more, at every flush of the KV cache."""
 
     def init_backend(self) -> None:
         """Called by SGLang once in each worker, before it builds the attention backend."""
