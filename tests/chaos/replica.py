@@ -19,16 +19,16 @@ from weightsync.sglang_layout import sglang_layout
 
 
 class GatedEngine(FakeEngine):
-    """The engine of a replica without one: its part in PAUSE is to drop its cache, and there is the gate."""
+    """The engine of a replica without one: its part in PAUSE is to freeze, and there is the gate."""
 
     def __init__(self, address: str, gate: Gate) -> None:
         super().__init__(num_ranks=1)
         self.rank_addresses = [address]
         self._gate = gate
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> bool:
+    async def freeze(self) -> None:
         await asyncio.to_thread(self._gate.at, "pause")
-        return await super().flush_cache(timeout_s)
+        await super().freeze()
 
 
 def main(settings: dict[str, Any]) -> None:
