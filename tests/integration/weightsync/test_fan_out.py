@@ -22,6 +22,7 @@ class CountingWire:
         self._inner = inner
         self.rank, self.slots, self.wait = inner.rank, inner.slots, inner.wait
         self.out_bytes = self.in_bytes = self.sends = 0
+        self.awaited: set[int] = set()  # sequences of messages, up to the first send
 
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
         self.out_bytes += buffer.numel()
@@ -30,6 +31,8 @@ class CountingWire:
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         self.in_bytes += buffer.numel()
+        if self.sends == 0:
+            self.awaited.add(tag)
         return self._inner.receive(buffer, source, tag)
 
 
@@ -62,6 +65,13 @@ def test_every_rank_sends_at_most_its_own_shard(fleet: Callable[..., Fleet], num
         for rank in range(tensor):
             slot = f"rollout-{replica}/{rank}"
             assert same(them.stores[slot], them.expected(slot)) == []
+
+
+def test_a_replica_is_ready_for_the_next_message_before_it_passes_one_on(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
+    wires = counted_round(them, them.round(1))
+    # Here every message goes through a buffer, and there are two.
+    assert wires["rollout-0/0"].awaited == {0, 1}
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])

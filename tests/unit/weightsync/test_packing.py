@@ -81,3 +81,17 @@ def test_packers_are_made_anew_where_a_tensor_moved() -> None:
     name = next(iter(store))
     store[name] = store[name].clone()
     assert packers.get(store, None) is not again
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 256 * 1024])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_stored_is_what_would_be_packed(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, dtype: torch.dtype | None
+) -> None:
+    monkeypatch.setattr(packing, "PIECE_BYTES", piece_bytes)
+    packer = Packer(TARGET, cut(TARGET, 0, canonical_tensors(SPEC)), "dst", dtype)
+    for message in MESSAGES:
+        payload = torch.empty(packer.payload_bytes(message), dtype=torch.uint8)
+        packer.pack(message, payload)
+        pieces = [piece.clone() for piece in packer.stored(message)]  # one is valid until the next
+        assert torch.equal(torch.cat(pieces), payload)

@@ -1,0 +1,33 @@
+"""Buffers stay within two of the round's largest messages."""
+
+import pytest
+import torch
+
+from weightsync.limits import number_of_buffers
+from weightsync.transports.buffers import Buffers
+
+
+@pytest.mark.parametrize(("size", "largest", "number"), [(100, 100, 2), (60, 100, 3), (50, 100, 4), (0, 0, 2)])
+def test_as_many_as_two_of_the_largest_messages_hold(size: int, largest: int, number: int) -> None:
+    assert number_of_buffers(size, largest) == number
+    assert number * size <= 2 * largest
+
+
+def test_a_buffer_is_used_again_and_no_more_are_made_than_may_be() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    buffers.resize(64, 100)
+    taken = [buffers.take() for _ in range(3)]
+    assert not buffers.are_left()
+    buffers.give(taken[1])
+    assert buffers.are_left()
+    assert buffers.take().data_ptr() == taken[1].data_ptr()
+    assert buffers.peak_bytes == 3 * 64
+
+
+def test_larger_messages_get_larger_buffers() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    buffers.resize(64, 64)
+    buffers.give(buffers.take())
+    buffers.resize(128, 128)
+    assert buffers.take().numel() == 128
+    assert buffers.peak_bytes == 128
