@@ -8,12 +8,48 @@ from typing import Any
 PARTS = ("prepare", "stop", "transfer", "verify", "commit")
 
 
+# name: what is wanted of it at the headline case
+TARGETS = {
+    "vs_stock_flattened": ">= 3",
+    "vs_disk": ">= 3",
+    "vs_floor": ">= 0.8",
+    "colocated_vs_collective": ">= 3",
+    "staged_pause_share": "<= 0.1",
+}
+BEGIN, END = "<!-- written by make bench-sync -->", "<!-- end -->"
+
+
 def write(results: Mapping[str, Any], folder: Path) -> None:
-    """sync.json, sync.md and sync.svg."""
+    """sync.json, sync.md and sync.svg, and the figures in the folder's README.md if it has a place for them."""
     folder.mkdir(parents=True, exist_ok=True)
+    refresh(folder / "README.md", results)
     (folder / "sync.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (folder / "sync.md").write_text(_page(results), encoding="utf-8")
     plot(results, folder / "sync.svg")
+
+
+def refresh(path: Path, results: Mapping[str, Any]) -> None:
+    """Puts the summary between the marks of a page; a page without them, or none, is left alone."""
+    if path.exists():
+        head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, tail = rest.partition(END)
+        if begin and end:
+            path.write_text(f"{head}{BEGIN}\n{summary(results)}{END}{tail}", encoding="utf-8")
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """The targets, at the headline case and at the others, as a table."""
+    cases = {name: case["ratios"] for name, case in results["cases"].items()}
+    lines = [f"| ratio | wanted | {' | '.join(cases)} |", "|---" * (2 + len(cases)) + "|"]
+    for name in dict.fromkeys(name for found in cases.values() for name in found):
+        cells = [f"{found[name]:.2f}" if name in found else "" for found in cases.values()]
+        lines.append(f"| {name} | {TARGETS.get(name, '')} | {' | '.join(cells)} |")
+    rounds = [f"{case['medians_s']['ours_in_place']['total'] * 1e3:.0f}" for case in results["cases"].values()]
+    lines.append(f"| round in place, ms | tiny: <= 50 | {' | '.join(rounds)} |")
+    load = max(case["load_average_at_first_sample"][0] for case in results["cases"].values())
+    begun = f"Runs: {len(results['runs'])}, the first begun {results['runs'][0]}"
+    note = f"{begun}; highest load average at a first sample {load:.1f}"
+    return "\n".join([*lines, "", f"{note}. The targets are for `{results['headline']}`."]) + "\n"
 
 
 def _page(results: Mapping[str, Any]) -> str:

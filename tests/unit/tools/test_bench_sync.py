@@ -8,6 +8,7 @@ from tools.bench_sync.cases import merged
 from tools.bench_sync.figures import MORE_RATIOS, RATIOS, more_ratios, ratios
 from tools.bench_sync.gathering import Owners, tensors_by_owner
 from tools.bench_sync.methods import METHODS
+from tools.bench_sync.report import BEGIN, END, refresh
 from tools.bench_sync.shapes import write_model
 from weightsync.hf_layout import hf_layout
 from weightsync.layout import Parallel
@@ -52,3 +53,21 @@ def test_cases_that_are_not_measured_anew_stay() -> None:
     earlier = {"cases": {"tiny, a": {"run": "1"}, "50m, a": {"run": "1"}}}
     assert merged(earlier, ["50m, a"]) == {"tiny, a": {"run": "1"}}
     assert merged({}, ["50m, a"]) == {}
+
+
+def test_the_readme_gets_the_figures_between_its_marks(tmp_path: Path) -> None:
+    case = {
+        "ratios": {"vs_floor": 0.5},
+        "medians_s": {"ours_in_place": {"total": 0.0123}},
+        "load_average_at_first_sample": [1.5, 0.0, 0.0],
+    }
+    results = {"cases": {"tiny, a": case}, "runs": ["now"], "headline": "tiny, a"}
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    refresh(readme, results)
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "| vs_floor | >= 0.8 | 0.50 |" in text
+    assert "| round in place, ms | tiny: <= 50 | 12 |" in text
+    assert "old" not in text
