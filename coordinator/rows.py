@@ -142,9 +142,13 @@ def _missing_key(key: str, option: str, present: list[str]) -> str:
 
 def _read_parquet(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
     # Imported here: it takes 0.2 s and most data is JSONL.
-    import pyarrow
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        hint = "build the image with TANDEM_PARQUET=1 (docs/docker.md), or convert the file to JSON lines"
+        yield _problem(path, None, f"is a Parquet file, and pyarrow, which reads them, is not installed here: {hint}")
+        return
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names

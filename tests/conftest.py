@@ -14,6 +14,8 @@ from tests.polling import until
 
 # Their tests share no engine: each runs wherever a worker is free.
 SPREAD = ("tests/chaos/",)
+# Their tests share what takes minutes to make: a Docker engine with images.
+TOGETHER = ("tests/images/",)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,7 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup` the tests of a file stay in one worker, because they share its engines."""
     for item in items:
         if not item.nodeid.startswith(SPREAD):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+            group = next((folder for folder in TOGETHER if item.nodeid.startswith(folder)), item.nodeid.split("::")[0])
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 class RedisProcess:

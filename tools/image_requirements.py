@@ -33,7 +33,7 @@ class Image:
 
     Attributes:
         packages: ours, that it holds.
-        also: distributions that no package imports by name.
+        also: distributions that are installed in any case.
         without: distributions that it does without, though a package imports them somewhere, and why.
         base_has: distributions that come with its base image, as does all that they need.
     """
@@ -68,7 +68,10 @@ IMAGES = {
     "trainer-gpu": Image(packages=("trainer_service", *SHARED), base_has=("torch",)),
     # SGLang imports dill without saying that it needs it.
     "rollout": Image(packages=("rollout_service", *SHARED), also=("dill",), without=_TORCH_FIRST),
-    "rollout-gpu": Image(packages=("rollout_service", *SHARED), base_has=("torch", "sglang")),
+    # The SDK accepts no other version of the API than its own.
+    "rollout-gpu": Image(
+        packages=("rollout_service", *SHARED), also=("opentelemetry-api",), base_has=("torch", "sglang")
+    ),
 }
 
 
@@ -76,7 +79,7 @@ def contents(image: Image) -> list[str]:
     """Returns the names of the distributions to install, as the lock writes them, in alphabetical order."""
     roots: list[str] = [canonicalize_name(name) for name in image.also]
     roots += [name for package in image.packages for name in _imported(package)]
-    wanted = _closure(roots, leave_out=image.without) - _closure(image.base_has)
+    wanted = _closure(roots, leave_out=image.without) - _closure(image.base_has) | set(image.also)
     return [name for name in read_pins(REPO / "requirements" / "lock.txt") if canonicalize_name(name) in wanted]
 
 

@@ -17,19 +17,29 @@ ARCHIVE = "packed.zip"
 # Pure Python, and nothing in them reads a file beside its module.
 PACKED = (
     "antlr4",
+    "cffi",
+    "dateutil",
     "kubernetes",
     "latex2sympy2_extended",
     "markdown_it",
     "math_verify",
     "mpmath",
     "oauthlib",
+    "opentelemetry",
+    "prometheus_client",
+    "pycparser",
     "pydantic",
     "pygments",
     "redis",
+    "requests",
+    "requests_oauthlib",
     "rich",
     "structlog",
     "sympy",
+    "tenacity",
     "typer",
+    "urllib3",
+    "websocket",
 )
 # The asyncio half of the Kubernetes client needs aiohttp, which the image does without.
 UNUSED = ("kubernetes/aio",)
@@ -53,9 +63,13 @@ def pack(site: Path, names: Sequence[str]) -> None:
     with zipfile.ZipFile(site / ARCHIVE, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for folder in (site / name for name in names if (site / name).is_dir()):
             # `legacy`: beside the sources, where the importer of archives looks.
+            for cache in list(folder.rglob("__pycache__")):
+                shutil.rmtree(cache)
             compileall.compile_dir(folder, quiet=1, legacy=True, workers=0)
-            for path in sorted(folder.rglob("*.pyc")):
-                archive.write(path, path.relative_to(site).as_posix())
+            # Folders too: by their entries the importer knows packages without an __init__.py.
+            for path in [folder, *sorted(folder.rglob("*"))]:
+                if path.suffix == ".pyc" or path.is_dir():
+                    archive.write(path, path.relative_to(site).as_posix())
             shutil.rmtree(folder)
     (site / "packed.pth").write_text(f"{ARCHIVE}\n", encoding="utf-8")
 

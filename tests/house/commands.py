@@ -18,7 +18,7 @@ RUN_BY = {
     "make test": (".ci/run", "make test"),
     "make test-fast": ("tests/house/test_make.py", '"test-fast"'),
     "make test-all": ("tests/house/test_make.py", '"test-all"'),
-    "make images": ("tests/images/test_run.py", '"make", "images"'),
+    "make images": ("tests/images/conftest.py", '"make", "images"'),
     "docker compose": ("tests/images/test_run.py", '["docker", "compose"'),
     "make demo": ("tests/e2e/test_demo.py", 'tandem("demo")'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),

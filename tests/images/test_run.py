@@ -8,51 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.repository import REPO
 from tests.images.compose import resolved, service
-from tests.images.engine import Engine, Unavailable, checked, engine, provide_base
-from tests.images.pip_settings import pip_settings
+from tests.images.conftest import BUILD_S, KINDS
+from tests.images.engine import Engine
 from tests.images.project import UP_S, Project, make_job, set_iterations
 from tests.images.redis_image import provide_redis
 from tests.polling import until
 
-# The images hold 4 GB of packages, most of them torch's and SGLang's, and this machine may be busy.
-BUILD_S = 3600.0
 RUN_S = 900.0
 MAX_COORDINATOR_BYTES = 250_000_000
 ENGINES = ("trainer", "rollout-0", "rollout-1")
 COMPOSES = [["docker", "compose"], ["docker-compose"]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(2 * BUILD_S)]
-
-
-@pytest.fixture(scope="module")
-def docker() -> Iterator[Engine]:
-    started = engine()
-    try:
-        found = started.__enter__()
-    except Unavailable as why:
-        pytest.skip(f"images are not tested: {why}")
-    try:
-        yield found
-    finally:
-        started.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="module")
-def images(docker: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Names of the three images, built by `make images`, by service."""
-    try:
-        provide_base(docker, resolved(service("coordinator")["build"]["args"]["BASE"]))
-    except Unavailable as why:
-        pytest.skip(f"images are not tested: {why}")
-    with pip_settings(tmp_path_factory.mktemp("pip")) as settings:
-        environ = {**docker.environ, **settings, "BUILD_NETWORK": "host"}
-        checked(["make", "images"], environ, BUILD_S)
-    return {kind: resolved(service(name)["image"]) for kind, name in KINDS.items()}
-
-
-KINDS = {"coordinator": "coordinator", "trainer": "trainer", "rollout": "rollout-0"}
 
 
 @pytest.fixture(params=COMPOSES, ids=" ".join)
@@ -137,7 +105,3 @@ def test_a_stopped_run_ends_well_and_goes_on(project: Project) -> None:
     set_iterations(project.job, done + 3)
     assert project.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
     assert [row["iteration"] for row in project.rows()] == list(range(1, done + 4))
-
-
-def test_the_file_is_the_repositorys() -> None:
-    assert (REPO / "docker-compose.yml").is_file()

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,14 @@ def test_parquet_problems(tmp_path: Path) -> None:
     assert "has no 'prompt': it has 'question', 'answer';" in str(missing.problems[0])
     broken = read(write(tmp_path / "c.parquet", json.dumps({}).encode() * 10))
     assert "is not a readable Parquet file" in str(broken.problems[0])
+
+
+def test_parquet_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the coordinator's image."""
+    path = write_parquet(tmp_path / "a.parquet", {"prompt": ["a"], "answer": ["1"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = read(path)
+    assert result.rows == []
+    assert "pyarrow, which reads them, is not installed here: build the image with TANDEM_PARQUET=1" in str(
+        result.problems[0]
+    )
