@@ -1,4 +1,7 @@
-"""The pods of overlay dev-cpu, run by a kubelet stand-in on a real Docker engine: the demo, to its end."""
+"""The pods of overlay dev-cpu, run by a kubelet stand-in on a real Docker engine: the demo, to its end.
+
+Once as it is, with both trainer ranks in one pod, and once with a rank in each of two pods, which meet by pod DNS.
+"""
 
 import copy
 import json
@@ -11,12 +14,13 @@ import pytest
 
 from tests.fakes.fake_kubelet import FakeKubelet
 from tests.images.engine import Engine, Unavailable, engine
-from tests.manifests.kustomize import Manifest, containers, find, overlay, pod_templates
+from tests.manifests.kustomize import Manifest, containers, environment, find, overlay, pod_template, pod_templates
 from tests.polling import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1800)]
-READY_S, RUN_S = 600.0, 600.0
+READY_S, RUN_S, STOP_S = 600.0, 600.0, 60.0
 ITERATIONS = 3
+ORDER = ["coordinator", "rollout-0", "trainer-1", "trainer-0", "redis-0", "rollout-1"]
 
 
 @pytest.fixture
@@ -41,9 +45,13 @@ def docker() -> Iterator[Engine]:
         started.__exit__(None, None, None)
 
 
-def shortened(manifests: tuple[Manifest, ...]) -> list[Manifest]:
+def shortened(trainer_pods: int) -> list[Manifest]:
     """The overlay with fewer iterations and without the Kubernetes API, which no kubelet has."""
-    changed = copy.deepcopy(list(manifests))
+    changed = copy.deepcopy(list(overlay("dev-cpu")))
+    trainer = find(changed, "StatefulSet", "trainer")
+    trainer["spec"]["replicas"] = trainer_pods
+    ranks = environment(containers(pod_template(trainer))[0])["TANDEM_RANKS_PER_HOST"]
+    ranks["value"] = str(int(ranks["value"]) // trainer_pods)
     data = find(changed, "ConfigMap", "run-config")["data"]
     for before, after in (("iterations: 40", f"iterations: {ITERATIONS}"), ("kind: kubernetes", "kind: registry")):
         assert data["run.yaml"].count(before) == 1
@@ -51,11 +59,11 @@ def shortened(manifests: tuple[Manifest, ...]) -> list[Manifest]:
     return changed
 
 
-@pytest.fixture
-def kubelet(docker: Engine, tmp_path: Path) -> Iterator[FakeKubelet]:
+@pytest.fixture(params=[1, 2], ids="{} trainer pods".format)
+def kubelet(request: pytest.FixtureRequest, docker: Engine, tmp_path: Path) -> Iterator[FakeKubelet]:
     # Some network that is not taken: the engine refuses one that is.
     number = uuid.uuid4().int % 200
-    made = FakeKubelet(docker, shortened(overlay("dev-cpu")), tmp_path, f"tandem-pods-{number}", f"10.89.{number}")
+    made = FakeKubelet(docker, shortened(request.param), tmp_path, f"tandem-pods-{number}", f"10.89.{number}")
     try:
         yield made
     finally:
@@ -64,7 +72,7 @@ def kubelet(docker: Engine, tmp_path: Path) -> Iterator[FakeKubelet]:
 
 def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
     # In the order in which a kubelet might: what is missing is waited for.
-    for name in ("coordinator", "rollout-0", "trainer-0", "redis-0", "rollout-1"):
+    for name in sorted(kubelet.pods, key=ORDER.index):
         kubelet.start(name)
     for name in kubelet.pods:
         until(lambda name=name: kubelet.succeeds(name, "startupProbe"), READY_S)
@@ -76,6 +84,10 @@ def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
     assert json.loads((results / "hf" / "config.json").read_text())["model_type"] == "qwen3"
 
     # The run is over, its pods still serve the last version, and end when asked to, by themselves.
-    for name in ("trainer-0", "rollout-0", "rollout-1"):
-        assert kubelet.succeeds(name, "readinessProbe")
-    assert [kubelet.terminate(name) for name in ("rollout-1", "rollout-0", "trainer-0", "redis-0")] == [0, 0, 0, 0]
+    for name in set(kubelet.pods) - {"coordinator"}:
+        assert kubelet.succeeds(name, "readinessProbe"), name
+    for name in ("rollout-1", "rollout-0", "trainer-0", "redis-0"):
+        assert kubelet.terminate(name) == 0, name
+    if "trainer-1" in kubelet.pods:  # rank 0 has taken it along
+        until(lambda: not kubelet.is_running("trainer-1"), STOP_S)
+        assert kubelet.exit_code("trainer-1") == 0
