@@ -164,6 +164,7 @@ def test_the_gpu_profile_reserves_a_gpu_for_every_rank() -> None:
         ids = [each for device in reserved for each in device["device_ids"]]
         assert len(ids) == wanted[KIND[name]], name
         assert service(name).get("ipc") == ("host" if ids else None), name
+        assert service(name)["environment"]["TANDEM_DEVICE"] == ("cuda" if ids else "auto"), name
         taken += ids
     assert len(set(taken)) == len(taken)
 
