@@ -33,7 +33,7 @@ class FloorRank:
         # A region per message, as the shards of a model: a buffer used again and again would stay in the cache.
         sizes = [hop.message.elements * DTYPE_BYTES for hop in hops]
         incoming = sum(size for hop, size in zip(hops, sizes, strict=True) if hop.receiver == rank)
-        self._source, self._target = (torch.zeros(incoming, dtype=torch.uint8) for _ in range(2))
+        self._target = torch.ones(incoming, dtype=torch.uint8)
         self._buffers = _regions(hops, rank, self._target)
 
     async def run(self, command: dict[str, Any]) -> float:
@@ -60,9 +60,10 @@ class FloorRank:
         return time.perf_counter() - start_s
 
     def do_memcpy(self) -> float:
+        source = torch.ones_like(self._target)  # given back afterwards: all ranks together fill the host
         dist.barrier()
         start_s = time.perf_counter()
-        self._target.copy_(self._source)
+        self._target.copy_(source)
         return time.perf_counter() - start_s
 
 
@@ -78,7 +79,7 @@ def _regions(hops: Sequence[Hop], rank: int, target: torch.Tensor) -> list[torch
         elif hop.hop > 0:
             regions.append(received[hop.message.sequence])
         else:
-            regions.append(torch.zeros(size, dtype=torch.uint8))
+            regions.append(torch.ones(size, dtype=torch.uint8))
     return regions
 
 
