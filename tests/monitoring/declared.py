@@ -23,6 +23,7 @@ class Metric:
 
     name: str
     kind: str
+    help: str
     labels: frozenset[str]
 
     @property
@@ -37,14 +38,19 @@ class Metric:
         return {self.name: self.labels}
 
 
-@cache
 def metrics_of(job: str) -> tuple[Metric, ...]:
     """Everything that the service of this `job` declares."""
+    return _declared_in(*JOBS[job])
+
+
+@cache
+def _declared_in(*packages: str) -> tuple[Metric, ...]:
     found = []
-    for path in python_files(*JOBS[job]):
+    for path in python_files(*packages):
         for name, call in calls(parse(path)):
             kind = name.rpartition(".")[2]
-            if kind in KINDS and ("prometheus_client" in name or kind == "LateGauge"):
+            # Neither collections.Counter() nor the Gauge inside LateGauge, which passes its own arguments on.
+            if kind in KINDS and call.args and isinstance(call.args[0], ast.Constant):
                 found.append(_metric(kind, call))
     return tuple(found)
 
@@ -53,7 +59,8 @@ def _metric(kind: str, call: ast.Call) -> Metric:
     labels = next((arg for arg in call.args if isinstance(arg, ast.List)), None)
     return Metric(
         name=ast.literal_eval(call.args[0]),
-        kind=kind,
+        kind=kind.removeprefix("Late"),
+        help=ast.literal_eval(call.args[1]),
         labels=frozenset(ast.literal_eval(labels)) if labels is not None else frozenset(),
     )
 
@@ -63,3 +70,21 @@ def series_of(job: str) -> dict[str, frozenset[str]]:
     return {name: labels for metric in metrics_of(job) for name, labels in metric.series.items()} | {
         name: frozenset[str]() for name in BUILT_IN
     }
+
+
+def reference() -> str:
+    """The tables of docs/monitoring.md: every metric, by who exports it."""
+    shared = {metric.name for metric in _declared_in("servicekit", "weightsync")}
+    sections = [("Every service", [metric for metric in metrics_of("trainer") if metric.name in shared])]
+    for job in JOBS:
+        sections.append((job.capitalize(), [metric for metric in metrics_of(job) if metric.name not in shared]))
+    lines = []
+    for title, metrics in sections:
+        lines += [f"### {title}", "", "| metric | type | labels | |", "|---|---|---|---|"]
+        for metric in sorted(metrics, key=lambda each: each.name):
+            labels = ", ".join(sorted(metric.labels))
+            lines.append(
+                f"| `{metric.name}` | {metric.kind.lower()} | {labels} | {metric.help.replace('|', chr(92) + '|')} |"
+            )
+        lines.append("")
+    return "\n".join(lines)

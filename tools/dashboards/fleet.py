@@ -23,9 +23,13 @@ _REPLICAS = Row(
         ),
         Panel(
             title="Restarts",
-            help="Times that a replica has come back as a new process while this coordinator has been there.",
+            help="Times that a replica has come back as a new process, and stuck pods that were evicted, while this "
+            "coordinator has been there.",
             unit="none",
-            series=(Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),),
+            series=(
+                Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),
+                Series(expr=f"tandem_replica_evictions_total{{{COORDINATOR}}}", legend="evicted pods"),
+            ),
         ),
         Panel(
             title="Tokens per second",

@@ -6,6 +6,8 @@ const WAIT_MS = 8000;
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 8;
 const SYNCS = 12;
+// As they follow each other in a round; others come after them.
+const STAGES = ["prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit"];
 const WIDTH = 240;
 const HEIGHT = 90;
 
@@ -114,7 +116,8 @@ function curve(each) {
 
 function showSyncs(run) {
   const shown = run.syncs.slice(-SYNCS).reverse();
-  const names = [...new Set(shown.flatMap((sync) => Object.keys(sync.stages)))];
+  const found = new Set(shown.flatMap((sync) => Object.keys(sync.stages)));
+  const names = [...STAGES.filter((name) => found.has(name)), ...[...found].filter((name) => !STAGES.includes(name))];
   at("stages").replaceChildren(...names.map((name, index) => {
     const entry = make("span", name);
     entry.prepend(make("i", undefined, `c${index % COLOURS}`));
