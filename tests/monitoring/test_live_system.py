@@ -47,6 +47,9 @@ def test_every_panel_has_data(redis_server: str, tandem: Callable[..., Tandem], 
         assert run.wait_end(ENDED_S) == 0, run.output()
         left = server.without_data(ALL)
         assert [f"{query}: {query.over('1m')}" for query in left] == []
+        # What is not always 0: it comes from the engines.
+        for busy in ("tandem_engine_running_requests", "tandem_kv_cache_usage_ratio", "tandem_running_groups"):
+            assert max(server.values(busy)) > 0, busy
         # The run has ended well: only what a vanished process causes may have fired.
         assert server.values('ALERTS{alertstate="firing", alertname!~".*Down"}') == []
         # The last iterations may have come and gone between two scrapes.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tandem_config.schema import RunConfig
-from tests.house.repository import REPO
+from tests.house.repository import PACKAGES, REPO, python_files
 from tests.monitoring.declared import JOBS, series_of
 from tests.monitoring.promql import problems, selectors
 from tests.monitoring.tools import MONITORING, RULES, tool
@@ -91,6 +91,14 @@ def test_settings_that_the_runbook_names_exist() -> None:
         if section not in sections:
             continue
         assert key in getattr(sections[section], "model_fields", {}), f"{section}.{key}: no such setting"
+
+
+def test_log_lines_that_the_runbook_names_are_written() -> None:
+    quoted = set(re.findall(r"`([a-z]+(?: [a-z]+)+)`", RUNBOOK.read_text(encoding="utf-8")))
+    lines = {text for text in quoted if not text.startswith(("kubectl", "tandem"))}
+    assert len(lines) >= 8
+    code = "\n".join(path.read_text(encoding="utf-8") for path in python_files(*PACKAGES))
+    assert sorted(line for line in lines if line not in code) == []
 
 
 @pytest.mark.parametrize(
