@@ -1,15 +1,17 @@
 """The services that a run needs: found in the registry, reached over channels, asked for their versions."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.watched import WatchedFleet
+from coordinator.roll_call import LOOK_INTERVAL_S
 from coordinator.summary import merge_versions
 from coordinator.trainer import Trainer
-from servicekit.errors import TandemError
+from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
 from servicekit.lifecycle import cancel, watch
 from servicekit.logs import get_logger
 from servicekit.registry import Registry, ServiceRecord
@@ -36,6 +38,22 @@ class Services:
         except TandemError:
             return False
         return True
+
+    async def wait_for_trainer(self, timeout_s: float) -> None:
+        """Until the trainer answers: one that was killed stays in the registry until its lease has run out.
+
+        Raises: TandemError: what it says, or that it says nothing, after timeout_s.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.fleet.look()  # moves the trainer's client to where the trainer is announced now
+                await self.trainer.status()
+                return
+            except (Unavailable, DeadlineExceeded, NotReady):
+                if time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def versions(self) -> dict[str, str]:
         """Software versions of all services."""
@@ -96,7 +114,7 @@ def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: A
     from coordinator.fleet.kubernetes.fleet import KubernetesFleet
     from coordinator.fleet.kubernetes.keeper import Keeper
 
-    fleet = KubernetesFleet(watched, cluster.pods)
+    fleet = KubernetesFleet(watched, cluster.pods, lease_ttl_s=config.sync.lease_ttl_s)
     keeper = Keeper(cluster, fleet, probe_timeout_s=config.sync.probe_timeout_s)
     task = asyncio.create_task(keeper.run(), name="fleet-keeper")
     watch(task, lambda error: cluster.noted.note("keeper", f"stuck replicas are not looked for any more: {error}"))

@@ -39,6 +39,14 @@ class WatchedFleet:
         await self._forget({record.worker_id for record in rollouts})
         return tuple(self._known[record.worker_id] for record in rollouts)
 
+    async def still_announced(self) -> tuple[Replica, ...]:
+        """Of those that the last look() found, who is announced now; changes nothing.
+
+        Raises: Unavailable: Redis does not answer.
+        """
+        records = await asyncio.to_thread(self._registry.list, ROLLOUT_ROLE)
+        return tuple(self._known[record.worker_id] for record in records if record.worker_id in self._known)
+
     def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord]]:
         return self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE)
 

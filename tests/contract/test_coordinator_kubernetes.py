@@ -22,7 +22,7 @@ from tests.contract.coordinator_runs import rows, with_settings
 from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_status
 from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
-from tests.fakes.fake_kubelet import FakeKubelet, fake_kubelet
+from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
 from weightsync.rendezvous import Lease, Rendezvous
@@ -140,20 +140,23 @@ async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncI
 
 
 @asynccontextmanager
-async def pods(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[FakeKubelet]:
+async def pods(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[FakeRolloutSet]:
     """That, and somebody who makes and runs the set's pods."""
-    async with a_trainer(api, environment), fake_kubelet(api, environment.redis_url, environment.run_id) as kubelet:
-        yield kubelet
+    async with (
+        a_trainer(api, environment),
+        fake_rollout_set(api, environment.redis_url, environment.run_id) as rollouts,
+    ):
+        yield rollouts
 
 
 async def soon(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(until, condition, DEADLINE_S)
 
 
-async def got_work(kubelet: FakeKubelet, name: str, starts: int) -> None:
+async def got_work(rollouts: FakeRolloutSet, name: str, starts: int) -> None:
     """Until the pod's process of its `starts`-th start has been asked for something."""
-    await soon(lambda: len(kubelet.history.get(name, [])) >= starts)
-    await asyncio.wait_for(kubelet.history[name][starts - 1].asked.wait(), DEADLINE_S)
+    await soon(lambda: len(rollouts.history.get(name, [])) >= starts)
+    await asyncio.wait_for(rollouts.history[name][starts - 1].asked.wait(), DEADLINE_S)
 
 
 async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
@@ -162,19 +165,21 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
     environment: ServiceEnvironment,
     start: Callable[[RunConfig], Coordinator],
 ) -> None:
-    async with pods(api, environment) as kubelet:
+    async with pods(api, environment) as rollouts:
         coordinator = start(kube_config)
         for name in ("rollout-0", "rollout-1"):  # scaled from 0 to rollout.replicas
-            await got_work(kubelet, name, starts=1)
+            await got_work(rollouts, name, starts=1)
 
+        api.throttle("list pods", times=1)
+        api.store.expire()  # the run goes on, and what happens next is seen all the same
         ended = api.get("pods", "rollout-1", NAMESPACE)
         ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
         api.put("pods", ended)  # as `kubectl delete pod` does
-        await got_work(kubelet, "rollout-1", starts=2)
+        await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
-        kubelet.history["rollout-0"][0].hold.clear()  # the engine hangs, its service answers
-        await got_work(kubelet, "rollout-0", starts=2)
+        rollouts.history["rollout-0"][0].hold.clear()  # the engine hangs, its service answers
+        await got_work(rollouts, "rollout-0", starts=2)
         assert api.seen["create pods/eviction"] == 1
         await soon(lambda: {event["reason"] for event in api.list("events")} == {"TandemScaled", "TandemEvicted"})
         (evicted,) = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
@@ -182,14 +187,14 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         assert evicted["message"] == "the engine is stuck: no group finished in 2 s"
 
         api.put("statefulsets", rollout_set(3))  # as `kubectl scale` does
-        await got_work(kubelet, "rollout-2", starts=1)
+        await got_work(rollouts, "rollout-2", starts=1)
         done = len(rows(environment))
         await soon(lambda: len(rows(environment)) > done)
         said = dict(await asyncio.to_thread(coordinator.status))
         assert said["state"] == "running"
         assert said["serving"] == "rollout-0, rollout-1, rollout-2"
         assert await asyncio.to_thread(coordinator.stop) == 0
-        services = [service for each in kubelet.history.values() for service in each]
+        services = [service for each in rollouts.history.values() for service in each]
         assert len(services) == 5
         assert not any(service.was_asked_unseeded for service in services)
     iterations = [row["iteration"] for row in rows(environment)]
@@ -228,8 +233,8 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
     environment: ServiceEnvironment,
     start: Callable[[RunConfig], Coordinator],
 ) -> None:
-    kubelet = fake_kubelet(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, kubelet:
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment) as trainer, rollouts:
         coordinator = start(kube_config)
         await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
 

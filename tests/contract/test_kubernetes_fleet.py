@@ -276,6 +276,7 @@ async def announced(environment: ServiceEnvironment) -> AsyncIterator[tuple[Fake
         for name, address in services.addresses.items():
             role = name.partition("-")[0]
             registries[name].announce(ServiceRecord(role=role, name=name, address=address, worker_id=name), TTL_S)
+        services.registries |= registries
         yield services, registries
         for registry in registries.values():
             await asyncio.to_thread(registry.close)
@@ -296,7 +297,7 @@ async def fleet_of(
         if kind == "kubernetes":
             for name in ("rollout-0", "rollout-1"):
                 api.put("pods", pod(name))
-            fleet = KubernetesFleet(watched, (await start()).pods)
+            fleet = KubernetesFleet(watched, (await start()).pods, lease_ttl_s=TTL_S)
         yield fleet, registries, services
 
 
@@ -336,6 +337,54 @@ async def test_a_replica_whose_pod_leaves_is_drained_before_its_record_ends(
         await soon(lambda: fleet.serving() == ())
 
 
+async def test_a_record_that_outlives_its_pod_is_not_taken_for_the_next_pods(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of("kubernetes", api, start, environment) as (fleet, registries, services):
+        found = await fleet.look()
+        fleet.admit(found)
+        api.delete("pods", "rollout-1", NAMESPACE)
+        api.put("pods", pod("rollout-1"))  # under its name, by its set; the lease of the old one runs on
+        await soon(lambda: fleet.serving() == found[:1])
+        assert await fleet.look() == found[:1]
+        registries["rollout-1"].withdraw()
+        address = services.addresses["rollout-1"]
+        registries["rollout-1"].announce(
+            ServiceRecord(role="rollout", name="rollout-1", address=address, worker_id="the next"), TTL_S
+        )
+        assert [replica.name for replica in await fleet.look()] == ["rollout-0", "rollout-1"]
+        assert fleet.serving() == found[:1]
+
+
+async def test_a_replica_that_was_found_before_its_pod_was_known_is_its_pods_after_a_lease(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
+        assert isinstance(fleet, KubernetesFleet)
+        clock_s = [0.0]
+        fleet._clock = lambda: clock_s[0]
+        found = await fleet.look()
+        fleet.admit(found)
+        api.delete("pods", "rollout-1", NAMESPACE)
+        api.put("pods", pod("rollout-1"))
+        await soon(lambda: fleet.serving() == found[:1])
+        assert await fleet.look() == found[:1]
+        clock_s[0] = TTL_S + 1.0
+        assert fleet.serving() == found[:1]  # only a look at the registry says that it is announced still
+        assert await fleet.look() == fleet.serving() == found
+
+
+async def test_a_process_that_is_not_announced_any_more_costs_its_pod_nothing(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with kept(api, start, environment) as (fleet, _, services, found):
+        assert set(await fleet.members()) == set(found)
+        withdrawn = services.registries["rollout-1"]
+        withdrawn.withdraw()  # its container was started again; nobody has looked since
+        services.rollout_services[1]._gone = True
+        assert set(await fleet.members()) == {found[0]}
+
+
 def leaving(name: str) -> dict[str, Any]:
     obj = pod(name)
     obj["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z"}
@@ -367,7 +416,7 @@ async def kept(
         for name in ("rollout-0", "rollout-1"):
             api.put("pods", pod(name))
         cluster = await start(**settings)
-        fleet = KubernetesFleet(watched, cluster.pods)
+        fleet = KubernetesFleet(watched, cluster.pods, lease_ttl_s=TTL_S)
         for service in services.rollout_services:
             service.state = weights_pb2.REPLICA_STATE_SERVING
         found = await fleet.look()

@@ -11,7 +11,7 @@ from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.pods import Pod
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
 from coordinator.replica import Replica
-from servicekit.errors import TandemError
+from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -51,12 +51,16 @@ class Keeper:
         """Until cancelled."""
         while True:
             self._cluster.look()
-            await self._demote_unready()
-            await self._evict_stuck()
+            try:
+                members = await self._fleet.members()
+            except Unavailable:  # Redis is away: nobody can say which processes these are
+                members = {}
+            await self._demote_unready(members)
+            await self._evict_stuck(members)
             await asyncio.sleep(self._interval_s)
 
-    async def _demote_unready(self) -> None:
-        now_s, members = self._clock(), self._fleet.members()
+    async def _demote_unready(self, members: dict[Replica, Pod]) -> None:
+        now_s = self._clock()
         unready = {
             replica: members[replica] for replica in self._fleet.serving() if not self._is_ready(members, replica)
         }
@@ -71,8 +75,7 @@ class Keeper:
     def _is_ready(self, members: dict[Replica, Pod], replica: Replica) -> bool:
         return replica not in members or members[replica].ready
 
-    async def _evict_stuck(self) -> None:
-        members = self._fleet.members()
+    async def _evict_stuck(self, members: dict[Replica, Pod]) -> None:
         vitals = await asyncio.gather(*(self._vital(replica) for replica in members), return_exceptions=True)
         stuck: dict[str, str] = {}
         for (replica, pod), vital in zip(members.items(), vitals, strict=True):

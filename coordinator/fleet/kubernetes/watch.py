@@ -71,6 +71,7 @@ class PodWatch:
             try:
                 self._list_and_watch()
             except Expired as error:
+                self._is_current = False
                 log.info("pod watch expired, listing again", why=str(error))
             except PermissionDenied as error:
                 self._lost(error)

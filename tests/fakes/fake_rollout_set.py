@@ -1,0 +1,144 @@
+"""A FAKE of what makes pods run: the controller of the rollout set, and the kubelet, over the fake API server.
+
+A pod's process is a fake rollout service on the calling event loop, announced in the registry, with its slot in the
+weight group. Pods come up not ready, are ready while they serve, and end when they have been told to.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_api.rollout.v1 import rollout_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from tests.contract.kube_objects import NAMESPACE, pod
+from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.fakes.fake_rollout import FakeRollout
+from weightsync.rendezvous import Lease, Rendezvous
+
+# Longer than a test: what ends a record is the end of its pod.
+_TTL_S = 60.0
+
+
+@dataclass
+class PodRollout(FakeRollout):
+    """Also says how busy it is, and remembers whether it got work before it had weights."""
+
+    running: int = 0
+    was_asked_unseeded: bool = False
+
+    async def GenerateGroups(
+        self, request: pb.GenerateGroupsRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+        self.was_asked_unseeded |= self.state != weights_pb2.REPLICA_STATE_SERVING
+        self.running += len(request.groups)
+        try:
+            async for response in super().GenerateGroups(request, context):
+                yield response
+        finally:
+            self.running -= len(request.groups)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        status = await super().GetStatus(request, context)
+        status.running_groups, status.generated_tokens = self.running, len(self.requests)
+        return status
+
+
+@dataclass
+class _Process:
+    """What runs in a pod."""
+
+    uid: str
+    service: PodRollout
+    server: GrpcServer
+    registry: Registry
+    lease: Lease
+
+
+@dataclass
+class FakeRolloutSet:
+    """Runs the pods of the set `rollout`."""
+
+    api: FakeKubeApi
+    redis_url: str
+    run_id: str
+    _running: dict[str, _Process] = field(default_factory=dict)
+    # Every service that ever ran, by pod name, in the order of their starts.
+    history: dict[str, list[PodRollout]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                self._make_pods()
+                for obj in self.api.list("pods"):
+                    if obj["metadata"]["labels"]["app.kubernetes.io/component"] == "rollout":
+                        await self._tend(obj)
+                await asyncio.to_thread(self._wait_for_change)
+        finally:
+            for name in list(self._running):
+                await self._end(name)
+
+    def _wait_for_change(self) -> None:
+        with self.api.store.changed:
+            self.api.store.changed.wait(0.05)
+
+    def _make_pods(self) -> None:
+        """As the set's controller: pods 0 to replicas - 1, one that is gone again; those beyond are told to end."""
+        wanted = self.api.get("statefulsets", "rollout", NAMESPACE)["spec"]["replicas"]
+        there = {obj["metadata"]["name"] for obj in self.api.list("pods")}
+        for index in range(wanted):
+            if f"rollout-{index}" not in there:
+                self.api.put("pods", pod(f"rollout-{index}", run_id=self.run_id, ready=False))
+
+    async def _tend(self, obj: dict[str, Any]) -> None:
+        name, uid = obj["metadata"]["name"], obj["metadata"]["uid"]
+        if "deletionTimestamp" in obj["metadata"]:
+            await self._end(name)
+            self.api.delete("pods", name, NAMESPACE)
+            return
+        if name not in self._running:
+            await self._start(name, uid)
+        ready = self._running[name].service.state == weights_pb2.REPLICA_STATE_SERVING
+        condition = {"type": "Ready", "status": "True" if ready else "False"}
+        if obj["status"]["conditions"] != [condition]:
+            self.api.put("pods", {**obj, "status": {**obj["status"], "conditions": [condition]}})
+
+    async def _start(self, name: str, uid: str) -> None:
+        service = PodRollout(name=name)
+        server = GrpcServer("rollout")
+        server.add(
+            rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
+        )
+        address = await server.start()
+        lease = Lease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
+        await asyncio.to_thread(lease.start)
+        registry = await asyncio.to_thread(Registry, self.redis_url, self.run_id)
+        record = ServiceRecord(role="rollout", name=name, address=address, worker_id=uuid.uuid4().hex)
+        await asyncio.to_thread(registry.announce, record, _TTL_S)
+        self._running[name] = _Process(uid=uid, service=service, server=server, registry=registry, lease=lease)
+        self.history.setdefault(name, []).append(service)
+
+    async def _end(self, name: str) -> None:
+        process = self._running.pop(name, None)
+        if process is not None:
+            await process.server.drain(0.0)
+            await asyncio.to_thread(process.registry.close)
+            await asyncio.to_thread(process.lease.close)
+
+
+@asynccontextmanager
+async def fake_rollout_set(api: FakeKubeApi, redis_url: str, run_id: str) -> AsyncIterator[FakeRolloutSet]:
+    """Runs the pods inside the block."""
+    made = FakeRolloutSet(api, redis_url, run_id)
+    task = asyncio.create_task(made.run(), name="fake-rollout-set")
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
