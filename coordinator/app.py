@@ -228,6 +228,7 @@ async def _attempt(app: App) -> bool:
     async with AsyncExitStack() as stack:
         services = await find_services(app.config, app.registry, app.identity, stack, app.cluster)
         app.view.fleet = services.fleet
+        await services.wait_for_trainer(app.config.run.startup_timeout_s)
         versions = await services.versions()
         group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
         lead = await _take_lead(app, group)

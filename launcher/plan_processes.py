@@ -43,6 +43,11 @@ class Launch:
         }
 
 
+def is_trainer(name: str) -> bool:
+    """Whether a process of this name is a rank of the trainer."""
+    return name.startswith("trainer-")
+
+
 def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
     """Trainer ranks, rollout replicas and the coordinator."""
     world_size = trainer_world_size(config)

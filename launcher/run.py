@@ -13,6 +13,7 @@ from launcher.devices import DevicePlan, plan_devices, visible_gpus
 from launcher.follow import follow
 from launcher.outcome import Outcome
 from launcher.plan_processes import COORDINATOR, Launch, plan_processes
+from launcher.restarts import Restarts, to_restart
 from launcher.run_folder import RESOLVED_CONFIG, LauncherNotes, read_notes, write_notes
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import ProcessExit, ProcessSpec, Supervisor
@@ -67,13 +68,29 @@ async def _launch(request: RunRequest, view: RunView) -> Outcome:
 
 
 async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> Outcome:
-    """From nothing to the end of the run, or to the first process that ends too early."""
+    """From nothing to the end of the run, or to the first process whose end the run does not outlive."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
         redis_url = request.redis_url or await _start_redis(request, supervisor, view)
         await _start_services(request, launch_id, redis_url, supervisor, view)
+        restarts = Restarts(request.run_dir, request.config.run.trainer_restarts)
+        while True:
+            culprit = await _watched_end(request, launch_id, redis_url, supervisor, view)
+            if culprit is None:
+                return outcome.ended(request.run_dir)
+            goes_on = restarts.outlives(culprit)
+            if not goes_on:
+                return outcome.failed(request.run_dir, culprit)
+            view.warning(goes_on)
+            await supervisor.replace(to_restart(_planned(request, launch_id, redis_url, resume=True)))
     except (TandemError, OSError) as error:
         return outcome.broken(request.run_dir, error)
+
+
+async def _watched_end(
+    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView
+) -> ProcessExit | None:
+    """Shows the run until it ends. Returns: the process that ended too early, or failed; None: the run is over."""
     watch = asyncio.create_task(_watch(request, launch_id, redis_url, view), name="watch the run")
     try:
         first = await supervisor.wait_any()
@@ -81,8 +98,8 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
             notes = read_notes(request.run_dir)
             if notes is not None and notes.coordinator:
                 await asyncio.wait([watch], timeout=_LAST_EVENTS_S)
-            return outcome.ended(request.run_dir)
-        return outcome.failed(request.run_dir, await _culprit(first, supervisor))
+            return None
+        return await _culprit(first, supervisor)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -99,17 +116,21 @@ async def _start_redis(request: RunRequest, supervisor: Supervisor, view: RunVie
 async def _start_services(
     request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView
 ) -> None:
+    specs = _planned(request, launch_id, redis_url, resume=request.resume)
+    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
+    for spec in specs:
+        await supervisor.start(spec)
+
+
+def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: bool) -> list[ProcessSpec]:
     shared = Launch(
         run_id=launch_id,
         run_dir=request.run_dir,
         config_file=request.run_dir / RESOLVED_CONFIG,
         redis_url=redis_url,
-        resume=request.resume,
+        resume=resume,
     )
-    specs = request.plan(request.config, shared, plan_devices(request.config, visible_gpus()))
-    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
-    for spec in specs:
-        await supervisor.start(spec)
+    return request.plan(request.config, shared, plan_devices(request.config, visible_gpus()))
 
 
 async def _watch(request: RunRequest, launch_id: str, redis_url: str, view: RunView) -> None:

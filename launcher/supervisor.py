@@ -114,9 +114,20 @@ class Supervisor:
         before = {ended.name for ended in self.ended()}
         async with self._starting:
             specs = list(self._specs.values())
+        await self._stop_all(specs)
+        return [ended for ended in self.ended() if ended.code == _KILLED and ended.name not in before]
+
+    async def replace(self, specs: Sequence[ProcessSpec]) -> None:
+        """End the processes of these names, as `stop` does, and start these in their place. Raises: OSError."""
+        await self._stop_all([self._specs[spec.name] for spec in specs])
+        for spec in specs:
+            del self._specs[spec.name], self._processes[spec.name], self._waiters[spec.name]
+        for spec in specs:
+            await self.start(spec)
+
+    async def _stop_all(self, specs: Sequence[ProcessSpec]) -> None:
         for stage in sorted({spec.stage for spec in specs}, reverse=True):
             await asyncio.gather(*(self._stop_one(spec.name) for spec in specs if spec.stage == stage))
-        return [ended for ended in self.ended() if ended.code == _KILLED and ended.name not in before]
 
     def kill(self) -> None:
         """SIGKILL everything now. `stop` must still be awaited to collect what is left."""

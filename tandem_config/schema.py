@@ -41,6 +41,13 @@ class RunSection(Section):
     target_accuracy: Fraction | None = Field(
         None, description="Stop early once held-out greedy accuracy is at least this; null: run all iterations."
     )
+    trainer_restarts: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description=(
+            "Times that `tandem run` starts a trainer that has died again, from the newest checkpoint, before it gives "
+            "up; in a cluster the orchestrator does that."
+        ),
+    )
     startup_timeout_s: PositiveFloat = Field(
         600.0, description="Seconds for all services to become ready; engines import for 20 s even when tiny."
     )

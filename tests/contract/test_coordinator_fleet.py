@@ -8,7 +8,9 @@ import pytest
 
 from coordinator.app import conduct
 from coordinator.fleet.watched import WatchedFleet
+from coordinator.services import Services
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import Unavailable
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2_grpc
@@ -70,6 +72,23 @@ async def test_the_trainers_client_follows_a_trainer_that_moves(announcer: list[
         first.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
         await fleet.look()
         assert (await old.trainer.status()).policy_version == 9
+
+
+async def test_a_restarted_coordinator_waits_until_the_record_of_a_killed_trainer_has_run_out(
+    announcer: list[Registry],
+) -> None:
+    looker, first, second = announcer
+    async with fake_fleet() as old, fake_fleet() as new:
+        await old.servers["trainer"].drain(0.0)
+        first.announce(record("trainer", old.addresses["trainer"], "a"), TTL_S)
+        services = Services(trainer=old.trainer, fleet=WatchedFleet(looker, old.trainer))
+        with pytest.raises(Unavailable, match="trainer"):
+            await services.wait_for_trainer(0.2)
+        waiting = asyncio.create_task(services.wait_for_trainer(DEADLINE_S))
+        first.withdraw()
+        second.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
+        await waiting
+        assert await services.trainer_answers()
 
 
 @asynccontextmanager

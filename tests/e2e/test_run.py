@@ -85,6 +85,28 @@ def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
+def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, tmp_path: Path) -> None:
+    run = tandem(*run_arguments(run__iterations=9, run__checkpoint_every=4))
+    run.wait_line(lambda line: line.strip().startswith("6/9"), "the sixth iteration", 240)
+    rollout = pid_of(run, "rollout_service")
+    os.kill(pid_of(run, "trainer_service"), signal.SIGKILL)
+    assert run.wait_end(240) == 0, run.output()
+    output = " ".join(run.output().split())
+    assert "goes on from the checkpoint of iteration 4 (restart 1 of 2" in output
+    assert "others were ahead of it" in output
+    assert not Path(f"/proc/{rollout}").exists()
+    folder = tmp_path / "runs" / "small"
+    rows = rows_of(folder)
+    assert [row["iteration"] for row in rows] == list(range(1, 10))
+    versions = [row["policy_version"] for row in rows]
+    assert versions[:4] == [1, 2, 3, 4]
+    assert versions[4] > 6  # what the replicas had is not served again under its number
+    assert versions[4:] == list(range(versions[4], versions[4] + 5))
+    assert summary_of(folder)["logprob_abs_diff_max"] <= 1e-4
+    run.assert_nothing_left()
+
+
 def test_two_runs_side_by_side_and_a_killed_launcher(tandem: Start, tmp_path: Path) -> None:
     """The second takes the next free name; killing its launcher ends its services and not the first run's."""
     first = tandem(*run_arguments())

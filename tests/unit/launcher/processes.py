@@ -22,6 +22,28 @@ SUCCEEDS_AFTER_TRAINER = (
     "import os, sys\nother = os.path.join(os.path.dirname(sys.argv[1]), 'trainer-0.pid')\n"
     "while not (os.path.exists(other) and os.path.getsize(other)):\n    pass\n"
 )
+# Each start adds a line to the pid file. A trainer that fails at its first start, as soon as the coordinator runs; a
+# coordinator that succeeds at its second, when all trainers have had theirs.
+_COUNTED = (
+    _IDLE + "open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\n" + "start = len(open(sys.argv[1]).readlines())\n"
+)
+FAILS_ONCE = (
+    _COUNTED
+    + "other = os.path.join(os.path.dirname(sys.argv[1]), 'coordinator.pid')\n"
+    + "while start == 1 and not os.path.exists(other):\n    pass\n"
+    + "if start == 1:\n    sys.exit(3)\n"
+    + _FOREVER
+)
+FAILS_ALWAYS = FAILS_ONCE.replace("if start == 1:\n    sys", "if True:\n    sys")
+COUNTS = _COUNTED + _FOREVER
+SUCCEEDS_THE_SECOND_TIME = (
+    _COUNTED
+    + "import glob\n"
+    + "trainers = glob.glob(os.path.join(os.path.dirname(sys.argv[1]), 'trainer-*.pid'))\n"
+    + "while start == 2 and any(len(open(each).readlines()) < 2 for each in trainers):\n    pass\n"
+    + "if start == 2:\n    sys.exit(0)\n"
+    + _FOREVER
+)
 # A grandchild in a session of its own that ignores SIGTERM: the hardest one to find and to end.
 HAS_GRANDCHILD = (
     _IDLE

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from servicekit.checkpoints import mark_complete, step_folder
 from tests.unit.launcher.model_folder import write_config
 from tests.unit.launcher.processes import alive, read_pid, wait_until
 
@@ -44,7 +45,7 @@ class Launched:
 
     def __init__(self, folder: Path, *services: str) -> None:
         self.folder = folder / "runs" / "tiny"
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-c", _PROGRAM, str(write_config(folder)), str(self.folder), *services]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -79,6 +80,50 @@ def test_a_failing_service_ends_the_run_and_is_named_in_the_last_line(tmp_path: 
     assert last.startswith("failed: rollout-0 exited with code 3: ValueError: out of cheese; log: ")
     assert last.endswith("logs/rollout-0.log; there is no checkpoint to resume from yet")
     assert not launcher.redis_socket().parent.exists()
+
+
+def starts(launcher: Launched, name: str) -> int:
+    return len((launcher.folder / f"{name}.pid").read_text().splitlines())
+
+
+def checkpoint(folder: Path, iteration: int) -> None:
+    step = step_folder(folder / "runs" / "tiny", iteration)
+    step.mkdir(parents=True)
+    mark_complete(step, iteration=iteration, policy_version=iteration, model="m", model_fingerprint="f")
+
+
+def test_a_trainer_that_dies_goes_on_from_its_checkpoint_and_the_replicas_stay(
+    tmp_path: Path, launched: list[Launched]
+) -> None:
+    checkpoint(tmp_path, 7)
+    services = ["trainer-0=COUNTS", "trainer-1=FAILS_ONCE", "rollout-0=COUNTS", "coordinator=SUCCEEDS_THE_SECOND_TIME"]
+    launcher = start(launched, tmp_path, *services)
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 0, output
+    assert "goes on from the checkpoint of iteration 7 (restart 1 of 2" in output.replace("\n", " ")
+    assert {name: starts(launcher, name) for name in ("trainer-0", "trainer-1", "rollout-0", "coordinator")} == {
+        "trainer-0": 2,
+        "trainer-1": 2,
+        "rollout-0": 1,
+        "coordinator": 2,
+    }
+
+
+def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path, launched: list[Launched]) -> None:
+    checkpoint(tmp_path, 7)
+    launcher = start(launched, tmp_path, "trainer-0=FAILS_ALWAYS", "coordinator=COUNTS")
+    code, last = launcher.end()
+    assert code == 1
+    assert last.startswith("failed: trainer-0 exited with code 3")
+    assert last.endswith("tandem run --resume " + str(launcher.folder))
+    assert starts(launcher, "trainer-0") == 3
+
+
+@pytest.mark.parametrize("service", ["rollout-0", "coordinator"])
+def test_only_a_trainer_starts_again(tmp_path: Path, launched: list[Launched], service: str) -> None:
+    checkpoint(tmp_path, 7)
+    launcher = start(launched, tmp_path, "trainer-0=WAITS", f"{service}=FAILS")
+    assert launcher.end()[1].startswith(f"failed: {service} exited with code 3")
 
 
 def test_the_coordinator_s_failure_is_blamed_on_the_service_that_ended(
