@@ -258,6 +258,6 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
         assert said["ended"].startswith(
             "failed: the trainer is dead, waiting would not help: trainer-0: container main"
         )
-        assert "9 restarts; lost by: trainer: " in said["ended"]
+        assert "9 restarts; lost by: " in said["ended"]
     iterations = [row["iteration"] for row in rows(environment)]
     assert iterations == list(range(1, len(iterations) + 1))

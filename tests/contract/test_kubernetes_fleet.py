@@ -152,7 +152,8 @@ async def test_an_api_that_is_away_leaves_what_was_known(api: FakeKubeApi, start
     cluster = await start()
     api.refuse("list pods", "watch pods")
     api.store.expire()
-    await soon(lambda: not cluster.pods.is_current)
+    await soon(lambda: cluster.troubles() != [])
+    assert not cluster.pods.is_current
     assert names(cluster) == ["rollout-0"]
     (trouble,) = cluster.troubles()
     assert "pods in namespace tandem: refused" in trouble
