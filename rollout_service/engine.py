@@ -73,9 +73,9 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine is: requests being decoded, requests that wait for room, share of the KV cache in use."""
+    """How busy an engine is: requests in it; as it last reported, those that wait, and the share of KV cache in use."""
 
-    running_requests: int
+    requests: int
     waiting_requests: int
     kv_cache_usage: float
 
@@ -102,7 +102,7 @@ class RolloutEngine(Protocol):
         """
 
     def load(self) -> EngineLoad:
-        """How busy it was when it last said so; takes microseconds, from any thread."""
+        """How busy it is; takes microseconds, from any thread."""
 
     async def freeze(self) -> None:
         """Stop at the next token boundary, keeping running requests and their KV cache.

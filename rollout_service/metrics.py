@@ -27,8 +27,8 @@ class RolloutMetrics:
             registry=registry,
         )
         self.running_groups = Gauge("tandem_running_groups", "Groups being generated.", registry=registry)
-        self.running_requests = Gauge(
-            "tandem_engine_running_requests", "Completions that the engine decodes.", registry=registry
+        self.engine_requests = Gauge(
+            "tandem_engine_requests", "Completions in the engine, decoding or waiting for room.", registry=registry
         )
         self.waiting_requests = Gauge(
             "tandem_engine_waiting_requests", "Completions that wait for room in the engine.", registry=registry
@@ -84,7 +84,7 @@ class RolloutMetrics:
 
     def watch_load(self, load: Callable[[], EngineLoad]) -> None:
         """Every scrape asks `load` how busy the engine is."""
-        self.running_requests.set_function(lambda: load().running_requests)
+        self.engine_requests.set_function(lambda: load().requests)
         self.waiting_requests.set_function(lambda: load().waiting_requests)
         self.kv_cache_usage.set_function(lambda: load().kv_cache_usage)
 

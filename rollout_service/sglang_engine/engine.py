@@ -120,10 +120,11 @@ class SglangEngine:
         return generated
 
     def load(self) -> EngineLoad:
-        # The scheduler writes a snapshot to shared memory after every batch and when it becomes idle.
+        # The scheduler writes a snapshot to shared memory after every prefill, every 15th decode step and when idle. It
+        # does not count what it has just prefilled, so short generations would never be seen: we count what we sent.
         ranks = self._manager.load_snapshot_reader.read_all()
         return EngineLoad(
-            running_requests=sum(rank.num_running_reqs for rank in ranks),
+            requests=len(self._manager.rid_to_state),
             waiting_requests=sum(rank.num_waiting_reqs for rank in ranks),
             kv_cache_usage=max((rank.token_usage for rank in ranks), default=0.0),
         )

@@ -139,3 +139,10 @@ async def test_frozen_requests_go_on_after_thaw(engine: RolloutEngine) -> None:
     assert not await engine.flush_cache()
     await engine.thaw()
     assert {len(c.token_ids) for group in await running for c in group.completions} == {200}
+
+
+async def test_an_engine_at_rest_says_so(engine: RolloutEngine) -> None:
+    await collect(engine, groups(3))
+    assert engine.load().requests == 0
+    assert engine.load().waiting_requests == 0
+    assert 0.0 <= engine.load().kv_cache_usage <= 1.0

@@ -48,7 +48,7 @@ def test_every_panel_has_data(redis_server: str, tandem: Callable[..., Tandem], 
         left = server.without_data(ALL)
         assert [f"{query}: {query.over('1m')}" for query in left] == []
         # What is not always 0: it comes from the engines.
-        for busy in ("tandem_engine_running_requests", "tandem_kv_cache_usage_ratio", "tandem_running_groups"):
+        for busy in ("tandem_engine_requests", "tandem_kv_cache_usage_ratio", "tandem_running_groups"):
             assert max(server.values(busy)) > 0, busy
         # The run has ended well: only what a vanished process causes may have fired.
         assert server.values('ALERTS{alertstate="firing", alertname!~".*Down"}') == []

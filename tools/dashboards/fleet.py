@@ -45,10 +45,10 @@ _REPLICAS = Row(
         ),
         Panel(
             title="Queue",
-            help="Completions that an engine decodes, and those that wait for room in it.",
+            help="Completions in an engine, and those of them that wait for room.",
             unit="none",
             series=(
-                Series(expr=f"tandem_engine_running_requests{{{ROLLOUT}}}", legend="{{replica}} running"),
+                Series(expr=f"tandem_engine_requests{{{ROLLOUT}}}", legend="{{replica}} all"),
                 Series(expr=f"tandem_engine_waiting_requests{{{ROLLOUT}}}", legend="{{replica}} waiting"),
             ),
         ),

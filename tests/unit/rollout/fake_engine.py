@@ -56,7 +56,7 @@ class FakeEngine:
         return FinishedGroup(group_id=group.group_id, completions=[completion] * group.num_completions)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(running_requests=self._inside, waiting_requests=0, kv_cache_usage=0.0)
+        return EngineLoad(requests=self._inside, waiting_requests=0, kv_cache_usage=0.0)
 
     async def freeze(self) -> None:
         self.calls.append("freeze")
