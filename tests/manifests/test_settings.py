@@ -49,6 +49,8 @@ OF_ONE_SERVICE = {
     "TANDEM_KUBE_NAMESPACE": "coordinator",
     "TANDEM_WEB_PORT": "coordinator",
 }
+# Read by every service, of no use to this one.
+LEFT_OUT = {"coordinator": {"TANDEM_DEVICE"}, "trainer": set(), "rollout": set()}
 FOLDERS = {"coordinator": "coordinator", "trainer": "trainer_service", "rollout": "rollout_service"}
 
 
@@ -72,7 +74,8 @@ def test_every_variable_is_one_that_the_service_reads(manifests: tuple[Manifest,
 def test_every_variable_of_the_service_is_set(manifests: tuple[Manifest, ...], service: str) -> None:
     own = {name for name, owner in OF_ONE_SERVICE.items() if owner == service}
     elsewhere = {name for name, owner in OF_ONE_SERVICE.items() if owner != service}
-    assert of_all_services() - set(OPTIONAL) - elsewhere | own <= set(given(manifests, service))
+    wanted = of_all_services() - set(OPTIONAL) - LEFT_OUT[service] - elsewhere | own
+    assert wanted <= set(given(manifests, service))
 
 
 @pytest.mark.parametrize(("name", "service"), OF_ONE_SERVICE.items())
@@ -98,6 +101,14 @@ def test_ports_are_those_of_the_variables(manifests: tuple[Manifest, ...], servi
     variables |= {"rendezvous": "MASTER_PORT"} if service == "trainer" else {}
     environ = environment(container)
     assert declared == {name: environ[variable]["value"] for name, variable in variables.items()}
+
+
+def test_pods_with_gpus_refuse_to_run_without(manifests: tuple[Manifest, ...]) -> None:
+    for template in pod_templates(manifests).values():
+        if component_of(template) in ("trainer", "rollout"):
+            (container,) = template["spec"]["containers"]
+            has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+            assert environment(container)["TANDEM_DEVICE"]["value"] == ("cuda" if has_gpu else "auto")
 
 
 def known_flags(module: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
