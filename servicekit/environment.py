@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -25,30 +25,77 @@ class ServiceEnvironment(BaseModel):
     # Inputs stay out of the error texts: REDIS_URL holds a password.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
-    # PEM files for rediss://: the server's authority, and a client certificate. They become options of redis_url.
-    redis_ca: str = Field("", alias="TANDEM_REDIS_CA")
-    redis_cert: str = Field("", alias="TANDEM_REDIS_CERT")
-    redis_key: str = Field("", alias="TANDEM_REDIS_KEY")
-    redis_url: str = Field(alias="REDIS_URL", min_length=1)
-    # How long a service that starts waits for a Redis that does not answer, in seconds.
-    redis_wait_s: float = Field(30.0, alias="TANDEM_REDIS_WAIT_S", ge=0, le=3600)
-    run_id: str = Field(alias="TANDEM_RUN_ID", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    run_dir: Path = Field(alias="TANDEM_RUN_DIR")
-    bind_host: str = Field("127.0.0.1", alias="TANDEM_BIND_HOST", min_length=1)
-    # Where others reach this process: what it announces, and its end of the weight sync. Unset: bind_host.
-    advertise_host: str = Field("", alias="TANDEM_ADVERTISE_HOST", validate_default=True)
-    grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT")
-    metrics_port: Port = Field(0, alias="TANDEM_METRICS_PORT")
-    # Of the pods that a fleet.kind: kubernetes is made of. Unset: the service account's, or the kubeconfig's.
-    kube_namespace: str = Field("", alias="TANDEM_KUBE_NAMESPACE")
-    # Plain gRPC health for probes that cannot do TLS. Unset: none.
-    health_port: Port | None = Field(None, alias="TANDEM_HEALTH_PORT")
-    # The coordinator's web page, for whoever can reach the port. Unset: no page.
-    web_port: Port | None = Field(None, alias="TANDEM_WEB_PORT")
-    # PEM files for mutual TLS between services: all three or none.
-    tls_cert: str = Field("", alias=CERT)
-    tls_key: str = Field("", alias=KEY)
-    tls_ca: str = Field("", alias=CA)
+    # Before redis_url, which they become options of.
+    redis_ca: str = Field("", alias="TANDEM_REDIS_CA", description="PEM file: the authority of a rediss:// server.")
+    redis_cert: str = Field(
+        "", alias="TANDEM_REDIS_CERT", description="PEM file: our certificate, where Redis demands one; with its key."
+    )
+    redis_key: str = Field("", alias="TANDEM_REDIS_KEY", description="PEM file: the key of TANDEM_REDIS_CERT.")
+    redis_url: str = Field(
+        alias="REDIS_URL",
+        min_length=1,
+        description="Secret: redis://, rediss:// (TLS) or unix:// with user and password. The run's rendezvous.",
+    )
+    redis_wait_s: float = Field(
+        30.0,
+        alias="TANDEM_REDIS_WAIT_S",
+        ge=0,
+        le=3600,
+        description="Seconds that a starting service waits for a Redis that does not answer: pods come in any order.",
+    )
+    run_id: str = Field(
+        alias="TANDEM_RUN_ID",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        description="Tells runs that share a Redis apart; the same for all services of a run.",
+    )
+    run_dir: Path = Field(
+        alias="TANDEM_RUN_DIR",
+        description="Folder of the run: checkpoints, metrics, state. Shared by coordinator and trainer.",
+    )
+    bind_host: str = Field(
+        "127.0.0.1",
+        alias="TANDEM_BIND_HOST",
+        min_length=1,
+        description="Where to listen; nobody outside of the machine without being asked to. A pod: 0.0.0.0.",
+    )
+    advertise_host: str = Field(
+        "",
+        alias="TANDEM_ADVERTISE_HOST",
+        validate_default=True,
+        description=(
+            "Where others reach this process: what it announces, and its end of the weight sync. Unset: "
+            "TANDEM_BIND_HOST. A pod: status.podIP."
+        ),
+    )
+    grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT", description="Port of the service; 0: a free one, announced.")
+    metrics_port: Port = Field(
+        0, alias="TANDEM_METRICS_PORT", description="Port of Prometheus's /metrics; 0: a free one, announced."
+    )
+    kube_namespace: str = Field(
+        "",
+        alias="TANDEM_KUBE_NAMESPACE",
+        description="Namespace of the pods of fleet.kind kubernetes. Unset: the service account's, or kubeconfig's.",
+    )
+    health_port: Port | None = Field(
+        None,
+        alias="TANDEM_HEALTH_PORT",
+        description="Port of a plain gRPC health service, for probes, which cannot do mutual TLS. Unset: none.",
+    )
+    web_port: Port | None = Field(
+        None,
+        alias="TANDEM_WEB_PORT",
+        description="Port of the coordinator's web page, for whoever can reach it. Unset: no page.",
+    )
+    device: Literal["auto", "cuda"] = Field(
+        "auto",
+        alias="TANDEM_DEVICE",
+        description="cuda: a trainer or rollout without a GPU refuses to start, instead of training on the CPU.",
+    )
+    tls_cert: str = Field(
+        "", alias=CERT, description="PEM file: our certificate for mutual TLS; with the next two, or none of them."
+    )
+    tls_key: str = Field("", alias=KEY, description="PEM file: its key.")
+    tls_ca: str = Field("", alias=CA, description="PEM file: the authorities whose certificates are believed.")
 
     @field_validator("health_port", "web_port", mode="before")
     @classmethod

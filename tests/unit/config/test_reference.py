@@ -1,0 +1,90 @@
+"""docs/configuration.md says what the settings say, all of them and no others."""
+
+import ast
+import re
+
+import pytest
+
+from servicekit.environment import ServiceEnvironment
+from tandem_config.keys import all_keys, description
+from tandem_config.reasons import NOTES
+from tandem_config.schema import GrpoSection, RolloutSection, SyncSection, TrainerSection
+from tests.house.repository import PACKAGES, REPO, parse, python_files
+from tools.configuration_reference import PAGE, default_text, main, rendered, type_text
+
+# Set by a service for its own ranks; nobody else has a reason to.
+INTERNAL = {"TANDEM_SERVICE_PID", "TANDEM_RECEIVER_"}
+
+
+def test_the_page_is_what_the_settings_say() -> None:
+    assert main(["check"]) == 0, "run: python -m tools.configuration_reference write"
+
+
+def test_a_page_that_lags_behind_is_noticed() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    old = page.replace("| `group_size` | integer >= 2 |", "| `group_size` | integer >= 1 |")
+    assert old != page
+    assert rendered(old) == page
+
+
+def test_every_setting_has_a_description_a_unit_and_a_reason() -> None:
+    assert set(NOTES) == set(all_keys())
+    assert [key for key in all_keys() if not description(key)] == []
+    assert [key for key, note in NOTES.items() if not note.why] == []
+
+
+@pytest.mark.parametrize("suffix", ["s", "mib", "gbit", "tokens", "layers", "iterations"])
+def test_units_are_those_that_the_names_say(suffix: str) -> None:
+    units = {"s": "s", "mib": "MiB", "gbit": "Gbit/s"}
+    named = [key for key in all_keys() if key.rpartition(".")[2].endswith(f"_{suffix}")]
+    assert named
+    assert {NOTES[key].unit for key in named} == {units.get(suffix, suffix)}
+
+
+def test_every_variable_of_the_services_is_described() -> None:
+    fields = ServiceEnvironment.model_fields.values()
+    assert [field.alias for field in fields if not field.description or not field.alias] == []
+
+
+def test_every_variable_that_the_code_names_is_on_the_page() -> None:
+    named = {
+        node.value
+        for package in PACKAGES
+        for path in python_files(package)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"TANDEM_[A-Z_]+", node.value)
+    }
+    assert "TANDEM_TLS_CERT" in named
+    page = PAGE.read_text(encoding="utf-8")
+    assert sorted(name for name in named - INTERNAL if f"`{name}`" not in page) == []
+
+
+def test_every_variable_on_the_page_is_named_by_the_code() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for package in PACKAGES for path in python_files(package))
+    shown = set(re.findall(r"`(TANDEM_[A-Z_]+)`", PAGE.read_text(encoding="utf-8")))
+    assert shown
+    assert sorted(name for name in shown if name not in code) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "type_", "default"),
+    [
+        (GrpoSection, "group_size", "integer >= 2", "`16`"),
+        (GrpoSection, "clip_low", "number > 0 < 1", "`0.2`"),
+        (GrpoSection, "tis_cap", "number > 0, or null", "null"),
+        (TrainerSection, "sequence_parallel", "boolean", "`false`"),
+        (RolloutSection, "context_length", "integer > 0, or null", "null"),
+        (SyncSection, "dtype", "one of `same`, `bfloat16`", "`same`"),
+    ],
+)
+def test_types_and_defaults_are_told_as_they_are_written(section, key, type_, default) -> None:
+    field = section.model_fields[key]
+    assert (type_text(field), default_text(field)) == (type_, default)
+
+
+def test_the_tool_knows_its_two_words() -> None:
+    with pytest.raises(SystemExit):
+        main(["chekc"])
+    assert (REPO / "docs" / "configuration.md") == PAGE
