@@ -59,7 +59,7 @@ IMAGES = {
             "huggingface-hub": "tokenizers imports it to download, and an image has its model mounted",
             "aiohttp": "for the asyncio half of the Kubernetes client, which we do not use",
             "tzdata": "python-dateutil reads the time zones of the base image",
-            "pyarrow": "100 MB that only Parquet data needs; parquet.txt adds it",
+            "pyarrow": "160 MB that only Parquet data needs; parquet.txt adds it",
             "matplotlib": "draws the curve at the end of `tandem run`, which images do not use",
         },
     ),

@@ -7,7 +7,7 @@
 #   TANDEM_PYTHON_BASE  base of the coordinator and of the cpu variants; default: that of the Dockerfiles
 #   TANDEM_TRAINER_BASE base of the trainer's gpu variant: the NVIDIA PyTorch image
 #   TANDEM_ROLLOUT_BASE base of the rollout's gpu variant: the SGLang image
-#   TANDEM_PARQUET      1: the coordinator reads Parquet too, and is 100 MB larger
+#   TANDEM_PARQUET      1: the coordinator reads Parquet too, and is 160 MB larger
 #   TORCH_INDEX_URL     index of torch's CPU builds, where the configured index has none
 #   PIP_CONF, CA_PEM    files for pip while building (an index with credentials, a proxy's certificates); in no image
 #   BUILD_NETWORK       network of the build: default, host or none

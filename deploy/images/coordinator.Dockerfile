@@ -1,6 +1,6 @@
 # The coordinator: CPU only, no torch, at most 250 MB. `make images` builds it; docs/docker.md says what can be set.
 #
-# BASE: a Debian-like image with Python 3.11 and pip, pinned. PARQUET=1 adds 100 MB for Parquet data.
+# BASE: a Debian-like image with Python 3.11 and pip, pinned. PARQUET=1 adds 160 MB for Parquet data.
 # Secrets, both optional: pip.conf (package index, credentials), ca.pem (certificates of a proxy; name it in pip.conf).
 ARG BASE=python:3.11.14-slim-bookworm
 
