@@ -20,7 +20,7 @@ from servicekit.channel import open_channel
 from servicekit.checkpoints import list_complete
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
-from servicekit.registry import Registry
+from servicekit.registry import Failure, Registry
 from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
@@ -48,8 +48,9 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Path:
 
 def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """(name, text) pairs. Raises: ConfigError: the folder is not a run's, or the environment is not a service's."""
+    failures: list[Failure] = []
     if _is_a_services(run_dir, environ):
-        address, state = _announced(ServiceEnvironment.from_env(environ))
+        address, state, failures = _announced(ServiceEnvironment.from_env(environ))
     elif (run_dir / RESOLVED_CONFIG).is_file():
         notes = read_notes(run_dir)
         address = notes.coordinator if notes is not None and is_locked(run_dir) else ""
@@ -57,7 +58,7 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     else:
         raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
     answer = asyncio.run(_ask(address)) if address else [("state", state), *_last_words(run_dir)]
-    lines = [("run", str(run_dir)), *answer]
+    lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
     complete = list_complete(run_dir)
     if complete:
         lines.append(("last checkpoint", f"iteration {complete[-1][0]}"))
@@ -83,17 +84,18 @@ def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:
     return own != "" and Path(own).absolute() == run_dir.absolute()
 
 
-def _announced(environment: ServiceEnvironment) -> tuple[str, str]:
-    """The coordinator's address, and without one, why there is none."""
+def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]]:
+    """The coordinator's address, and without one, why there is none; services that have ended, and why."""
     try:
         registry = Registry(environment.redis_url, environment.run_id)
     except TandemError as error:
-        return "", f"unknown: {error}"
+        return "", f"unknown: {error}", []
     try:
         address = next((record.address for record in registry.list(COORDINATOR)), "")
-        return address, "no coordinator is announced: it has not started, or its run is over"
+        why = "no coordinator is announced: it has not started, or its run is over"
+        return address, why, registry.failures()
     except TandemError as error:
-        return "", f"unknown: {error}"
+        return "", f"unknown: {error}", []
     finally:
         registry.close()
 

@@ -35,7 +35,7 @@ def main() -> int:
             raise ConfigError(str(error)) from None
         await serve(config, arguments.name, ServiceEnvironment.from_env(), stop)
 
-    return run_main("rollout", service)
+    return run_main("rollout", service, name=arguments.name)
 
 
 if __name__ == "__main__":

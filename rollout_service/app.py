@@ -40,7 +40,9 @@ def make_sglang_engine(
 ) -> RolloutEngine:
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
+    from weightsync.devices import check_device
 
+    check_device(environment.device)
     settle_nccl_settings()
     return SglangEngine(
         config,

@@ -74,6 +74,13 @@ class Poisoned(TandemError):
     reason = "POISONED"
 
 
+class ReleaseSkew(TandemError):
+    """The services of a run are of different releases; it may pass while the run is being upgraded."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RELEASE_SKEW"
+
+
 class AlreadyExists(TandemError):
     """The name is held by somebody else."""
 
@@ -152,6 +159,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     WrongVersion,
     PhaseOrder,
     Poisoned,
+    ReleaseSkew,
     AlreadyExists,
     TooLarge,
     Unavailable,

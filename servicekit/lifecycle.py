@@ -12,10 +12,11 @@ import signal
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from servicekit.errors import ConfigError, Internal, Unavailable
+from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
+from servicekit.failures import tell_failure
 from servicekit.logs import configure_logging, get_logger
-
 from servicekit.tracing import start_tracing, stop_tracing
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -71,10 +72,11 @@ async def run_until_stopped(stop: asyncio.Event, tasks: Collection["asyncio.Task
         await asyncio.gather(stopped, *tasks, return_exceptions=True)
 
 
-def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
+def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]], *, name: str = "") -> int:
     """Runs `main(stop)` on an event loop to its end; returns the process's exit code (None of main counts as 0).
 
-    Logging is configured for `service` first; main may configure it again, with more fields.
+    Logging is configured for `service` first; main may configure it again, with more fields. What the process fails
+    with is logged, and left in Redis under `name` (the service's, if it is the only one of its kind).
 
     `sys.exit(run_main("trainer", serve))` is all that a service's __main__ needs.
     """
@@ -84,24 +86,27 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
 
     configure_logging(service)
     try:
+        start_tracing(service)
         code = asyncio.run(with_signals())
     except ConfigError as error:
-        start_tracing(service)
         _log.error("bad configuration", error=str(error))
+        tell_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
-    except Unavailable as error:  # not our bug: the sentence says more than a traceback
+    except (Unavailable, ReleaseSkew) as error:  # not our bug: the sentence says more than a traceback
         _log.error("service failed", error=str(error))
+        tell_failure(service, name or service, str(error))
         return EXIT_FAILED
     except Exception as error:  # the boundary of the process
         _log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+        tell_failure(service, name or service, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
+    finally:
+        stop_tracing()
     return EXIT_OK if code is None else code
 
 
 async def cancel(*tasks: "asyncio.Task[Any]") -> None:
     """Cancels tasks and waits until they have ended, whatever they end with."""
-    finally:
-        stop_tracing()
     for task in tasks:
         task.cancel()
     for task in tasks:

@@ -3,6 +3,8 @@
     tandem:<run_id>:service:<role>:<name>   JSON of a ServiceRecord, with a time to live (the lease)
     tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is dead
     tandem:<run_id>:value:<key>             small values that processes of a run agree on
+    tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended the last time
+    tandem:<run_id>:failures                "<role>:<name>" of those
 
 Redis is the only clock: a record is alive as long as Redis has it. A live record belongs to its worker_id, and nobody
 else may replace or remove it.
@@ -18,10 +20,11 @@ from typing import Any, TypeVar
 import redis
 
 from servicekit import redis_client
-from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, ReleaseSkew, Unavailable
 from servicekit.lease import Lease
 from servicekit.logs import get_logger
 from servicekit.redis_client import redis_errors
+from servicekit.versions import release
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ _log = get_logger(__name__)
 PAGE_URL = "page_url"
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.1
+_ROLES = ("coordinator", "trainer", "rollout")
+_FAILURE_TTL_S = 7 * 86_400
 
 _WITHDRAW = """
 local current = redis.call('GET', KEYS[1])
@@ -58,7 +63,8 @@ class ServiceRecord:
     """One running service.
 
     role: "trainer", "rollout" or "coordinator"; name: unique within the role ("rollout-0"); address: gRPC
-    `host:port`; metrics_address: `host:port` of /metrics, "" for none; worker_id: unique per process start.
+    `host:port`; metrics_address: `host:port` of /metrics, "" for none; worker_id: unique per process start; release:
+    of the software that it runs.
     """
 
     role: str
@@ -66,9 +72,24 @@ class ServiceRecord:
     address: str
     metrics_address: str = ""
     worker_id: str
+    release: str = dataclasses.field(default_factory=release)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a service ended. unix_s: when."""
+
+    role: str
+    name: str
+    reason: str
+    unix_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ended {max(0.0, time.time() - self.unix_s):.0f} s ago: {self.reason}"
 
 
 Records = list[ServiceRecord]
+Failures = list[Failure]
 
 
 class Registry:
@@ -97,7 +118,8 @@ class Registry:
             ttl_s: seconds that the record outlives us; renewed every third of it.
             on_lost: called once, from the thread, with a sentence, if another worker has taken the name while
                 Redis had lost our record.
-        Raises: AlreadyExists: a live record of another worker has this name; Unavailable: Redis does not answer.
+        Raises: AlreadyExists: a live record of another worker has this name; ReleaseSkew: a service of the run is of
+            another release; Unavailable: Redis does not answer.
         """
         if ttl_s <= 0:
             raise ValueError(f"ttl_s must be positive, got {ttl_s}")
@@ -107,15 +129,30 @@ class Registry:
             self._lease.stop()
         self._put(record, ttl_s)
         self._record = record
+        self._refuse_other_releases(record)
+        self._forget_failures(record.role, record.name)
         self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
         self._lease.start()
 
+    def _refuse_other_releases(self, record: ServiceRecord) -> None:
+        """Our record is there already: of two that come at once, at least one sees the other."""
+        for role in _ROLES:
+            for other in self.list(role):
+                if other.release == record.release or self._keys(other) == self._keys(record):
+                    continue
+                self.withdraw()
+                raise ReleaseSkew(
+                    f"{record.name} is {record.release}, and {other.name} at {other.address}, of the same run, is "
+                    f"{other.release}: use images of one release"
+                )
+
     def withdraw(self) -> None:
         """Removes our own record, if there is one; a record of another worker stays."""
-        if self._lease is None or self._record is None:
-            return
-        self._lease.stop()
+        if self._lease is not None:
+            self._lease.stop()
         record, self._lease, self._record = self._record, None, None
+        if record is None:
+            return
         with redis_errors():
             self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
 
@@ -157,6 +194,7 @@ class Registry:
         def missing() -> str:
             found = [record.name for record in self.list(role)]
             there = f"there is {', '.join(found) or 'none'}"
+            there += "".join(f"; {each}" for each in self.failures() if each.role == role and each.name not in found)
             if isinstance(names, int):
                 return f"{names - len(found)} of {names} {role} services; {there}"
             return f"{role} {', '.join(name for name in names if name not in found)}; {there}"
@@ -180,6 +218,31 @@ class Registry:
     def delete_value(self, key: str) -> None:
         with redis_errors():
             self._redis.delete(self._value_key(key))
+
+    def report_failure(self, role: str, name: str, reason: str) -> None:
+        """Leaves word of why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service takes it
+        back.
+        """
+        failure = Failure(role=role, name=name, reason=reason, unix_s=time.time())
+        with redis_errors():
+            self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_FAILURE_TTL_S)
+            self._redis.sadd(f"{self._prefix}:failures", f"{role}:{name}")
+
+    def failures(self) -> Failures:
+        """Of all services that have ended and not come back, by role and name."""
+        with redis_errors():
+            members: Any = self._redis.smembers(f"{self._prefix}:failures")
+            if not members:
+                return []
+            texts: Any = self._redis.mget([self._failure_key(*member.split(":", 1)) for member in sorted(members)])
+        return [Failure(**json.loads(text)) for text in texts if text is not None]
+
+    def _forget_failures(self, role: str, name: str) -> None:
+        for failure in self.failures():
+            if failure.role == role and (failure.name == name or failure.name.startswith(f"{name}-rank-")):
+                with redis_errors():
+                    self._redis.delete(self._failure_key(role, failure.name))
+                    self._redis.srem(f"{self._prefix}:failures", f"{role}:{failure.name}")
 
     def _poll(self, look: Callable[[], T | None], missing: Callable[[], str], timeout_s: float) -> T:
         """Looks again and again, at growing intervals, until there is something."""
@@ -218,14 +281,19 @@ class Registry:
     def _service_key(self, role: str, name: str) -> str:
         return f"{self._prefix}:service:{role}:{name}"
 
+    def _failure_key(self, role: str, name: str) -> str:
+        return f"{self._prefix}:failure:{role}:{name}"
+
     def _value_key(self, key: str) -> str:
         return f"{self._prefix}:value:{key}"
 
 
 def _parse(text: str) -> ServiceRecord:
     try:
-        return ServiceRecord(**json.loads(text))
-    except (ValueError, TypeError) as error:
+        fields = {"release": "of a release that does not say", **json.loads(text)}
+        # A newer release may tell more; that it is another one is said by name.
+        return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"a service record in Redis is not ours to read ({error}): {text[:200]}; is the run id shared?"
         ) from error

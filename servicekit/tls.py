@@ -1,5 +1,6 @@
 """Mutual TLS of a process: its certificate, followed when its files change, as gRPC credentials."""
 
+import contextlib
 import datetime
 import os
 import threading
@@ -109,7 +110,14 @@ class Identity:
 def operator_identity(environ: Mapping[str, str] = os.environ) -> Identity | None:
     """Who a person's command is to the services; None: no TLS. Raises: ConfigError: what is wrong with the files."""
     files = TlsFiles.of(*(environ.get(name, "") for name in (CERT, KEY, CA)))
-    return None if files is None else Identity(files, OPERATOR)
+    if files is None:
+        return None
+    try:
+        return Identity(files, OPERATOR)
+    except ConfigError:
+        with contextlib.suppress(ConfigError):  # in the coordinator's own container
+            return Identity(files, "coordinator")
+        raise
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:

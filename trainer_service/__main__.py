@@ -7,6 +7,7 @@ from pathlib import Path
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
+from servicekit.failures import tell_failure
 from servicekit.lifecycle import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         settle_nccl_settings()
     except (ConfigError, ConfigErrors) as error:
         get_logger(__name__).error("bad configuration", error=str(error))
+        rank = os.environ.get("RANK", "0")
+        tell_failure("trainer", app.failure_name(int(rank) if rank.isdigit() else 0), str(error))
         return EXIT_BAD_CONFIG
     settings = WorkerSettings(config=config, environment=environment, place=place, resume=options.resume)
     return app.run(settings)

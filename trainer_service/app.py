@@ -20,6 +20,7 @@ from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from trainer_service.ranks import Command, Commander, follow
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
+from weightsync.devices import check_device
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
@@ -35,12 +36,18 @@ def run(settings: WorkerSettings) -> int:
 
     async def main(stop: asyncio.Event) -> int:
         configure_logging(NAME, rank=settings.place.rank)
+        check_device(settings.environment.device)
         return await (_RankZero(settings).run(stop) if settings.place.rank == 0 else _follower(settings, stop))
 
-    code = run_main(NAME, main)
+    code = run_main(NAME, main, name=failure_name(settings.place.rank))
     sys.stderr.flush()
     # threads that wait for a dead peer would hold the interpreter up until their timeout
     os._exit(code)
+
+
+def failure_name(rank: int) -> str:
+    """Whose failure `tandem status` shows: the service's for rank 0, else the rank's."""
+    return NAME if rank == 0 else f"{NAME}-rank-{rank}"
 
 
 class _RankZero:

@@ -1,13 +1,17 @@
 """The registry against a real Redis: leases, fencing, waits, outages."""
 
+import dataclasses
+import json
 import threading
 from concurrent import futures
 
 import pytest
 
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, ReleaseSkew, Unavailable
+from servicekit.failures import tell_failure
 from servicekit.redis_client import connect
 from servicekit.registry import Registry, ServiceRecord
+from servicekit.versions import release
 from tests.polling import throughout, until
 
 TTL_S = 0.3
@@ -164,3 +168,70 @@ def test_values_are_waited_for_and_expire(redis_server, open_registry):
     registry.set_value("store", "x")
     registry.delete_value("store")
     assert registry.get_value("store") is None
+
+
+def test_a_service_of_another_release_is_refused_by_name(redis_server, open_registry):
+    first, second = open_registry(redis_server), open_registry(redis_server)
+    first.announce(record("coordinator", "w1", role="coordinator", address="10.0.0.1:5"), 30)
+    other = dataclasses.replace(record(), release="tandem 9.9, protocol 9")
+    with pytest.raises(ReleaseSkew) as caught:
+        second.announce(other, 30)
+    assert str(caught.value) == (
+        f"rollout-0 is tandem 9.9, protocol 9, and coordinator at 10.0.0.1:5, of the same run, is {release()}: "
+        "use images of one release"
+    )
+    assert first.list("rollout") == []  # it has not stayed
+    first.withdraw()
+    second.announce(other, 30)
+    assert second.list("rollout") == [other]
+
+
+def test_its_own_earlier_record_is_no_other_release(redis_server, open_registry):
+    owner = open_registry(redis_server)
+    owner.announce(record(), 30)
+    owner.announce(dataclasses.replace(record(), release="tandem 9.9, protocol 9"), 30)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"release": None}, "of a release that does not say"),
+        ({"release": "tandem 9.9, protocol 9", "color": "red"}, "tandem 9.9, protocol 9"),
+    ],
+)
+def test_records_of_older_and_newer_releases_can_be_read(redis_server, open_registry, change, told):
+    registry = open_registry(redis_server)
+    registry.announce(record(), 30)
+    fields = {key: value for key, value in {**dataclasses.asdict(record()), **change}.items() if value is not None}
+    connect(redis_server).set("tandem:run-1:service:rollout:rollout-0", json.dumps(fields))
+    assert [each.release for each in registry.list("rollout")] == [told]
+
+
+def test_why_a_service_has_ended_is_known_until_it_is_back(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    assert registry.failures() == []
+    for name, reason in (("rollout-1", "no GPU"), ("rollout-1", "still no GPU"), ("rollout-10", "wrong key")):
+        registry.report_failure("rollout", name, reason)
+    registry.report_failure("trainer", "trainer-rank-1", "out of memory")
+    told = {failure.name: failure.reason for failure in registry.failures()}
+    assert told == {"rollout-1": "still no GPU", "rollout-10": "wrong key", "trainer-rank-1": "out of memory"}
+    open_registry(redis_server).announce(record("rollout-1"), 30)
+    open_registry(redis_server).announce(record("trainer", role="trainer"), 30)
+    assert [failure.name for failure in registry.failures()] == ["rollout-10"]
+
+
+def test_who_waits_for_a_service_hears_why_it_ended(redis_server, open_registry):
+    registry = open_registry(redis_server)
+    registry.report_failure("rollout", "rollout-1", "no GPU")
+    registry.report_failure("trainer", "trainer", "not of interest here")
+    with pytest.raises(DeadlineExceeded, match=r"rollout-1; there is none; rollout-1 ended \d+ s ago: no GPU$"):
+        registry.wait_for("rollout", ["rollout-1"], 0.05)
+
+
+def test_a_failure_is_told_as_well_as_it_can_be(redis_server, open_registry):
+    environ = {"REDIS_URL": redis_server, "TANDEM_RUN_ID": "run-1"}
+    tell_failure("trainer", "trainer", "out of memory", environ)
+    assert str(open_registry(redis_server).failures()[0]).endswith("ago: out of memory")
+    for incomplete in ({}, {"REDIS_URL": "redis://127.0.0.1:1", "TANDEM_RUN_ID": "run-1"}, {"REDIS_URL": redis_server}):
+        tell_failure("trainer", "trainer", "nobody hears", incomplete)
+    assert len(open_registry(redis_server).failures()) == 1
