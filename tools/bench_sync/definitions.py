@@ -19,7 +19,7 @@ DEFINITIONS = {
     "ours_*_generating": (
         "the same while every engine generates without end (4 requests at a time), pause mode keep_kv. silence: the "
         "longest time in which a replica finished no completion; typical_silence: the median such time. On the same "
-        "cores as the transfer, so this is also a fight for cores. Not warmed up by an unmeasured run; at TP2 -> TP2 only."
+        "cores as the transfer, so this is also a fight for cores. No unmeasured run before. TP2 -> TP2 only."
     ),
     "stock_flattened": (
         "SGLang's update_weights_from_distributed: gather whole Hugging Face tensors, pause, flush, "
