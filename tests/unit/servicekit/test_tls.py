@@ -179,7 +179,11 @@ async def test_new_certificates_of_a_new_authority_are_taken_over_without_a_rest
         write_files(folder, following.issue([role_name(role)]), following.pem)
     clock.pass_a_second()
 
-    assert await caller.unary(b"new connection, new certificates") == b"new connection, new certificates"
+    with capture_logs() as lines:
+        assert await caller.unary(b"new connection, new certificates") == b"new connection, new certificates"
+    # The server looks at its files in a handshake: there was one, so the caller has not gone on with the old connection.
+    changed = {line["subject"] for line in lines if line["event"] == "certificate changed"}
+    assert changed == {"CN=coordinator.tandem", "CN=trainer.tandem"}
     assert own["trainer"].material().authorities == following.pem
     stale = client(address, Identity(files_of(tmp_path, authority, "operator"), "operator", clock=clock))
     with pytest.raises(errors.Unavailable), rpc_errors():  # who still has the old ones is not believed any more
