@@ -181,7 +181,7 @@ async def test_new_certificates_of_a_new_authority_are_taken_over_without_a_rest
 
     with capture_logs() as lines:
         assert await caller.unary(b"new connection, new certificates") == b"new connection, new certificates"
-    # The server looks at its files in a handshake: there was one, so the caller has not gone on with the old connection.
+    # The server looks at its files in a handshake: the caller has not gone on with the old connection.
     changed = {line["subject"] for line in lines if line["event"] == "certificate changed"}
     assert changed == {"CN=coordinator.tandem", "CN=trainer.tandem"}
     assert own["trainer"].material().authorities == following.pem
