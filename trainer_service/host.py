@@ -66,6 +66,8 @@ class Ranks:
 
     grace_s: float = STOP_GRACE_S
     _names: dict[int, str] = field(default_factory=dict, init=False)
+    # Kept: a Popen that nobody holds is waited for by the next one, and its exit code is lost.
+    _children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     _failed: int = field(default=EXIT_OK, init=False)
     _asked: bool = field(default=False, init=False)
 
@@ -80,6 +82,7 @@ class Ranks:
         for environment in environments:
             # Not our group: Ctrl-C in a terminal is ours to pass on, once.
             child = subprocess.Popen(command, env={**os.environ, **environment}, process_group=0)
+            self._children.append(child)
             self._names[child.pid] = f"rank {environment['RANK']}"
         while self._names:
             # As a container's first process we also inherit orphans; they are collected and forgotten here.
