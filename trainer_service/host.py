@@ -84,6 +84,8 @@ class Ranks:
             child = subprocess.Popen(command, env={**os.environ, **environment}, process_group=0)
             self._children.append(child)
             self._names[child.pid] = f"rank {environment['RANK']}"
+            if self._asked:  # while this one was being started
+                self._signal(signal.SIGTERM)
         while self._names:
             # As a container's first process we also inherit orphans; they are collected and forgotten here.
             pid, status = os.wait()
@@ -98,11 +100,12 @@ class Ranks:
         code = code if code >= 0 else 128 - code
         log.info("trainer process ended", process=name, code=code)
         self._failed = self._failed or code
-        self._stop(f"the end of {name}")
+        if self._names:
+            self._stop(f"the end of {name}")
 
     def _stop(self, why: str) -> None:
         """Asks every process to end, and kills those that have not after the grace period."""
-        if self._names and not self._asked:
+        if not self._asked:
             self._asked = True
             log.info("stopping the ranks", why=why)
             self._signal(signal.SIGTERM)
