@@ -20,7 +20,7 @@ define pytest
 		$(PY) -m tools.test_summary $(REPORTS)/$(1).xml || exit 1; exit $$status
 endef
 # Most tests wait for processes more than they compute, so three workers keep two cores busy.
-WORKERS := -n 3 --dist loadgroup
+WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
 .PHONY: format proto clean gpu-check bench-sync images

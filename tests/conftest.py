@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import redis
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.polling import until
 
@@ -18,13 +20,19 @@ SPREAD = ("tests/chaos/",)
 TOGETHER = ("tests/images/",)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` the tests of a file stay in one worker, because they share its engines."""
-    for item in items:
-        if not item.nodeid.startswith(SPREAD):
-            group = next((folder for folder in TOGETHER if item.nodeid.startswith(folder)), item.nodeid.split("::")[0])
-            item.add_marker(pytest.mark.xdist_group(group))
+class BySharedEngines(LoadScopeScheduling):
+    """A file's tests stay in one worker, because they share its engines. (In pytest 9.2 `xdist_group` does nothing.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(SPREAD):
+            return nodeid
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.split("::", 1)[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """How `--dist loadfile` shares the tests out, in `make test`."""
+    return BySharedEngines(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 class RedisProcess:
