@@ -95,11 +95,25 @@ async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
     """Everyone that the configuration counts. Returns: the trainer."""
     names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
     timeout_s = config.run.startup_timeout_s
-    (trainer,), _ = await asyncio.gather(
-        asyncio.to_thread(registry.wait_for, "trainer", ["trainer"], timeout_s),
-        asyncio.to_thread(registry.wait_for, "rollout", names, timeout_s),
+    trainers, rollouts = await asyncio.gather(
+        _found(registry, "trainer", ["trainer"], timeout_s), _found(registry, "rollout", names, timeout_s)
     )
+    if isinstance(trainers, DeadlineExceeded) or isinstance(rollouts, DeadlineExceeded):
+        # Both, with what is known of each: a trainer that failed may be why there is no replica either.
+        missing = [str(each) for each in (trainers, rollouts) if isinstance(each, DeadlineExceeded)]
+        raise DeadlineExceeded("; ".join(missing))
+    (trainer,) = trainers
     return trainer
+
+
+async def _found(
+    registry: Registry, role: str, names: list[str], timeout_s: float
+) -> list[ServiceRecord] | DeadlineExceeded:
+    """Who was waited for, or the error that names who did not come."""
+    try:
+        return await asyncio.to_thread(registry.wait_for, role, names, timeout_s)
+    except DeadlineExceeded as missing:
+        return missing
 
 
 async def _wait_for_pods(config: RunConfig, registry: Registry, cluster: "Cluster") -> ServiceRecord:
