@@ -6,7 +6,7 @@ from tests.measured_rounds import Case, UnsteadyMachine, compare
 from weightsync.layout import Parallel
 
 # Slow, not because it takes long, but because it compares times: other work on the machine can spoil a try.
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.alone]
 TRIES = 3
 TOLERANCE = 0.30
 TP2 = Parallel(tensor=2)
