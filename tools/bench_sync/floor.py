@@ -52,7 +52,7 @@ class FloorRank:
                 works.append(dist.isend(buffer, hop.receiver, tag=hop.message.sequence))
         for hop, buffer in zip(self._hops, self._buffers, strict=True):
             if hop.sender == self._rank and hop.hop > 0:
-                receives[hop.message.sequence].wait()
+                receives.pop(hop.message.sequence).wait()  # once: gloo takes a second wait for that of a second message
                 works.append(dist.isend(buffer, hop.receiver, tag=hop.message.sequence))
         for work in [*receives.values(), *works]:
             if work is not None:
