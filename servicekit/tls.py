@@ -58,10 +58,10 @@ class Identity:
         self._told_expired = False
         TLS_EXPIRY.set_function(lambda: self.material().expires.timestamp())
 
-    def material(self) -> Material:
-        """The newest good files."""
+    def material(self, *, at_once: bool = False) -> Material:
+        """The newest good files; as they were within the last second unless `at_once`."""
         with self._lock:
-            if self._clock() - self._looked_s >= _LOOK_EVERY_S:
+            if at_once or self._clock() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = self._clock()
                 self._look()
             return self._material
@@ -96,7 +96,8 @@ class Identity:
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal told
-            newest = self.material()
+            # Handshakes are rare, and a peer that has renewed its own certificate makes no second one soon.
+            newest = self.material(at_once=True)
             if newest is told:
                 return None
             told = newest

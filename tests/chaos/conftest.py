@@ -23,6 +23,7 @@ class Fleets:
         """A fleet in which all replicas serve; a test that fails inside brings the processes' logs."""
         started = self._current is not None
         fleet = self._fleet()
+        fleet.use_as_at_first()
         try:
             if not started:
                 fleet.start()

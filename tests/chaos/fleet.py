@@ -49,6 +49,7 @@ class ChaosFleet:
         self.processes: dict[str, ForkServerProcess] = {}
         self.pids: set[int] = set()  # of all processes that there have been
         self._sync = sync
+        self._first_sync = sync
         self._serial = 0
         self._registry: Registry | None = None
         self._channels: dict[str, grpc.Channel] = {}
@@ -151,6 +152,10 @@ class ChaosFleet:
     def use(self, **sync: Any) -> None:
         """Settings of the publications from here on."""
         self._sync = {**self._sync, **sync}
+
+    def use_as_at_first(self) -> None:
+        """The settings that the fleet was made with: cells share it, and must not inherit from each other."""
+        self._sync = self._first_sync
 
     def end(self, name: str) -> None:
         """SIGKILL, whatever state it is in; nothing if there is no such process."""

@@ -26,7 +26,7 @@ def all_serve(version: int) -> dict[str, tuple[int, int]]:
 def test_a_trainer_that_returns_meanwhile_is_published_in_a_new_epoch(fleets: Fleets) -> None:
     with fleets.whole() as fleet:
         fleet.train_step()
-        fleet.use(install="in_place", formation_timeout_s=20.0)
+        fleet.use(install="in_place", transport="collective", formation_timeout_s=20.0)
         gate = fleet.gate("trainer-0")
         gate.arm("transfer", 4)
         result = fleet.start_coordinator()
