@@ -2,7 +2,7 @@
 
 cert-manager and the Prometheus operator have their schemas in npm packages: the slow test installs and uses those.
 JobSet and Kueue have none in a registry: the Job inside a JobSet is validated as the Job that it is, and the rest of
-their fields is compared with lists, which were read off the projects' CRDs (JobSet v1alpha2, Kueue v1beta1).
+their fields is compared with lists: JobSet v1alpha2's read off its CRD, Kueue v1beta1's in part from memory.
 """
 
 import json
