@@ -20,6 +20,7 @@ from weightsync.coverage import check_coverage, zero_padding
 from weightsync.hf_layout import hf_layout
 from weightsync.layout import Layout, Parallel
 from weightsync.megatron_layout import megatron_layout
+from weightsync.megatron_names import in_local_spelling
 from weightsync.messages import Message, cut_messages
 from weightsync.model_spec import ModelSpec
 from weightsync.plan import make_plan
@@ -36,9 +37,11 @@ def load_shards(
 
     Args:
         layout: where the rank keeps its slices (megatron_layout or sglang_layout).
-        tensors: the rank's parameters by engine name; written in place, cast to their dtype.
+        tensors: the rank's parameters by engine name, Megatron's in either spelling; written in place, cast to their
+            dtype.
     Raises: ConfigError: a tensor is missing, has another shape or is cut off; the parameters do not fit the layout.
     """
+    tensors = in_local_spelling(spec, tensors)
     check_coverage(layout, rank, tensors, f"rank {rank}")
     plan = make_plan(hf_layout(spec), layout)
     with ExitStack() as stack:
@@ -95,7 +98,7 @@ def gather_tensors(
     """
     source = megatron_layout(spec, parallel)
     plan = make_plan(source, hf_layout(spec))
-    sender = Packer(source, tensors, "src")
+    sender = Packer(source, in_local_spelling(spec, tensors), "src")
     whole: dict[str, torch.Tensor] = {}
     if rank == 0:
         whole = {

@@ -29,6 +29,7 @@ from weightsync.communicators import CommunicatorCache
 from weightsync.coverage import Coverage
 from weightsync.facts import own_facts
 from weightsync.layout import Layout, Parallel
+from weightsync.megatron_names import in_local_spelling
 from weightsync.model_spec import ModelSpec
 from weightsync.participants import Participants
 from weightsync.rendezvous import Lease, Rendezvous
@@ -62,8 +63,9 @@ class SyncMember:
     Args:
         slot: "trainer/<rank>" or "<replica>/<tp rank>".
         parallel: sizes of this process's own side.
-        tensors: parameters (and persistent buffers) by engine name: the memory that is read or written. A staged round
-            may give them other memory (see SpareShard): they must be the engine's own, not aliases of them.
+        tensors: parameters (and persistent buffers) by engine name (Megatron's in either spelling): the memory that is
+            read or written. A staged round may give them other memory (see SpareShard): they must be the engine's own,
+            not aliases of them.
         group: rendezvous group in Redis.
         host: address that the other ranks reach this process at.
     """
@@ -85,7 +87,7 @@ class SyncMember:
         self._role, _, rank = slot.rpartition("/")
         self._rank = int(rank)
         self._parallel = parallel
-        self._tensors = tensors
+        self._tensors = in_local_spelling(spec, tensors)
         device = next(iter(tensors.values())).device
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
         self._communicators = CommunicatorCache(self._lease, host, device)
@@ -95,7 +97,7 @@ class SyncMember:
         self._shard_elements = self._layout.elements_of(self._rank)
         self._links = Links(slot)
         self._packers = Packers(self._layout, "dst" if self._is_receiver else "src")
-        self._spare = SpareShard(tensors)
+        self._spare = SpareShard(self._tensors)
         self._state = _State.IDLE
         self._round_id = ""
         self._epoch = 0
@@ -104,7 +106,7 @@ class SyncMember:
         self._comm: Communicator | None = None
         self._transport: Transport | None = None
         self._done: dict[tuple[str, int], pb.PhaseReport] = {}
-        self._target: Mapping[str, torch.Tensor] = tensors
+        self._target: Mapping[str, torch.Tensor] = self._tensors
         self._stats = TransferStats()
 
     def start(self) -> None:

@@ -9,6 +9,7 @@ from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMism
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
+from tests.unit.weightsync.test_megatron_names import respelled
 from tests.weight_stores import same
 from weightsync.layout import Parallel
 from weightsync.rendezvous import Lease, Rendezvous
@@ -36,6 +37,15 @@ def test_every_rank_holds_its_exact_shard(
         assert same(them.stores[slot], them.expected(slot)) == []
         assert reports[slot].bytes_received == reports[slot].shard_bytes  # redundancy 1.00
         assert 0 < reports[slot].staging_bytes <= 2 * 4096
+
+
+def test_a_trainer_with_fused_layer_norms_is_synced_alike(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel()})
+    for slot in ("trainer/0", "trainer/1"):
+        them.replace(slot, respelled(them.stores[slot]))
+    assert any("linear_fc1.layer_norm_weight" in name for name in them.stores["trainer/1"])
+    them.sync(them.round(1))
+    assert same(them.stores["rollout-0/0"], them.expected("rollout-0/0")) == []
 
 
 def test_the_trainer_sends_one_model_whatever_the_number_of_replicas(fleet: Callable[..., Fleet]) -> None:
