@@ -1,155 +1,117 @@
 """The dashboard "Fleet": the replicas, how busy they are, and what is wrong with the processes."""
 
-from tools.dashboards.panels import COORDINATOR, ROLLOUT, RUN, Board, Panel, Row, Series, percentile
+from tools.dashboards.panels import (
+    COORDINATOR,
+    ROLLOUT,
+    RUN,
+    Board,
+    Row,
+    Series,
+    gauge,
+    increase,
+    panel,
+    percentiles,
+    rate,
+)
+
+_EVERYONE = f'job=~"coordinator|trainer|rollout", {RUN}'
 
 _REPLICAS = Row(
     title="Replicas",
     panels=(
-        Panel(
-            title="Replicas by state",
-            help="As they say themselves. Paused during a sync; unseeded and poisoned ones wait for one.",
-            unit="none",
+        panel(
+            "Replicas by state",
+            "As they say themselves. Paused during a sync; unseeded and poisoned ones wait for one.",
+            Series(expr=f"sum by (state) (tandem_replica_state{{{ROLLOUT}}})", legend="{{state}}"),
             stacked=True,
-            series=(Series(expr=f"sum by (state) (tandem_replica_state{{{ROLLOUT}}})", legend="{{state}}"),),
         ),
-        Panel(
-            title="Announced and serving",
-            help="As the coordinator sees them. Apart for long: see TandemReplicaNotServing.",
-            unit="none",
-            series=(
-                Series(expr=f"tandem_announced_replicas{{{COORDINATOR}}}", legend="announced"),
-                Series(expr=f"tandem_serving_replicas{{{COORDINATOR}}}", legend="serving"),
-            ),
+        panel(
+            "Announced and serving",
+            "As the coordinator sees them. Apart for long: see TandemReplicaNotServing.",
+            gauge("tandem_announced_replicas", "announced"),
+            gauge("tandem_serving_replicas", "serving"),
         ),
-        Panel(
-            title="Restarts",
-            help="Times that a replica has come back as a new process, and stuck pods that were evicted, while this "
+        panel(
+            "Restarts",
+            "Times that a replica has come back as a new process, and stuck pods that were evicted, while this "
             "coordinator has been there.",
-            unit="none",
-            series=(
-                Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),
-                Series(expr=f"tandem_replica_evictions_total{{{COORDINATOR}}}", legend="evicted pods"),
-            ),
+            Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),
+            gauge("tandem_replica_evictions_total", "evicted pods"),
         ),
-        Panel(
-            title="Tokens per second",
-            help="Sampled by each replica.",
-            unit="none",
+        panel(
+            "Tokens per second",
+            "Sampled by each replica.",
+            rate("tandem_generated_tokens_total", "{{replica}}", ROLLOUT, by="replica"),
             stacked=True,
-            series=(
-                Series(
-                    expr=f"sum by (replica) (rate(tandem_generated_tokens_total{{{ROLLOUT}}}[$window]))",
-                    legend="{{replica}}",
-                ),
-            ),
         ),
-        Panel(
-            title="Queue",
-            help="Completions in an engine, and those of them that wait for room.",
-            unit="none",
-            series=(
-                Series(expr=f"tandem_engine_requests{{{ROLLOUT}}}", legend="{{replica}} all"),
-                Series(expr=f"tandem_engine_waiting_requests{{{ROLLOUT}}}", legend="{{replica}} waiting"),
-            ),
+        panel(
+            "Queue",
+            "Completions in an engine, and those of them that wait for room.",
+            gauge("tandem_engine_requests", "{{replica}} all", ROLLOUT),
+            gauge("tandem_engine_waiting_requests", "{{replica}} waiting", ROLLOUT),
         ),
-        Panel(
-            title="KV cache",
-            help="Share in use. Near 1 with a queue: the engine is limited by memory.",
+        panel(
+            "KV cache",
+            "Share in use. Near 1 with a queue: the engine is limited by memory.",
+            gauge("tandem_kv_cache_usage_ratio", "{{replica}}", ROLLOUT),
             unit="percentunit",
-            series=(Series(expr=f"tandem_kv_cache_usage_ratio{{{ROLLOUT}}}", legend="{{replica}}"),),
         ),
-        Panel(
-            title="Groups being generated",
-            help="Prompts in flight.",
-            unit="none",
+        panel(
+            "Groups being generated",
+            "Prompts in flight.",
+            gauge("tandem_running_groups", "{{replica}}", ROLLOUT),
             stacked=True,
-            series=(Series(expr=f"tandem_running_groups{{{ROLLOUT}}}", legend="{{replica}}"),),
         ),
-        Panel(
-            title="Generate calls",
-            help="Seconds of a call: as long as its longest completion.",
+        panel(
+            "Generate calls",
+            "Seconds of a call: as long as its longest completion.",
+            *percentiles("tandem_generate_seconds", 0.5, 0.95, selector=ROLLOUT, by="replica"),
             unit="s",
-            series=tuple(
-                Series(
-                    expr=percentile(share, "tandem_generate_seconds", ROLLOUT, "replica"),
-                    legend=f"{{{{replica}}}} p{share * 100:g}",
-                )
-                for share in (0.5, 0.95)
-            ),
         ),
-        Panel(
-            title="Calls that failed",
-            help="Generate calls whose groups were generated elsewhere or again.",
+        panel(
+            "Calls that failed",
+            "Generate calls whose groups were generated elsewhere or again.",
+            increase("tandem_generate_retries_total", "retried"),
             unit="short",
-            series=(
-                Series(
-                    expr=f"sum (increase(tandem_generate_retries_total{{{COORDINATOR}}}[$window]))", legend="retried"
-                ),
-            ),
         ),
     ),
 )
 _PROCESSES = Row(
     title="Processes",
     panels=(
-        Panel(
-            title="Scraped",
-            help="1 while Prometheus can read a service's metrics.",
-            unit="none",
-            series=(Series(expr=f'up{{job=~"coordinator|trainer|rollout", {RUN}}}', legend="{{job}} {{instance}}"),),
+        panel(
+            "Scraped",
+            "1 while Prometheus can read a service's metrics.",
+            gauge("up", "{{job}} {{instance}}", _EVERYONE),
         ),
-        Panel(
-            title="RPCs",
-            help="Per second, by service and status code.",
+        panel(
+            "RPCs",
+            "Per second, by service and status code.",
+            rate("tandem_rpc_total", "{{job}} {{code}}", RUN, by="job, code"),
             unit="reqps",
-            series=(
-                Series(
-                    expr=f"sum by (job, code) (rate(tandem_rpc_total{{{RUN}}}[$window]))", legend="{{job}} {{code}}"
-                ),
-            ),
         ),
-        Panel(
-            title="Lease renewals that failed",
-            help="By reason: Redis did not answer, the lease had expired, another worker has it.",
+        panel(
+            "Lease renewals that failed",
+            "By reason: Redis did not answer, the lease had expired, another worker has it.",
+            increase("tandem_lease_renewals_failed_total", "{{job}} {{reason}}", RUN, by="job, reason"),
             unit="short",
-            series=(
-                Series(
-                    expr=f"sum by (job, reason) (increase(tandem_lease_renewals_failed_total{{{RUN}}}[$window]))",
-                    legend="{{job}} {{reason}}",
-                ),
-            ),
         ),
-        Panel(
-            title="Disk of the run's folder",
-            help="Share that is free.",
+        panel(
+            "Disk of the run's folder",
+            "Share that is free.",
+            Series(expr=f"tandem_run_dir_free_bytes{{{RUN}}} / tandem_run_dir_size_bytes{{{RUN}}}", legend="{{job}}"),
             unit="percentunit",
-            series=(
-                Series(
-                    expr=f"tandem_run_dir_free_bytes{{{RUN}}} / tandem_run_dir_size_bytes{{{RUN}}}", legend="{{job}}"
-                ),
-            ),
         ),
-        Panel(
-            title="Memory",
-            help="Resident bytes of each service's own process (an engine's ranks are further processes).",
+        panel(
+            "Memory",
+            "Resident bytes of each service's own process (an engine's ranks are further processes).",
+            gauge("process_resident_memory_bytes", "{{job}} {{instance}}", _EVERYONE),
             unit="bytes",
-            series=(
-                Series(
-                    expr=f'process_resident_memory_bytes{{job=~"coordinator|trainer|rollout", {RUN}}}',
-                    legend="{{job}} {{instance}}",
-                ),
-            ),
         ),
-        Panel(
-            title="Processor",
-            help="Cores that each service's own process uses.",
-            unit="none",
-            series=(
-                Series(
-                    expr=f'rate(process_cpu_seconds_total{{job=~"coordinator|trainer|rollout", {RUN}}}[$window])',
-                    legend="{{job}} {{instance}}",
-                ),
-            ),
+        panel(
+            "Processor",
+            "Cores that each service's own process uses.",
+            Series(expr=f"rate(process_cpu_seconds_total{{{_EVERYONE}}}[$window])", legend="{{job}} {{instance}}"),
         ),
     ),
 )
