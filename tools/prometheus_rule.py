@@ -1,10 +1,14 @@
 """Writes deploy/monitoring/prometheus-rule.yaml: rules/tandem.yaml as an object of the Prometheus operator.
 
     python -m tools.prometheus_rule
+    python -m tools.prometheus_rule --runbook URL    also: alerts link to the runbook there, in both files
 
 A test compares the committed file with what this makes.
 """
 
+import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -29,5 +33,28 @@ def prometheus_rule(rules: str) -> str:
     return _HEADER + yaml.safe_dump(rule, sort_keys=False, width=120, allow_unicode=True)
 
 
+def with_runbook(rules: str, url: str) -> str:
+    """A rule file whose alerts link to their entries of the runbook at `url`.
+
+    >>> with_runbook("runbook_url: docs/runbook.md#tandemdiskfull", "https://docs.example.com/runbook")
+    'runbook_url: https://docs.example.com/runbook#tandemdiskfull'
+    """
+    return re.sub(r"(?<=runbook_url: )[^#\s]*(?=#)", lambda _: url, rules)
+
+
+def main(arguments: Sequence[str] | None = None, source: Path = RULES, target: Path = OBJECT) -> None:
+    """Writes the object `target`, and with --runbook the rules `source` first."""
+    parser = argparse.ArgumentParser(prog="tools.prometheus_rule", description="Write prometheus-rule.yaml.")
+    parser.add_argument("--runbook", metavar="URL", help="where docs/runbook.md can be read")
+    url = parser.parse_args(arguments).runbook
+    if url is not None and re.fullmatch(r"https?://[^#\s]+", url) is None:
+        parser.error(f"--runbook {url}: not an http address without a #")
+    rules = source.read_text(encoding="utf-8")
+    if url is not None:
+        rules = with_runbook(rules, url)
+        source.write_text(rules, encoding="utf-8")
+    target.write_text(prometheus_rule(rules), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    OBJECT.write_text(prometheus_rule(RULES.read_text(encoding="utf-8")), encoding="utf-8")
+    main()

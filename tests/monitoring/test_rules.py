@@ -1,6 +1,7 @@
 """Alert rules: they fire when they should, ask for metrics that exist, and each says what to do."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.house.repository import PACKAGES, REPO, python_files
 from tests.monitoring.declared import JOBS, series_of
 from tests.monitoring.promql import problems, selectors
 from tests.monitoring.tools import MONITORING, RULES, tool
+from tools.prometheus_rule import main
 
 RUNBOOK = REPO / "docs" / "runbook.md"
 CASES = MONITORING / "tests" / "tandem_test.yaml"
@@ -21,6 +23,8 @@ ALL_RULES = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in ALL_RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}
 SERIES = {job: series_of(job) for job in JOBS}
+# One for all: `python -m tools.prometheus_rule --runbook URL` sets it.
+RUNBOOK_URL = ALERTS[0]["annotations"]["runbook_url"].partition("#")[0]
 PARTS = ("**Meaning.**", "**Look.**", "**Do.**")
 # promtool evaluates some hours of every minute: 10 s of a core, and the cores are shared.
 PROMTOOL_S = 180.0
@@ -65,11 +69,29 @@ def test_a_rule_asks_for_what_is_exported(rule: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
     name = rule["alert"]
-    assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+    address, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert (address, anchor) == (RUNBOOK_URL, name.lower())
     assert rule["annotations"]["summary"]
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     entry = entries()[name]
     assert [part for part in PARTS if part not in entry] == []
+
+
+def test_alerts_can_link_to_where_the_runbook_is_published(tmp_path: Path) -> None:
+    rules, rule_object = tmp_path / "rules.yaml", tmp_path / "object.yaml"
+    shutil.copy(RULES, rules)
+    main(["--runbook", "https://docs.example.com/runbook"], rules, rule_object)
+    written = rules.read_text(encoding="utf-8")
+    for text in (written, rule_object.read_text(encoding="utf-8")):
+        assert text.count("runbook_url: https://docs.example.com/runbook#tandem") == len(ALERTS)
+    assert written.replace("https://docs.example.com/runbook", RUNBOOK_URL) == RULES.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("url", ["docs/runbook.md", "https://docs.example.com/#runbook"])
+def test_a_wrong_address_of_the_runbook_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--runbook", url])
+    assert url in capsys.readouterr().err
 
 
 def test_the_runbook_has_no_entry_without_its_alert() -> None:
