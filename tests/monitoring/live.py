@@ -25,15 +25,50 @@ ANSWER_S = 30.0
 WINDOW = "1m"
 
 
-class Prometheus:
+class PrometheusApi:
+    """The HTTP API of a Prometheus at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **parameters: str | float) -> bytes:
+        """GET. Raises: OSError: no answer, or (urllib.error.HTTPError) a refusal."""
+        query = f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
+        with urllib.request.urlopen(f"{self.url}{path}{query}", timeout=ANSWER_S) as answer:
+            return bytes(answer.read())
+
+    def labels(self, expression: str) -> list[dict[str, str]]:
+        """Labels of what a query returns now."""
+        return [series["metric"] for series in self._instant(expression)]
+
+    def now(self, expression: str) -> list[float]:
+        """Finite values of a query now."""
+        values = [float(series["value"][1]) for series in self._instant(expression)]
+        return [value for value in values if math.isfinite(value)]
+
+    def has_data(self, expression: str) -> bool:
+        """Whether a query returns a finite value now."""
+        return self.now(expression) != []
+
+    def _instant(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.get("/api/v1/query", query=expression))["data"]["result"]
+        return found
+
+    def rules(self) -> dict[str, str]:
+        """Rule to its health ("ok" once it was evaluated)."""
+        groups = json.loads(self.get("/api/v1/rules"))["data"]["groups"]
+        return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+
+
+class Prometheus(PrometheusApi):
     """One server; `targets` is by job, then by replica name ("" for none): host:port."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Mapping[str, str]]) -> None:
+        super().__init__(f"http://127.0.0.1:{_free_port()}")
         self._folder = folder
         self._start_s = time.time()
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(_config(targets)))
-        self.url = f"http://127.0.0.1:{_free_port()}"
         command = [tool("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         command += [f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn"]
         with (folder / "prometheus.log").open("wb") as log:
@@ -44,18 +79,13 @@ class Prometheus:
         if self._process.poll() is not None:
             raise RuntimeError(f"prometheus ended: {(self._folder / 'prometheus.log').read_text()}")
         with contextlib.suppress(OSError, urllib.error.URLError):
-            return self._get("/-/ready").startswith(b"Prometheus Server is Ready")
+            return self.get("/-/ready").startswith(b"Prometheus Server is Ready")
         return False
-
-    def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=ANSWER_S) as answer:
-            return bytes(answer.read())
 
     def values(self, expression: str) -> list[float]:
         """Every finite value of a query over the time since the start. Raises: AssertionError: it was refused."""
-        query = {"query": expression, "start": self._start_s, "end": time.time(), "step": 1}
         try:
-            raw = self._get(f"/api/v1/query_range?{urllib.parse.urlencode(query)}")
+            raw = self.get("/api/v1/query_range", query=expression, start=self._start_s, end=time.time(), step=1)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from None
         found: list[dict[str, Any]] = json.loads(raw)["data"]["result"]
@@ -65,11 +95,6 @@ class Prometheus:
     def without_data(self, queries: Sequence[Query]) -> list[Query]:
         """Queries that have returned no number so far."""
         return [query for query in queries if not self.values(query.over(WINDOW))]
-
-    def rules(self) -> dict[str, str]:
-        """Rule to its health ("ok" once it was evaluated)."""
-        groups = json.loads(self._get("/api/v1/rules"))["data"]["groups"]
-        return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
 
     def close(self) -> None:
         self._process.terminate()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coordinator.web import conditions
 from tandem_config.schema import RunConfig
 from tests.house.repository import PACKAGES, REPO, python_files
 from tests.monitoring.declared import JOBS, series_of
@@ -103,6 +104,26 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
     cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
     fired = [sample["labels"] for case in cases for each in case["promql_expr_test"] for sample in each["exp_samples"]]
     assert f'{{alertname="{rule["alert"]}"}}' in fired
+
+
+@pytest.mark.parametrize(
+    ("name", "comparison"),
+    [
+        ("TandemNoProgress", f"> {conditions.NO_PROGRESS_S:g}"),
+        (
+            "TandemNoProgress",
+            f"<= on (namespace) {conditions.NO_PROGRESS_ITERATIONS} * tandem:iteration_seconds:mean6h",
+        ),
+        ("TandemKLHigh", f"> {conditions.KL_HIGH:g}"),
+        ("TandemEntropyCollapsed", f"< {conditions.ENTROPY_COLLAPSED:g}"),
+        ("TandemNothingToLearn", f"> {conditions.NOTHING_TO_LEARN:g}"),
+        ("TandemRewardCollapsed", f"< {conditions.REWARD_COLLAPSED:g} * "),
+        ("TandemDiskFull", f"< {conditions.DISK_FULL:g} * "),
+    ],
+)
+def test_the_page_has_the_thresholds_of_the_rules(name: str, comparison: str) -> None:
+    (rule,) = [rule for rule in ALERTS if rule["alert"] == name]
+    assert comparison in rule["expr"]
 
 
 def test_settings_that_the_runbook_names_exist() -> None:
