@@ -113,6 +113,32 @@ def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
     )
 
 
+@_check("rollout.nodes", "rollout.tensor_parallel")
+def _hosts_divide_an_engines_ranks(config: RunConfig) -> ConfigProblem | None:
+    ranks, nodes = config.rollout.tensor_parallel, config.rollout.nodes
+    if ranks % nodes == 0:
+        return None
+    return ConfigProblem(
+        key="rollout.nodes",
+        value=str(nodes),
+        message=f"does not divide the {ranks} ranks of an engine (rollout.tensor_parallel)",
+        suggestion=f"numbers of hosts that do: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
+    )
+
+
+@_check("rollout.nodes", "fleet.kind", "fleet.rollout_set_kind")
+def _pods_of_an_engine_are_a_group(config: RunConfig) -> ConfigProblem | None:
+    fleet, nodes = config.fleet, config.rollout.nodes
+    if fleet.kind != "kubernetes" or nodes == 1 or fleet.rollout_set_kind == "LeaderWorkerSet":
+        return None
+    return ConfigProblem(
+        key="fleet.rollout_set_kind",
+        value=fleet.rollout_set_kind,
+        message=f"makes engines of one pod, and rollout.nodes is {nodes}",
+        suggestion="LeaderWorkerSet, with the component lws-rollout",
+    )
+
+
 @_check("rollout.expert_parallel", "rollout.tensor_parallel")
 def _expert_groups_divide_an_engines_ranks(config: RunConfig) -> ConfigProblem | None:
     ranks, groups = config.rollout.tensor_parallel, config.rollout.expert_parallel

@@ -233,7 +233,17 @@ class RolloutSection(Section):
     min_replicas: PositiveInt = Field(
         1, description="Fewest replicas that a run goes on with while others are lost; they come back as they can."
     )
+    rejoin_timeout_s: Annotated[float, Field(ge=0)] = Field(
+        600.0,
+        description=(
+            "Seconds that a run in which too few replicas are left waits for one to come, before it fails; what was "
+            "generated before is kept."
+        ),
+    )
     tensor_parallel: PositiveInt = Field(1, description="Ranks that share one engine.")
+    nodes: PositiveInt = Field(
+        1, description="Hosts that each engine spans, with as many ranks on each; must divide tensor_parallel."
+    )
     expert_parallel: PositiveInt = Field(
         1, description="Groups among those ranks that divide the experts; must divide tensor_parallel."
     )
@@ -315,7 +325,14 @@ class FleetSection(Section):
         description="How to reach the Kubernetes API; null: as the pod's service account, outside of a pod as kubectl.",
     )
     rollout_set: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = Field(
-        "rollout", description="StatefulSet whose pods are the replicas; a replica has its pod's name."
+        "rollout", description="The set whose pods are the replicas; a replica has its pod's name."
+    )
+    rollout_set_kind: Literal["StatefulSet", "LeaderWorkerSet"] = Field(
+        "StatefulSet",
+        description=(
+            "Kind of that set: StatefulSet: a pod is an engine; LeaderWorkerSet: a group of pods is, and its leader is "
+            "the replica; for rollout.nodes above 1."
+        ),
     )
     scale: bool = Field(
         False,

@@ -32,6 +32,20 @@ def rollout_set(replicas: int) -> dict[str, Any]:
     return {"metadata": {"name": "rollout", "namespace": NAMESPACE}, "spec": spec}
 
 
+def leader_worker_set(replicas: int, size: int = 2) -> dict[str, Any]:
+    """The LeaderWorkerSet of rollouts whose engines have several pods."""
+    (template,) = [rollout_set(replicas)["spec"]["template"]]
+    spec = {"replicas": replicas, "leaderWorkerTemplate": {"size": size, "workerTemplate": template}}
+    return {"metadata": {"name": "rollout", "namespace": NAMESPACE}, "spec": spec}
+
+
+def worker(name: str, **state: Any) -> dict[str, Any]:
+    """A further pod of the engine that `rollout-0` of `rollout-0-1` leads, marked as LeaderWorkerSet does."""
+    obj = pod(name, component="rollout-worker", **state)
+    obj["metadata"]["annotations"] = {"leaderworkerset.sigs.k8s.io/leader-name": name.rpartition("-")[0]}
+    return obj
+
+
 def waiting_status(reason: str, message: str = "", restarts: int = 0) -> list[dict[str, Any]]:
     """containerStatuses of a pod whose container does not start."""
     state = {"waiting": {"reason": reason, "message": message}}

@@ -19,7 +19,7 @@ from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.events import About
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
-from coordinator.fleet.kubernetes.permissions import PERMISSIONS
+from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.replica import Replica
 from servicekit.environment import ServiceEnvironment
@@ -28,13 +28,15 @@ from servicekit.registry import Registry, ServiceRecord
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
-from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_status
+from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status, worker
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.polling import until
 
 TTL_S = 30.0
 DEADLINE_S = 20.0
+STATEFUL_SET = RolloutSet(kind="StatefulSet", name="rollout")
+SETS = {"StatefulSet": rollout_set, "LeaderWorkerSet": leader_worker_set}
 
 
 @pytest.fixture
@@ -191,16 +193,23 @@ async def test_a_refused_call_names_verb_resource_and_namespace(api: FakeKubeApi
     assert api.seen["create pods/eviction"] == 1  # asking again would not help
 
 
-def test_every_call_is_in_the_table_of_permissions() -> None:
-    rows = {str(each) for each in PERMISSIONS}
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("StatefulSet", "statefulsets/scale.apps"),
+        ("LeaderWorkerSet", "leaderworkersets/scale.leaderworkerset.x-k8s.io"),
+    ],
+)
+def test_every_call_is_in_the_table_of_permissions(kind: str, sizes: str) -> None:
+    rows = {str(each) for each in RolloutSet(kind=kind, name="rollout").permissions}
     assert rows == {
         "list pods",
         "watch pods",
         "create pods/eviction",
         "create events",
         "patch events",
-        "get statefulsets/scale.apps",
-        "patch statefulsets/scale.apps",
+        f"get {sizes}",
+        f"patch {sizes}",
     }
 
 
@@ -233,16 +242,36 @@ async def test_an_api_server_that_is_not_there_is_named_and_the_registry_decides
 # ---- what it does ----
 
 
-async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(api: FakeKubeApi, start: Start) -> None:
-    api.put("statefulsets", rollout_set(5))
-    api.conflict("patch statefulsets/scale", times=1)
-    cluster = await start(scale=True)
-    assert api.get("statefulsets", "rollout", NAMESPACE)["spec"]["replicas"] == 2
-    assert api.seen["get statefulsets/scale"] == api.seen["patch statefulsets/scale"] == 2  # read again, then changed
+@pytest.mark.parametrize("kind", SETS)
+async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(kind: str, api: FakeKubeApi, start: Start) -> None:
+    plural = f"{kind.lower()}s"
+    api.put(plural, SETS[kind](5))
+    api.conflict(f"patch {plural}/scale", times=1)
+    cluster = await start(scale=True, rollout_set_kind=kind)
+    assert api.get(plural, "rollout", NAMESPACE)["spec"]["replicas"] == 2
+    assert api.seen[f"get {plural}/scale"] == api.seen[f"patch {plural}/scale"] == 2  # read again, then changed
     assert cluster.troubles() == []
     (event,) = api.list("events")
-    assert (event["reason"], event["involvedObject"]["kind"]) == ("TandemScaled", "StatefulSet")
+    assert event["reason"] == "TandemScaled"
+    made = api.get(plural, "rollout", NAMESPACE)
+    about = event["involvedObject"]
+    assert (about["kind"], about["apiVersion"]) == (made["kind"], made["apiVersion"]) == (kind, about["apiVersion"])
     assert "from 5 to 2 replicas" in event["message"]
+
+
+async def test_a_set_that_is_of_another_kind_is_named(api: FakeKubeApi, start: Start) -> None:
+    api.put("statefulsets", rollout_set(5))
+    cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet")
+    (trouble,) = cluster.troubles()
+    assert trouble.startswith("the rollout set keeps its size: Kubernetes API, get leaderworkersets/scale")
+    assert "not found" in trouble
+
+
+async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeKubeApi, start: Start) -> None:
+    api.put("leaderworkersets", leader_worker_set(2))
+    api.refuse("get statefulsets/scale", "patch statefulsets/scale")
+    cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet")
+    assert cluster.troubles() == []
 
 
 async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeKubeApi, start: Start) -> None:
@@ -250,7 +279,7 @@ async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeKubeApi, s
     cluster = await start()
     api.conflict("patch statefulsets/scale", times=99)
     with pytest.raises(Aborted, match=r"patch statefulsets/scale.apps rollout in namespace tandem"):
-        await asyncio.to_thread(cluster.api.scale, "rollout", 3)
+        await asyncio.to_thread(cluster.api.scale, STATEFUL_SET, 3)
 
 
 async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Start) -> None:
@@ -331,7 +360,7 @@ async def test_a_replica_whose_pod_leaves_is_drained_before_its_record_ends(
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
         found = await fleet.look()
         fleet.admit(found)
-        api.put("pods", leaving("rollout-1"))
+        api.put("pods", leaving(pod("rollout-1")))
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found[:1]
         api.delete("pods", "rollout-0", NAMESPACE)
@@ -386,8 +415,7 @@ async def test_a_process_that_is_not_announced_any_more_costs_its_pod_nothing(
         assert set(await fleet.members()) == {found[0]}
 
 
-def leaving(name: str) -> dict[str, Any]:
-    obj = pod(name)
+def leaving(obj: dict[str, Any]) -> dict[str, Any]:
     obj["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z"}
     return obj
 
@@ -398,6 +426,61 @@ async def test_without_the_api_the_registry_alone_decides(
     api.refuse("list pods")
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
         assert [replica.name for replica in await fleet.look()] == ["rollout-0", "rollout-1"]
+
+
+# ---- engines of several pods ----
+
+
+@pytest.mark.parametrize("what", ["leaves", "is dead", "stays"])
+async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_replica(
+    what: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
+        for name in ("rollout-0-1", "rollout-1-1"):
+            api.put("pods", worker(name))
+        found = await fleet.look()
+        assert [replica.name for replica in found] == ["rollout-0", "rollout-1"]
+        fleet.admit(found)
+        changed = {
+            "leaves": leaving(worker("rollout-1-1")),
+            "is dead": worker("rollout-1-1", ready=False, containerStatuses=waiting_status("ImagePullBackOff", "tag")),
+            "stays": worker("rollout-1-1", ready=False),
+        }
+        api.put("pods", changed[what])
+        api.put("pods", leaving(worker("rollout-2-1")))  # of somebody else; once it is known, so is the other
+        pods = fleet._pods  # type: ignore[attr-defined]
+        await soon(lambda: [pod.name for pod in pods.pods if pod.leaving][-1:] == ["rollout-2-1"])
+        assert fleet.serving() == (found if what == "stays" else found[:1])
+        assert await fleet.look() == fleet.serving()
+
+
+async def test_an_engine_that_is_stuck_loses_its_leader(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with kept(api, start, environment) as (fleet, _, services, found):
+        for name in ("rollout-0-1", "rollout-1-1"):
+            api.put("pods", worker(name))
+        services.rollout_services[1]._gone = True
+        await soon(lambda: fleet.serving() == found[:1])
+        assert "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"]
+        assert "deletionTimestamp" not in api.get("pods", "rollout-1-1", NAMESPACE)["metadata"]
+        assert api.seen["create pods/eviction"] == 1
+
+
+async def test_a_replica_whose_worker_is_not_ready_for_long_loses_its_work(
+    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+) -> None:
+    async with kept(api, start, environment) as (fleet, _, _, found):
+        api.put("pods", worker("rollout-1-1", ready=False))
+        await soon(lambda: fleet.serving() == found[:1])
+        assert await fleet.look() == found
+
+
+async def test_troubles_of_workers_are_told(api: FakeKubeApi, start: Start) -> None:
+    api.put("pods", pod("rollout-0"))
+    api.put("pods", worker("rollout-0-1", ready=False, containerStatuses=waiting_status("ErrImagePull", "no tag")))
+    cluster = await start()
+    assert cluster.troubles() == ["pod rollout-0-1: container main: ErrImagePull: no tag"]
 
 
 # ---- the keeper ----
@@ -531,7 +614,8 @@ async def test_replicas_that_are_on_their_way_are_waited_for_and_those_that_no_n
     unschedulable = {"type": "PodScheduled", "status": "False", "message": "insufficient nvidia.com/gpu"}
     for name in ("rollout-0", "rollout-1"):
         api.put("pods", pod(name))
-    api.put("pods", pod("rollout-2", ready=False, phase="Pending", conditions=[unschedulable]))
+    api.put("pods", pod("rollout-2", ready=False, phase="Pending"))
+    api.put("pods", worker("rollout-2-1", ready=False, phase="Pending", conditions=[unschedulable]))
     api.put("pods", pod("rollout-3", ready=False, phase="Pending"))
     cluster = await start()
     async with announced(environment):  # trainer, rollout-0, rollout-1

@@ -14,6 +14,7 @@ from coordinator.fleet.kubernetes import permissions
 from coordinator.fleet.kubernetes.errors import Throttled, kube_errors
 from coordinator.fleet.kubernetes.permissions import Permission
 from coordinator.fleet.kubernetes.pods import Pod, read_pod
+from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from servicekit.errors import Aborted, Unavailable
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 4.0
 # The server ends a watch after this long, and we ask for the next one: connections that died silently end with it.
 WATCH_S = 60
 _WATCH_MARGIN_S = 15.0
+# The client would send a strategic one, which custom resources refuse.
+_MERGE_PATCH = "application/merge-patch+json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class KubeApi:
         self.namespace = namespace
         self._timeout_s = timeout_s
         self._core = client.CoreV1Api(api_client)
-        self._apps = client.AppsV1Api(api_client)
+        self._custom = client.CustomObjectsApi(api_client)
         self._authorization = client.AuthorizationV1Api(api_client)
         self._closed = threading.Event()
 
@@ -97,27 +100,29 @@ class KubeApi:
             lambda kw: self._core.create_namespaced_pod_eviction(name=pod.name, body=body, **kw),
         )
 
-    def replicas_of(self, stateful_set: str) -> tuple[int, str]:
+    def replicas_of(self, rollout_set: RolloutSet) -> tuple[int, str]:
         """The size that a set is to have, and the version of that answer."""
         scale = self._call(
-            permissions.GET_SCALE,
-            stateful_set,
-            lambda kw: self._apps.read_namespaced_stateful_set_scale(name=stateful_set, **kw),
+            rollout_set.get_scale,
+            rollout_set.name,
+            lambda kw: self._custom.get_namespaced_custom_object_scale(**_path(rollout_set), **kw),
         )
-        return int(scale.spec.replicas or 0), str(scale.metadata.resource_version)
+        return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
 
-    def scale(self, stateful_set: str, replicas: int) -> int:
+    def scale(self, rollout_set: RolloutSet, replicas: int) -> int:
         """Give a set another size; somebody else's change at the same time is not overwritten, but read first.
 
         Returns: the size before.
         """
 
         def once() -> int:
-            before, version = self.replicas_of(stateful_set)
+            before, version = self.replicas_of(rollout_set)
             if before != replicas:
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
-                with kube_errors(permissions.PATCH_SCALE, stateful_set, self.namespace):
-                    self._apps.patch_namespaced_stateful_set_scale(name=stateful_set, body=body, **self._arguments())
+                with kube_errors(rollout_set.patch_scale, rollout_set.name, self.namespace):
+                    self._custom.patch_namespaced_custom_object_scale_with_http_info(
+                        **_path(rollout_set), body=body, _content_type=_MERGE_PATCH, **self._arguments()
+                    )
             return before
 
         return self._retrying(Aborted, Unavailable)(once)
@@ -171,6 +176,16 @@ class KubeApi:
             sleep=tenacity.sleep_using_event(self._closed),
             reraise=True,
         )
+
+
+def _path(rollout_set: RolloutSet) -> dict[str, str]:
+    """Arguments of the client's calls that take any kind of object."""
+    return {
+        "group": rollout_set.group,
+        "version": rollout_set.version,
+        "plural": rollout_set.plural,
+        "name": rollout_set.name,
+    }
 
 
 _BACKOFF = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)

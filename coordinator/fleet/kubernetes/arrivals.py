@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.pods import ROLLOUT, TRAINER, Fate, Pod
+from coordinator.fleet.kubernetes.engines import engines
+from coordinator.fleet.kubernetes.pods import TRAINER, Fate, Pod
 from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.registry import Registry, ServiceRecord
@@ -84,7 +85,7 @@ def _are_all(config: RunConfig, look: _Look, cluster: Cluster) -> bool:
     if len(look.rollouts) >= config.rollout.replicas:
         return True
     there = {record.name for record in look.rollouts}
-    others = [pod for pod in cluster.pods.pods if pod.component == ROLLOUT and pod.name not in there]
+    others = [pod for pod in engines(cluster.pods.pods) if pod.name not in there]
     return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in others)
 
 

@@ -18,6 +18,7 @@ from coordinator.fleet.kubernetes.api import KubeApi
 from coordinator.fleet.kubernetes.events import About, EventRecorder
 from coordinator.fleet.kubernetes.permissions import Permission
 from coordinator.fleet.kubernetes.pods import selector
+from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.kubernetes.watch import PodWatch
 from servicekit.environment import ServiceEnvironment
@@ -40,6 +41,7 @@ class Cluster:
         self.recorder = EventRecorder(api)
         self.noted = troubles
         self._replicas = config.rollout.replicas
+        self._rollout_set = RolloutSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
 
     async def start(self) -> None:
         """Find out what we may do, begin to watch, and give the rollout set its size."""
@@ -82,24 +84,26 @@ class Cluster:
     def _needed(self) -> list[Permission]:
         """Of what we may need, what the settings ask for."""
         unused: set[Permission] = set() if self.settings.max_evictions_per_hour else {permissions.EVICT_PODS}
-        unused |= set() if self.settings.scale else {permissions.GET_SCALE, permissions.PATCH_SCALE}
-        return [each for each in permissions.PERMISSIONS if each not in unused]
+        ours = self._rollout_set
+        unused |= set() if self.settings.scale else {ours.get_scale, ours.patch_scale}
+        return [each for each in ours.permissions if each not in unused]
 
     def _name_of(self, permission: Permission) -> str:
         """Roles may limit a permission to one object."""
-        return self.settings.rollout_set if permission.resource.startswith("statefulsets") else ""
+        ours = self._rollout_set
+        return ours.name if permission in (ours.get_scale, ours.patch_scale) else ""
 
     def _scale(self) -> None:
-        name, replicas = self.settings.rollout_set, self._replicas
+        ours, replicas = self._rollout_set, self._replicas
         try:
-            before = self.api.scale(name, replicas)
+            before = self.api.scale(ours, replicas)
         except TandemError as error:
             self.noted.note("scale", f"the rollout set keeps its size: {error}")
             return
         if before != replicas:
-            log.info("rollout set scaled", name=name, before=before, replicas=replicas)
+            log.info("rollout set scaled", name=ours.name, before=before, replicas=replicas)
             message = f"from {before} to {replicas} replicas (rollout.replicas)"
-            self.recorder.record(About.stateful_set(name), "TandemScaled", message)
+            self.recorder.record(About.rollout_set(ours), "TandemScaled", message)
 
 
 def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> Cluster:

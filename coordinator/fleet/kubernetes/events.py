@@ -13,6 +13,7 @@ from typing import Any
 
 from coordinator.fleet.kubernetes.api import KubeApi
 from coordinator.fleet.kubernetes.pods import Pod
+from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from servicekit.errors import Aborted, TandemError
 from servicekit.logs import get_logger
 
@@ -40,9 +41,10 @@ class About:
         return cls(kind="Pod", name=pod.name, uid=pod.uid)
 
     @classmethod
-    def stateful_set(cls, name: str) -> "About":
-        """A StatefulSet."""
-        return cls(kind="StatefulSet", name=name, api_version="apps/v1")
+    def rollout_set(cls, rollout_set: RolloutSet) -> "About":
+        """The rollout set."""
+        api_version = f"{rollout_set.group}/{rollout_set.version}"
+        return cls(kind=rollout_set.kind, name=rollout_set.name, api_version=api_version)
 
 
 @dataclass(kw_only=True)

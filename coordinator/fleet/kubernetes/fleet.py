@@ -7,14 +7,16 @@ gone, or another one        gone at once, though its lease outlives it
 not ready for long          seeded again before it gets work (keeper.py)
 not known: API away         as the registry says
 
-A replica has its pod's name. A set makes the next pod under the name of the last one, so a record may be the last one's
-for as long as its lease runs on; after that it is the next one's, which the watch was late to tell of.
+An engine of several pods is as its worst one (engines.py), and a replica has its pod's name, or its leader's. A set
+makes the next pod under the name of the last one, so a record may be the last one's for as long as its lease runs on;
+after that it is the next one's, which the watch was late to tell of.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.pods import Pod
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.replica import Replica
@@ -74,7 +76,7 @@ class KubernetesFleet:
         Raises: Unavailable: Redis does not answer.
         """
         announced = await self._watched.still_announced()
-        pods = {pod.name: pod for pod in self._pods.pods}
+        pods = {pod.name: pod for pod in engines(self._pods.pods)}
         return {replica: pods[replica.name] for replica in self._staying(announced) if replica.name in pods}
 
     async def close(self) -> None:
@@ -106,7 +108,7 @@ class KubernetesFleet:
 
     def _uids_of_staying_pods(self) -> dict[str, str]:
         """By name."""
-        return {pod.name: pod.uid for pod in self._pods.pods if not pod.leaving}
+        return {pod.name: pod.uid for pod in engines(self._pods.pods) if not pod.leaving}
 
     def _note(self, leaving: set[Replica]) -> None:
         """A line for each replica whose pod begins to leave."""

@@ -31,12 +31,11 @@ WATCH_PODS = Permission(verb="watch", resource="pods", without="replicas are kno
 EVICT_PODS = Permission(verb="create", resource="pods/eviction", without="stuck replicas are only reported")
 CREATE_EVENTS = Permission(verb="create", resource="events", without="`kubectl describe` does not show what was done")
 PATCH_EVENTS = Permission(verb="patch", resource="events", without="repeated events are not counted")
-GET_SCALE = Permission(
-    verb="get", group="apps", resource="statefulsets/scale", without="the rollout set keeps its size (fleet.scale)"
-)
-PATCH_SCALE = Permission(
-    verb="patch", group="apps", resource="statefulsets/scale", without="the rollout set keeps its size (fleet.scale)"
-)
+# Always; the rollout set's own come from rollout_set.py.
+PERMISSIONS = (LIST_PODS, WATCH_PODS, EVICT_PODS, CREATE_EVENTS, PATCH_EVENTS)
 
-# Those on statefulsets may be limited to the rollout set by resourceNames.
-PERMISSIONS = (LIST_PODS, WATCH_PODS, EVICT_PODS, CREATE_EVENTS, PATCH_EVENTS, GET_SCALE, PATCH_SCALE)
+
+def to_scale(verb: str, group: str, plural: str) -> Permission:
+    """On the size of a set; a Role may limit it to the rollout set by resourceNames."""
+    without = "the rollout set keeps its size (fleet.scale)"
+    return Permission(verb=verb, group=group, resource=f"{plural}/scale", without=without)

@@ -16,7 +16,9 @@ from servicekit.errors import ConfigError
 NAME_LABEL, NAME = "app.kubernetes.io/name", "tandem"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 RUN_LABEL = "tandem.run/id"
-ROLLOUT, TRAINER = "rollout", "trainer"
+ROLLOUT, WORKER, TRAINER = "rollout", "rollout-worker", "trainer"
+# LeaderWorkerSet writes on each worker pod whose worker it is.
+LEADER_ANNOTATION = "leaderworkerset.sigs.k8s.io/leader-name"
 
 # Waiting reasons of a container that end only when somebody corrects the manifest or the secret it names.
 _NEEDS_A_PERSON = frozenset(
@@ -50,7 +52,8 @@ class Pod:
     """A pod of the run.
 
     Attributes:
-        component: "rollout" or "trainer".
+        component: "rollout" or "trainer"; "rollout-worker" for the further pods of an engine that has several.
+        leader: of such a worker: the pod that is the replica; "" for all others.
         leaving: it has been told to end.
         restarts: of all its containers.
         trouble: why it is not up, in words; "" if there is nothing to tell.
@@ -64,6 +67,7 @@ class Pod:
     restarts: int
     fate: Fate
     trouble: str
+    leader: str = ""
 
     @property
     def incarnation(self) -> tuple[str, int]:
@@ -81,7 +85,7 @@ def selector(run_id: str) -> str:
             f"environment variable TANDEM_RUN_ID={run_id!r} is no value of a Kubernetes label ({RUN_LABEL}): at most "
             "63 characters, ending in a letter or digit"
         )
-    return f"{NAME_LABEL}={NAME},{COMPONENT_LABEL} in ({ROLLOUT},{TRAINER}),{RUN_LABEL}={run_id}"
+    return f"{NAME_LABEL}={NAME},{COMPONENT_LABEL} in ({ROLLOUT},{WORKER},{TRAINER}),{RUN_LABEL}={run_id}"
 
 
 def read_pod(pod: Any) -> Pod:
@@ -99,6 +103,7 @@ def read_pod(pod: Any) -> Pod:
         restarts=sum(each.restart_count for each in containers),
         fate=fate,
         trouble=trouble,
+        leader=(pod.metadata.annotations or {}).get(LEADER_ANNOTATION, ""),
     )
 
 

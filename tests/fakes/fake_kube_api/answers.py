@@ -73,6 +73,11 @@ def unknown_field(kind: str, message: str) -> Refusal:
     return Refusal(400, "BadRequest", f"{kind} in version is invalid: strict decoding error: {message}")
 
 
+def unsupported_media_type(content_type: str) -> Refusal:
+    text = f"the body of the request was in an unknown format - accepted media types do not include {content_type}"
+    return Refusal(415, "UnsupportedMediaType", text)
+
+
 def apply_conflict(fields: dict[str, str]) -> Refusal:
     """fields: path -> the manager that has it."""
     causes = [

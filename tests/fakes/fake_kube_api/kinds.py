@@ -21,6 +21,11 @@ class Kind:
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    @property
+    def is_custom(self) -> bool:
+        """Whether a CustomResourceDefinition would define it: the API server knows no merge keys of such."""
+        return "." in self.group and not self.group.endswith(".k8s.io")
+
 
 def _kind(api_version: str, plural: str, name: str, *short: str, namespaced: bool = True, sub: str = "") -> Kind:
     group, _, version = api_version.rpartition("/")
@@ -69,7 +74,7 @@ KINDS = (
     _kind("cert-manager.io/v1", "certificates", "Certificate"),
     _kind("cert-manager.io/v1", "issuers", "Issuer"),
     _kind("jobset.x-k8s.io/v1alpha2", "jobsets", "JobSet"),
-    _kind("leaderworkerset.x-k8s.io/v1", "leaderworkersets", "LeaderWorkerSet", "lws"),
+    _kind("leaderworkerset.x-k8s.io/v1", "leaderworkersets", "LeaderWorkerSet", "lws", sub="status scale"),
     _kind("kueue.x-k8s.io/v1beta1", "localqueues", "LocalQueue"),
     _kind("kueue.x-k8s.io/v1beta1", "clusterqueues", "ClusterQueue", namespaced=False),
     _kind("kueue.x-k8s.io/v1beta1", "resourceflavors", "ResourceFlavor", namespaced=False),

@@ -109,6 +109,8 @@ class Rest:
 
     def answer(self, request: Request, content_type: str, raw: bytes) -> tuple[int, Object]:
         """HTTP status and body. Raises: Refusal."""
+        if request.kind.is_custom and "strategic" in content_type:
+            raise answers.unsupported_media_type(content_type)
         if request.subresource == "eviction":
             return 201, self._evict(request)
         if request.subresource == "scale":

@@ -1,5 +1,6 @@
 """What pods' states mean, and when a replica is stuck: no API, no clock."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -8,6 +9,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from coordinator.fleet.kubernetes.arrivals import trainer_fate
+from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.errors import Expired, Throttled, translate
 from coordinator.fleet.kubernetes.pods import Fate, Pod, read_pod, selector
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
@@ -196,3 +198,38 @@ def test_throttling_says_how_long(header: dict[str, str], seconds: float) -> Non
     found = translate(answer(429, **header), "list pods")
     assert isinstance(found, Throttled)
     assert found.retry_after_s == seconds
+
+
+def a_worker(name: str, fate: Fate, trouble: str = "", *, leaving: bool = False) -> Pod:
+    return dataclasses.replace(
+        a_pod(name, fate, trouble, "rollout-worker"), leader=name.rpartition("-")[0], leaving=leaving, restarts=2
+    )
+
+
+LEADER = a_pod("rollout-0", Fate.UP, component="rollout")
+
+
+@pytest.mark.parametrize(
+    ("workers", "leaving", "ready", "fate", "trouble"),
+    [
+        ([], False, True, Fate.UP, ""),
+        ([a_worker("rollout-0-1", Fate.UP)], False, True, Fate.UP, ""),
+        ([a_worker("rollout-0-1", Fate.COMING)], False, False, Fate.COMING, ""),
+        ([a_worker("rollout-0-1", Fate.UP), a_worker("rollout-0-2", Fate.DEAD, "oom")], True, False, Fate.DEAD, "oom"),
+        ([a_worker("rollout-0-1", Fate.COMING, leaving=True)], True, False, Fate.COMING, ""),
+        ([a_worker("rollout-1-1", Fate.DEAD, "of another engine")], False, True, Fate.UP, ""),
+    ],
+)
+def test_an_engine_is_as_its_worst_pod(
+    workers: list[Pod], leaving: bool, ready: bool, fate: Fate, trouble: str
+) -> None:
+    (engine,) = engines([LEADER, *workers, a_pod("trainer-0", Fate.DEAD)])
+    assert (engine.name, engine.uid) == ("rollout-0", "rollout-0")
+    assert (engine.leaving, engine.ready, engine.fate) == (leaving, ready, fate)
+    assert engine.trouble == (f"rollout-0-2: {trouble}" if trouble else "")
+    assert engine.restarts == sum(2 for pod in workers if pod.leader == "rollout-0")
+
+
+def test_a_worker_knows_its_leader() -> None:
+    assert pod_of(READY, annotations={"leaderworkerset.sigs.k8s.io/leader-name": "rollout-3"}).leader == "rollout-3"
+    assert pod_of(READY).leader == ""

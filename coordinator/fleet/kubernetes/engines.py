@@ -1,0 +1,39 @@
+"""Which pods are one engine, and what becomes of it. Pure.
+
+pods of an engine                        the replica, which has the name of the leader
+one                                      is as its pod
+a leader, and workers, all up            is as its leader
+any of them leaves, or is dead           leaves: LeaderWorkerSet makes all of them anew
+any of them not ready, or in trouble     is not ready, in trouble
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from coordinator.fleet.kubernetes.pods import ROLLOUT, WORKER, Fate, Pod
+
+_FROM_BEST = (Fate.UP, Fate.COMING, Fate.DEAD)
+
+
+def engines(pods: Sequence[Pod]) -> list[Pod]:
+    """A pod for each replica: the leader, in the state of all of its engine. Workers without a leader are none."""
+    workers: Mapping[str, list[Pod]] = defaultdict(list)
+    for pod in pods:
+        if pod.component == WORKER:
+            workers[pod.leader].append(pod)
+    return [_engine(pod, workers[pod.name]) for pod in pods if pod.component == ROLLOUT]
+
+
+def _engine(leader: Pod, workers: Sequence[Pod]) -> Pod:
+    if not workers:
+        return leader
+    troubles = [leader.trouble, *(f"{pod.name}: {pod.trouble}" for pod in workers if pod.trouble)]
+    return dataclasses.replace(
+        leader,
+        leaving=leader.leaving or any(pod.leaving or pod.fate is Fate.DEAD for pod in workers),
+        ready=all(pod.ready for pod in (leader, *workers)),
+        restarts=sum(pod.restarts for pod in (leader, *workers)),
+        fate=max((pod.fate for pod in (leader, *workers)), key=_FROM_BEST.index),
+        trouble=next((text for text in troubles if text), ""),
+    )
