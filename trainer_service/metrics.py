@@ -1,8 +1,10 @@
 """Prometheus metrics of the trainer, served by rank 0."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
+
+from tandem_api.weights.v1 import weights_pb2
 
 STEP_SECONDS = Histogram(
     "tandem_train_step_seconds",
@@ -26,6 +28,9 @@ PUBLISH_SECONDS = Histogram(
     ["phase"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
+STAGING_BYTES = Gauge(
+    "tandem_weight_sync_staging_bytes", "Most bytes that a rank's transfer buffers took in the last transfer."
+)
 CHECKPOINT_SECONDS = Histogram(
     "tandem_checkpoint_seconds", "Wall seconds to write a checkpoint.", buckets=(0.01, 0.1, 1, 10, 100, 1000)
 )
@@ -33,6 +38,12 @@ CHECKPOINT_SECONDS = Histogram(
 for _result in ("ok", "not_finite", "failed"):
     # From 0: a counter that appears with its first event has no increase that an alert could see.
     STEPS.labels(result=_result)
+
+
+def observe_phase(phase: weights_pb2.RoundPhase.ValueType, reports: Sequence[weights_pb2.PhaseReport]) -> None:
+    """A phase of a sync round that worked, with the report of each rank."""
+    if phase == weights_pb2.ROUND_PHASE_TRANSFER:
+        STAGING_BYTES.set(max(report.staging_bytes for report in reports))
 
 
 def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], policy_version: int) -> None:

@@ -116,7 +116,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
             patience_s = request.round.formation_timeout_s + request.round.transfer_timeout_s + PUBLISH_MARGIN_S
             replies = await self._command(Command.PUBLISH, request.SerializeToString(), patience_s)
-        return pb.PublishWeightsResponse(ranks=[weights_pb2.PhaseReport.FromString(reply) for reply in replies])
+        reports = [weights_pb2.PhaseReport.FromString(reply) for reply in replies]
+        metrics.observe_phase(request.phase, reports)
+        return pb.PublishWeightsResponse(ranks=reports)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         """Weights, optimizer and random states."""

@@ -110,6 +110,7 @@ _BYTES = Row(
             "Transfer buffers",
             "Most bytes that a rank's buffers took in the last transfer; bounded by sync.bucket_mib.",
             gauge("tandem_weight_sync_staging_bytes", "{{replica}}", ROLLOUT),
+            gauge("tandem_weight_sync_staging_bytes", "trainer", TRAINER),
             unit="bytes",
         ),
     ),
