@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from coordinator.fleet.kubernetes.permissions import PERMISSIONS
+from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from tests.manifests.kustomize import OVERLAYS, find, kinds, overlay
 
 
@@ -18,7 +18,8 @@ def granted(rules: list[dict]) -> set[tuple[str, str, str]]:
 @pytest.mark.parametrize("name", ["base", *OVERLAYS])
 def test_the_role_is_what_the_code_uses(name: str) -> None:
     (role,) = kinds(overlay(name), "Role")
-    assert granted(role["rules"]) == {(each.group, each.resource, each.verb) for each in PERMISSIONS}
+    ours = RolloutSet(kind="StatefulSet", name="rollout")
+    assert granted(role["rules"]) == {(each.group, each.resource, each.verb) for each in ours.permissions}
 
 
 def test_it_may_scale_the_rollout_set_only() -> None:
