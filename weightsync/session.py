@@ -2,7 +2,7 @@
 
 | phase    | needs                 | does                                                             | state after   |
 |----------|-----------------------|------------------------------------------------------------------|---------------|
-| PREPARE  | -                     | plan, coverage of the engine's own parameters, communicator, cards| PREPARED     |
+| PREPARE  | -                     | plan, coverage, room for a staged shard, communicator, cards     | PREPARED      |
 | PAUSE    | PREPARED              | nothing here (the service pauses its engine)                     | PREPARED      |
 | TRANSFER | PREPARED              | sends; or receives into staging (staged) or parameters (in place)| TRANSFERRED   |
 | VERIFY   | TRANSFERRED           | digests of what was installed                                    | VERIFIED      |
@@ -312,6 +312,8 @@ class SyncMember:
         if expected != self._parallel:
             raise ConfigError(f"{self._slot}: the round says {expected}, this process has {self._parallel}")
         self._coverage.check(self._tensors)
+        if self._is_receiver and round_.install_mode == pb.INSTALL_MODE_STAGED:
+            self._spare.reserve(self._slot)
         dtype = self._wire_dtype(round_)
         rollouts = tuple(participants.chains())
         plan = plan_round(self._spec, participants.trainer, rollouts, max(1, round_.bucket_bytes // dtype.itemsize))

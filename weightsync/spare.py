@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
+from servicekit.errors import ConfigError
+from weightsync.capacity import free_bytes
+
 
 class SpareShard:
     """Memory for one more shard, made at the first use and kept: fresh memory costs a page fault per 4 KiB.
@@ -25,6 +28,25 @@ class SpareShard:
         if not self._tensors:
             self._tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in self._served.items()}
         return self._tensors
+
+    def reserve(self, slot: str) -> None:
+        """Makes the memory now, before anybody relies on it.
+
+        Raises: ConfigError: there is no room for it beside the served shard.
+        """
+        if self._tensors:
+            return
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in self._served.values())
+        device = next(iter(self._served.values())).device
+        try:
+            fits = needed <= (free := free_bytes(device)) and bool(self.tensors)
+        except torch.OutOfMemoryError:  # of pieces too small
+            fits = False
+        if not fits:
+            raise ConfigError(
+                f"{slot}: no room for the spare shard of a staged round: it takes {needed / 2**30:.2f} GiB, "
+                f"{device.type} memory has {free / 2**30:.2f} GiB free (sync.install: in_place needs none)"
+            )
 
     def install(self) -> None:
         """The served tensors get what was staged; nobody may read them meanwhile."""

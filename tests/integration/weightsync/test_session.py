@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PhaseOrder, Unavailable
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PeerLost, PhaseOrder, Unavailable
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
 from tests.weight_stores import same
+from weightsync import spare
 from weightsync.layout import Parallel
 from weightsync.rendezvous import Lease, Rendezvous
 
@@ -141,6 +142,21 @@ def test_another_model_is_refused_by_name(fleet: Callable[..., Fleet]) -> None:
     store["model.norm.weight"] = torch.zeros(17)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_PREPARE, them.round(1))
+
+
+def test_a_staged_round_without_room_is_refused_in_prepare_and_one_in_place_is_not(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    them.sync(them.round(1))
+    monkeypatch.setattr(spare, "free_bytes", lambda device: 1000)
+    staged = them.round(2, install_mode=pb.INSTALL_MODE_STAGED)
+    outcome = them.run(pb.ROUND_PHASE_PREPARE, staged)
+    assert isinstance(outcome["rollout-0/0"], ConfigError)
+    assert "rollout-0/0: no room for the spare shard" in str(outcome["rollout-0/0"])
+    assert isinstance(outcome["trainer/0"], PeerLost)  # at once: it does not wait until its deadline
+    them.run(pb.ROUND_PHASE_ABORT, staged)
+    them.sync(them.round(3))
 
 
 def test_phases_out_of_order_are_refused(fleet: Callable[..., Fleet]) -> None:

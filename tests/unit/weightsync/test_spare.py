@@ -1,7 +1,10 @@
 """A staged shard changes places with the served one, except where somebody else looks at the served memory."""
 
+import pytest
 import torch
 
+from servicekit.errors import ConfigError
+from weightsync import spare as spare_module
 from weightsync.spare import SpareShard
 
 
@@ -53,3 +56,16 @@ def test_a_tensor_of_two_names_gets_what_was_staged() -> None:
     filled(spare, 7.0)
     spare.install()
     assert tied.tolist() == [7.0] * 3
+
+
+def test_memory_is_reserved_before_it_is_needed_or_the_lack_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"a": torch.zeros(2**20), "b": torch.zeros(2**20)}
+    monkeypatch.setattr(spare_module, "free_bytes", lambda device: 2**23 - 1)
+    with pytest.raises(ConfigError, match=r"rollout-0/0: no room for the spare shard .* takes 0\.01 GiB.*in_place"):
+        SpareShard(served).reserve("rollout-0/0")
+    monkeypatch.setattr(spare_module, "free_bytes", lambda device: 2**23)
+    spare = SpareShard(served)
+    spare.reserve("rollout-0/0")
+    monkeypatch.setattr(spare_module, "free_bytes", lambda device: 0)
+    spare.reserve("rollout-0/0")  # it has it
+    assert set(spare.tensors) == set(served)
