@@ -19,8 +19,9 @@ from coordinator.rewards.base import ScoredText, Scores, score_each
 _CHUNK = 32
 # Longest that math-verify may work on one text: once for parsing each side, once for comparing.
 _ITEM_TIMEOUT_S = 2
-# Longest for a chunk whose every item is slow, and for the first chunk, which waits for the workers' imports.
-_CHUNK_TIMEOUT_S = 60.0 + _CHUNK * 3 * _ITEM_TIMEOUT_S
+_START_TIMEOUT_S = 60
+# Longest for a chunk whose every item is slow, and for the first chunk, which waits for the workers' start.
+_CHUNK_TIMEOUT_S = _START_TIMEOUT_S + _CHUNK * 3 * _ITEM_TIMEOUT_S
 
 
 class MathVerify:
@@ -64,8 +65,15 @@ class MathVerify:
         if self._pool is None:
             # "spawn": forking a process that runs gRPC threads can deadlock the child.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_with_parent)
+            self._pool = ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_get_ready)
         return self._pool
+
+
+def _get_ready() -> None:
+    """Of a worker: what sympy and its parser load with the first expression must not count against a text's time."""
+    _end_with_parent()
+    example = ScoredText(completion="$x^2 + 2x + 1$", answer="$(x+1)^2$", truncated=False)
+    _score_one(example, timeout_s=_START_TIMEOUT_S)
 
 
 def score_chunk(items: Sequence[ScoredText]) -> Scores:
@@ -73,15 +81,13 @@ def score_chunk(items: Sequence[ScoredText]) -> Scores:
     return score_each(_score_one, items)
 
 
-def _score_one(item: ScoredText) -> float:
+def _score_one(item: ScoredText, timeout_s: int = _ITEM_TIMEOUT_S) -> float:
     # Imported in the workers only: sympy takes 0.4 s and 60 MB.
     from math_verify import parse, verify
 
-    reference = parse(item.answer, parsing_timeout=_ITEM_TIMEOUT_S) or parse(
-        f"${item.answer}$", parsing_timeout=_ITEM_TIMEOUT_S
-    )
-    found = parse(item.completion, parsing_timeout=_ITEM_TIMEOUT_S)
-    return float(verify(reference, found, timeout_seconds=_ITEM_TIMEOUT_S))
+    reference = parse(item.answer, parsing_timeout=timeout_s) or parse(f"${item.answer}$", parsing_timeout=timeout_s)
+    found = parse(item.completion, parsing_timeout=timeout_s)
+    return float(verify(reference, found, timeout_seconds=timeout_s))
 
 
 def _result(future: "asyncio.Future[Scores]", size: int) -> Scores:
