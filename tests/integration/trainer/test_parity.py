@@ -10,11 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.trainer.parity_cases import BFLOAT16, EXACT, SLOW, Case, Reference, references, run, tensors
+from tests.integration.trainer.parity_cases import (
+    BFLOAT16,
+    EXACT,
+    SLOW,
+    TIMEOUT_S,
+    Case,
+    Reference,
+    references,
+    run,
+    tensors,
+)
 from tests.integration.trainer.tiny_inputs import CONFIG, make_samples
 from tests.integration.trainer.tiny_models import ROPE, make_model, token_logprobs
 
-pytestmark = pytest.mark.integration
+# The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
 TOLERANCE = 1e-5
 
 
