@@ -25,8 +25,6 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 4.0
 # The server ends a watch after this long, and we ask for the next one: connections that died silently end with it.
 WATCH_S = 60
 _WATCH_MARGIN_S = 15.0
-# The client would send a strategic one, which custom resources refuse.
-_MERGE_PATCH = "application/merge-patch+json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +118,8 @@ class KubeApi:
             if before != replicas:
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 with kube_errors(rollout_set.patch_scale, rollout_set.name, self.namespace):
-                    self._custom.patch_namespaced_custom_object_scale_with_http_info(
-                        **_path(rollout_set), body=body, _content_type=_MERGE_PATCH, **self._arguments()
+                    self._custom.patch_namespaced_custom_object_scale(
+                        **_path(rollout_set), body=body, **self._arguments()
                     )
             return before
 
