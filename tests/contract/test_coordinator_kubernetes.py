@@ -19,7 +19,7 @@ from servicekit.registry import Registry, ServiceRecord
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
-from tests.contract.kube_objects import NAMESPACE, pod, rollout_set, waiting_status
+from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status
 from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
@@ -140,11 +140,13 @@ async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncI
 
 
 @asynccontextmanager
-async def pods(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[FakeRolloutSet]:
+async def pods(
+    api: FakeKubeApi, environment: ServiceEnvironment, plural: str = "statefulsets"
+) -> AsyncIterator[FakeRolloutSet]:
     """That, and somebody who makes and runs the set's pods."""
     async with (
         a_trainer(api, environment),
-        fake_rollout_set(api, environment.redis_url, environment.run_id) as rollouts,
+        fake_rollout_set(api, environment.redis_url, environment.run_id, plural) as rollouts,
     ):
         yield rollouts
 
@@ -184,7 +186,7 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         await soon(lambda: {event["reason"] for event in api.list("events")} == {"TandemScaled", "TandemEvicted"})
         (evicted,) = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
         assert evicted["involvedObject"]["name"] == "rollout-0"
-        assert evicted["message"] == "the engine is stuck: no group finished in 2 s"
+        assert evicted["message"] == "the engine is stuck: no token computed in 2 s"
 
         api.put("statefulsets", rollout_set(3))  # as `kubectl scale` does
         await got_work(rollouts, "rollout-2", starts=1)
@@ -199,6 +201,38 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         assert not any(service.was_asked_unseeded for service in services)
     iterations = [row["iteration"] for row in rows(environment)]
     assert iterations == list(range(1, len(iterations) + 1))
+
+
+async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Callable[[RunConfig], Coordinator],
+) -> None:
+    api.put("leaderworkersets", leader_worker_set(0))
+    fleet = {"rollout_set_kind": "LeaderWorkerSet"}
+    async with pods(api, environment, "leaderworkersets") as rollouts:
+        coordinator = start(with_settings(kube_config, fleet=fleet, rollout={"nodes": 2, "tensor_parallel": 2}))
+        for name in ("rollout-0", "rollout-1"):
+            await got_work(rollouts, name, starts=1)
+        assert api.get("leaderworkersets", "rollout", NAMESPACE)["spec"]["replicas"] == 2
+
+        ended = api.get("pods", "rollout-1-1", NAMESPACE)
+        ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
+        api.put("pods", ended)  # a node is drained
+        await got_work(rollouts, "rollout-1", starts=2)
+        assert "create pods/eviction" not in api.seen
+
+        rollouts.history["rollout-0"][0].hold.clear()
+        await got_work(rollouts, "rollout-0", starts=2)
+        assert api.seen["create pods/eviction"] == 1
+        evicted = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
+        assert [event["involvedObject"]["name"] for event in evicted] == ["rollout-0"]
+        await soon(lambda: dict(coordinator.status())["serving"] == "rollout-0, rollout-1")
+        assert await asyncio.to_thread(coordinator.stop) == 0
+        services = [service for each in rollouts.history.values() for service in each]
+        assert len(services) == 4
+        assert not any(service.was_asked_unseeded for service in services)
 
 
 async def test_what_keeps_a_run_from_starting_is_in_its_status(

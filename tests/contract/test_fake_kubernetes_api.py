@@ -18,7 +18,7 @@ import pytest
 from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 
-from tests.contract.kube_objects import NAMESPACE, pod, rollout_set
+from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set
 from tests.fakes.fake_kube_api import FakeKubeApi
 
 TIMEOUT_S = 30
@@ -116,6 +116,12 @@ def test_kubectl_gets_scales_patches_deletes_and_watches(kubectl: Kubectl, api: 
     api.put("statefulsets", rollout_set(2))
     assert kubectl("scale", "statefulset/rollout", "--replicas=5").returncode == 0
     assert kubectl("get", "sts", "rollout", "-o", "jsonpath={.spec.replicas}").stdout == "5"
+    api.put("leaderworkersets", leader_worker_set(2))
+    done = kubectl("scale", "leaderworkerset/rollout", "--replicas=3")
+    assert "leaderworkerset.leaderworkerset.x-k8s.io/rollout scaled" in done.stdout, done.stderr
+    assert api.get("leaderworkersets", "rollout", NAMESPACE)["spec"]["replicas"] == 3
+    refused = kubectl("patch", "lws", "rollout", "--type=strategic", "-p", '{"spec": {"replicas": 4}}')
+    assert refused.returncode == 1  # a custom resource has no merge keys
     assert kubectl("create", "-f", "-", stdin=CONFIG_MAP).returncode == 0
     for kind, patch in (("merge", {"data": {"a": None, "b": "2"}}), ("json", [{"op": "remove", "path": "/data/b"}])):
         assert kubectl("patch", "cm", "c", f"--type={kind}", "-p", json.dumps(patch)).returncode == 0

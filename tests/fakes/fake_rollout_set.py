@@ -1,7 +1,8 @@
 """A FAKE of what makes pods run: the controller of the rollout set, and the kubelet, over the fake API server.
 
 A pod's process is a fake rollout service on the calling event loop, announced in the registry, with its slot in the
-weight group. Pods come up not ready, are ready while they serve, and end when they have been told to.
+weight group. Pods come up not ready, are ready while they serve, and end when they have been told to. With a
+LeaderWorkerSet each such pod leads a worker, in which nothing runs; a group ends as a whole.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from servicekit.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
-from tests.contract.kube_objects import NAMESPACE, pod
+from tests.contract.kube_objects import NAMESPACE, pod, worker
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
 from weightsync.rendezvous import Lease, Rendezvous
@@ -67,6 +68,8 @@ class FakeRolloutSet:
     api: FakeKubeApi
     redis_url: str
     run_id: str
+    # "statefulsets" or "leaderworkersets".
+    plural: str = "statefulsets"
     _running: dict[str, _Process] = field(default_factory=dict)
     # Every service that ever ran, by pod name, in the order of their starts.
     history: dict[str, list[PodRollout]] = field(default_factory=dict)
@@ -77,8 +80,11 @@ class FakeRolloutSet:
             while True:
                 self._make_pods()
                 for obj in self.api.list("pods"):
-                    if obj["metadata"]["labels"]["app.kubernetes.io/component"] == "rollout":
+                    component = obj["metadata"]["labels"]["app.kubernetes.io/component"]
+                    if component == "rollout":
                         await self._tend(obj)
+                    elif component == "rollout-worker":
+                        self._tend_worker(obj)
                 await asyncio.to_thread(self._wait_for_change)
         finally:
             for name in list(self._running):
@@ -90,17 +96,30 @@ class FakeRolloutSet:
 
     def _make_pods(self) -> None:
         """As the set's controller: pods 0 to replicas - 1, one that is gone again; those beyond are told to end."""
-        wanted = self.api.get("statefulsets", "rollout", NAMESPACE)["spec"]["replicas"]
+        wanted = self.api.get(self.plural, "rollout", NAMESPACE)["spec"]["replicas"]
         there = {obj["metadata"]["name"] for obj in self.api.list("pods")}
         for index in range(wanted):
             if f"rollout-{index}" not in there:
                 self.api.put("pods", pod(f"rollout-{index}", run_id=self.run_id, ready=False))
+                if self.plural == "leaderworkersets":
+                    self.api.put("pods", worker(f"rollout-{index}-1", run_id=self.run_id))
+
+    def _tend_worker(self, obj: dict[str, Any]) -> None:
+        """One that has ended takes its leader along, and one whose leader is gone ends."""
+        leader = obj["metadata"]["annotations"]["leaderworkerset.sigs.k8s.io/leader-name"]
+        leaders = {each["metadata"]["name"]: each for each in self.api.list("pods")}
+        if "deletionTimestamp" in obj["metadata"] and leader in leaders:
+            told = leaders[leader]
+            told["metadata"]["deletionTimestamp"] = obj["metadata"]["deletionTimestamp"]
+            self.api.put("pods", told)
 
     async def _tend(self, obj: dict[str, Any]) -> None:
         name, uid = obj["metadata"]["name"], obj["metadata"]["uid"]
         if "deletionTimestamp" in obj["metadata"]:
             await self._end(name)
-            self.api.delete("pods", name, NAMESPACE)
+            for each in self.api.list("pods"):
+                if each["metadata"]["name"] in (name, f"{name}-1"):
+                    self.api.delete("pods", each["metadata"]["name"], NAMESPACE)
             return
         if name not in self._running:
             await self._start(name, uid)
@@ -133,9 +152,11 @@ class FakeRolloutSet:
 
 
 @asynccontextmanager
-async def fake_rollout_set(api: FakeKubeApi, redis_url: str, run_id: str) -> AsyncIterator[FakeRolloutSet]:
+async def fake_rollout_set(
+    api: FakeKubeApi, redis_url: str, run_id: str, plural: str = "statefulsets"
+) -> AsyncIterator[FakeRolloutSet]:
     """Runs the pods inside the block."""
-    made = FakeRolloutSet(api, redis_url, run_id)
+    made = FakeRolloutSet(api, redis_url, run_id, plural)
     task = asyncio.create_task(made.run(), name="fake-rollout-set")
     try:
         yield made
