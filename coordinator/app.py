@@ -4,8 +4,11 @@ import asyncio
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator import metrics
+from coordinator.announcing import announce
 from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl, State
 from coordinator.evaluation import Evaluator
@@ -13,13 +16,15 @@ from coordinator.events import EventKind, EventLog
 from coordinator.fleet.view import FleetView
 from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
+from coordinator.joiners import Patience
 from coordinator.loop import GrpoLoop
 from coordinator.observed import Observed
+from coordinator.order import Sampling
 from coordinator.report import METRICS_FILE, MetricsFile, numeric
 from coordinator.rewards.base import Reward
 from coordinator.rewards.registry import build_reward
 from coordinator.roll_call import Group
-from coordinator.rollouts import Rollouts, Sampling
+from coordinator.rollouts import Rollouts
 from coordinator.run import Run
 from coordinator.scoring import Scorer
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
@@ -48,8 +53,6 @@ if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.returns import TrainerGuard
 
 WEIGHTS_FOLDER = "weights"
-# Seconds without a heartbeat after which watchers take the coordinator for dead.
-_LEASE_TTL_S = 15.0
 # Long enough for watchers to read the last events, short enough not to be waited for.
 _DRAIN_S = 2.0
 # A trainer that is lost this often without an iteration in between will not be better next time.
@@ -104,7 +107,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     )
     async with AsyncExitStack() as stack:
         await _serve_page(app, stack)
-        server = await _serve(app)
+        server = await _serve(app, stop)
         try:
             return await _run_or_stop(app, stop)
         finally:
@@ -130,7 +133,7 @@ def _build_reward(config: RunConfig) -> Reward:
         raise ConfigError(str(error)) from error
 
 
-async def _serve(app: App) -> GrpcServer:
+async def _serve(app: App, stop: asyncio.Event) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees what the run waits for."""
     environment = app.environment
     export_disk_of(environment.run_dir)
@@ -155,7 +158,7 @@ async def _serve(app: App) -> GrpcServer:
         metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
-    await asyncio.to_thread(app.registry.announce, record, _LEASE_TTL_S)
+    await announce(app.registry, record, stop)
     server.set_ready(True)
     return server
 
@@ -291,13 +294,6 @@ def _end(app: App, ended: State, why: str = "") -> None:
 def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     """Connect the parts of a run."""
     config, inputs = app.config, app.inputs
-    rollouts = Rollouts(
-        services.fleet,
-        max_groups_per_call=config.rollout.max_groups_per_call,
-        timeout_s=config.rollout.generate_timeout_s,
-        probe_timeout_s=config.sync.probe_timeout_s,
-    )
-    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     weights = WeightSync(
         trainer=services.trainer,
         fleet=services.fleet,
@@ -305,10 +301,20 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         settings=config.sync,
         lead=lead,
         min_replicas=config.rollout.min_replicas,
+        rejoin_timeout_s=config.rollout.rejoin_timeout_s,
         observed=app.observed,
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
     )
+    rollouts = Rollouts(
+        services.fleet,
+        max_groups_per_call=config.rollout.max_groups_per_call,
+        timeout_s=config.rollout.generate_timeout_s,
+        patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
+        seed=weights.seed_late_joiners,
+        tell=partial(_warn_of_fleet, app.events),
+    )
+    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     loop = GrpoLoop(
         grpo=config.grpo,
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
@@ -338,6 +344,12 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         state=inputs.state,
         resumed=inputs.resumed,
     )
+
+
+def _warn_of_fleet(events: EventLog, message: str) -> None:
+    metrics.WARNINGS.labels(kind="replicas").inc()
+    events.append(EventKind.WARNING, message)
+    log.warning(message)
 
 
 def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:

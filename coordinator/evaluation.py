@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.rollouts import Order, Rollouts, Sampling
+from coordinator.order import Order, Sampling
+from coordinator.rollouts import Rollouts
 from coordinator.samples import Prompt
 from coordinator.scoring import Scorer
 

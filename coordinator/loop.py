@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from coordinator.advantages import group_advantages, zero_variance
 from coordinator.batches import TrainBatch, pack, select_samples
+from coordinator.order import Order, Sampling
 from coordinator.prompts import DataCursor
 from coordinator.report import IterationRecord
-from coordinator.rollouts import Order, Rollouts, Sampling
+from coordinator.rollouts import Rollouts
 from coordinator.samples import Generation, Prompt
 from coordinator.scoring import Scored, Scorer
 from coordinator.staleness import oldest_versions, stale_samples, staleness_histogram

@@ -108,6 +108,12 @@ GENERATED_TOKENS = Counter("tandem_generated_tokens_total", "Completion tokens s
 TRAINED_SAMPLES = Counter("tandem_trained_samples_total", "Samples sent to the trainer.")
 DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
 RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were made up for.")
+DISPATCH_STALLS = Counter(
+    "tandem_dispatch_stalls_total", "Times that no replica was left to generate groups, so that one was waited for."
+)
+DISPATCH_JOINERS = Counter(
+    "tandem_dispatch_joiners_total", "Replicas that came, were seeded and got work while groups were being generated."
+)
 REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.")
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
@@ -143,7 +149,7 @@ for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
 for _outcome in Outcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
-for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry", "kubernetes"):
+for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry", "replicas", "kubernetes"):
     WARNINGS.labels(kind=_kind)
 
 

@@ -20,17 +20,25 @@ class Replica:
         self.name = name
         self._channel = open_channel(address, identity=identity, peer="rollout")
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._generating = 0
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a call of ours is under way on it."""
+        return self._generating > 0
 
     async def generate(
         self, request: rollout_pb2.GenerateGroupsRequest, *, timeout_s: float
     ) -> AsyncGenerator[rollout_pb2.GenerateGroupsResponse, None]:
         """Stream groups; close the iterator to cancel the call."""
         call = self._stub.GenerateGroups(request, timeout=timeout_s)
+        self._generating += 1
         try:
             with rpc_errors(self.name):
                 async for response in call:
                     yield response
         finally:
+            self._generating -= 1
             call.cancel()
 
     async def run_phase(

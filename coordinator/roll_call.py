@@ -92,18 +92,20 @@ class RollCall:
         self._min_replicas = min_replicas
         self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
 
-    async def call(self, policy_version: int) -> Present:
+    async def call(self, policy_version: int, *, rejoin_timeout_s: float = 0.0) -> Present:
         """Wait until enough are there.
 
+        Args:
+            rejoin_timeout_s: for replicas to come while the trainer is there, if longer than the other deadline.
         Raises:
             DeadlineExceeded: the trainer or too many replicas are missing; each is named with what is wrong with it.
             WrongVersion: the trainer has another version, since it was restarted from an older checkpoint, say.
             StaleVersion: too few replicas are left without those that have had a newer version.
         """
-        deadline_s = time.monotonic() + self._timeout_s
+        start_s, timeout_s = time.monotonic(), self._timeout_s
         while True:
-            left_s = deadline_s - time.monotonic()
-            look = await self._look(max(left_s, 0.0))
+            left_s = start_s + timeout_s - time.monotonic()
+            look = await self._look()
             ahead = _leave_out_newer(look, policy_version)
             if ahead and len(look.replicas) < self._min_replicas:
                 raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {GO_ON}")
@@ -117,11 +119,13 @@ class RollCall:
                 if look.absent:
                     log.warning("going on without some", absent=look.absent)
                 return present
-            if time.monotonic() >= deadline_s:
-                raise DeadlineExceeded(self._complaint(look))
+            trainer_is_there = look.trainer is not None and self._trainer.name not in look.absent
+            timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_there else 0.0)
+            if time.monotonic() - start_s >= timeout_s:
+                raise DeadlineExceeded(self._complaint(look, timeout_s))
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def _look(self, left_s: float) -> _Look:
+    async def _look(self) -> _Look:
         """Ask everyone that is announced how it is."""
         look = _Look()
         try:
@@ -178,11 +182,11 @@ class RollCall:
             if set(slots) <= set(group.members) or time.monotonic() >= deadline_s:
                 return group
 
-    def _complaint(self, look: _Look) -> str:
+    def _complaint(self, look: _Look, timeout_s: float) -> str:
         absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "nobody else is announced"
         there = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
         return (
-            f"waited {self._timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
+            f"waited {timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
             f"replicas there: {there}; {absent}"
         )
 

@@ -49,6 +49,11 @@ _TRANSPORT = {
 log = get_logger(__name__)
 
 
+def is_retriable(error: TandemError) -> bool:
+    """Whether another round, with whoever is there then, may do what failed with `error`."""
+    return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted)
+
+
 class Lead(Protocol):
     """Our claim to be the run's coordinator (weightsync.rendezvous.Lease); blocking."""
 
@@ -70,6 +75,8 @@ class _Publication:
 
     policy_version: int
     start_s: float
+    # How long replicas are waited for where too few are there.
+    rejoin_timeout_s: float
     reports: RoundReports = field(default_factory=RoundReports)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     failures: list[TandemError] = field(default_factory=list)
@@ -81,7 +88,7 @@ class _Publication:
 
     def goes_on_after(self, error: TandemError) -> bool:
         """Whether another round may help."""
-        return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted) and not self.is_over
+        return is_retriable(error) and not self.is_over
 
     def result(self) -> SyncResult:
         return self.reports.result(
@@ -100,6 +107,7 @@ class WeightSync:
         group: the weight group of the run.
         lead: our claim to be the run's only coordinator.
         min_replicas: fewest replicas that must have the weights in the end.
+        rejoin_timeout_s: for so many to come where too few are left; with less than sync.formation_timeout_s, for that.
         disk_folder: where the transport "disk" writes.
         forecast: predicts what a round of the fleet should take; None: nobody does.
         observed: is told of syncs and of looks at the fleet.
@@ -114,6 +122,7 @@ class WeightSync:
         settings: SyncSection,
         lead: Lead | None = None,
         min_replicas: int = 1,
+        rejoin_timeout_s: float = 0.0,
         disk_folder: str = "",
         forecast: Forecast | None = None,
         observed: Observed | None = None,
@@ -123,7 +132,7 @@ class WeightSync:
         self._group = group
         self._settings = settings
         self._lead: Lead = SoleLead() if lead is None else lead
-        self._min_replicas = min_replicas
+        self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
         self._disk_folder = disk_folder
         self._on_disk = (0, "")  # version and id of the last round that went through disk
         self._observed = Observed() if observed is None else observed
@@ -207,7 +216,13 @@ class WeightSync:
 
     async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
         """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
-        work = _Publication(policy_version=policy_version, start_s=time.perf_counter(), committed=list(serving))
+        work = _Publication(
+            policy_version=policy_version,
+            start_s=time.perf_counter(),
+            # Not while others serve: they have work to do.
+            rejoin_timeout_s=0.0 if serving else self._rejoin_timeout_s,
+            committed=list(serving),
+        )
         while len(work.failures) < MAX_ROUNDS:
             try:
                 targets = await self._targets(work)
@@ -218,12 +233,16 @@ class WeightSync:
                 work.failures.append(error)
                 if not work.goes_on_after(error):
                     break
+        # Who has lost its work meanwhile (a pod that leaves, one that is not ready) does not get it back here.
+        staying = self._fleet.serving()
+        work.committed = [each for each in work.committed if each in staying or each not in serving]
         self._fleet.admit(work.committed)
         gained = [replica for replica in work.committed if replica not in serving]
         if work.failures and (not gained or len(work.committed) < self._min_replicas):
             raise _given_up(policy_version, work.failures) from work.failures[-1]
         result = work.result()
-        self._observed.sync(result)
+        if work.rounds:
+            self._observed.sync(result)
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
@@ -234,7 +253,7 @@ class WeightSync:
         """
         try:
             with metrics.SYNC_RENDEZVOUS_SECONDS.time():
-                present = await self._roll_call.call(work.policy_version)
+                present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
         except TandemError:
             work.is_over = True
             raise

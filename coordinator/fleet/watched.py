@@ -26,6 +26,7 @@ class WatchedFleet:
         self._identity = identity
         self._known: dict[str, Replica] = {}  # by worker_id
         self._serving: tuple[Replica, ...] = ()
+        self._gone: list[Replica] = []  # whose last call is under way: closing the channel would end it
 
     async def look(self) -> tuple[Replica, ...]:
         """Raises: Unavailable: Redis does not answer."""
@@ -54,8 +55,12 @@ class WatchedFleet:
         for worker_id in self._known.keys() - announced:
             gone = self._known.pop(worker_id)
             self._serving = tuple(replica for replica in self._serving if replica is not gone)
+            self._gone.append(gone)
             log.warning("replica gone", replica=gone.name)
-            await gone.close()
+        idle = [replica for replica in self._gone if not replica.is_generating]
+        self._gone = [replica for replica in self._gone if replica not in idle]
+        for replica in idle:
+            await replica.close()
 
     def serving(self) -> tuple[Replica, ...]:
         """Replicas that get work."""
@@ -70,5 +75,5 @@ class WatchedFleet:
 
     async def close(self) -> None:
         """Close the channels."""
-        for replica in self._known.values():
+        for replica in (*self._known.values(), *self._gone):
             await replica.close()

@@ -4,10 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from coordinator.app import conduct
 from coordinator.fleet.watched import WatchedFleet
+from coordinator.order import Order, Sampling
+from coordinator.rollouts import Rollouts
+from coordinator.samples import Prompt
 from coordinator.services import Services
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
@@ -19,7 +23,9 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import fake_fleet
-from tests.fakes.fake_rollout import FakeRollout
+from tests.fakes.fake_rollout import FakeRollout, GenerateFault
+from tests.fakes.tiny_task import EOS, encode
+from tests.polling import until
 from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
 
 DEADLINE_S = 20.0
@@ -58,6 +64,36 @@ async def test_a_replica_that_returns_is_a_new_one_that_does_not_serve(announcer
         assert again[1] is not found[1]
         assert fleet.serving() == found[:1]
         await fleet.close()
+
+
+async def test_a_replica_that_is_announced_no_more_finishes_its_call(announcer: list[Registry]) -> None:
+    """Redis may have lost its record while it works."""
+    looker, first, _ = announcer
+    async with fake_fleet(num_replicas=1) as services:
+        (service,) = services.rollout_services
+        service.state = weights_pb2.REPLICA_STATE_SERVING
+        service.hold.clear()
+        fleet = WatchedFleet(looker, services.trainer)
+        first.announce(record("rollout-0", services.addresses["rollout-0"], "a"), TTL_S)
+        (replica,) = await fleet.look()
+        fleet.admit([replica])
+        order = Order(
+            policy_version=0,
+            num_completions=1,
+            sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,)),
+        )
+        prompts = {"g0": Prompt(row=1, token_ids=encode("10+20="), answer="30")}
+        rollouts = Rollouts(fleet, max_groups_per_call=1, timeout_s=DEADLINE_S)
+        generating = asyncio.create_task(rollouts.generate(prompts, order))
+        await asyncio.wait_for(service.asked.wait(), DEADLINE_S)
+        first.withdraw()
+        assert await fleet.look() == fleet.serving() == ()
+        service.hold.set()
+        generation = await generating
+        assert (len(generation.groups), generation.retried_calls) == (1, 0)
+        await fleet.look()
+        with pytest.raises(grpc.aio.UsageError, match="Channel is closed"):
+            await replica.status()
 
 
 async def test_the_trainers_client_follows_a_trainer_that_moves(announcer: list[Registry]) -> None:
@@ -120,6 +156,28 @@ async def test_a_run_goes_on_without_a_replica_and_takes_it_back(
             assert back.state == weights_pb2.REPLICA_STATE_SERVING  # seeded before it was asked for anything
             assert await asyncio.wait_for(run, DEADLINE_S) == 0
     assert [row["iteration"] for row in rows(environment)] == list(range(1, 13))
+
+
+async def test_a_run_outlives_all_of_its_replicas(
+    config: RunConfig, environment: ServiceEnvironment, announcer: list[Registry]
+) -> None:
+    """In the middle of an iteration: groups that were finished are kept, those that come do the rest."""
+    config = with_settings(config, run={"iterations": 4}, sync={"probe_timeout_s": 1.0, "lease_ttl_s": 1.0})
+    back = FakeRollout(name="rollout-1")
+    async with announced_fleet(environment.redis_url, environment.run_id) as services, served(back) as address:
+        for service in services.rollout_services:
+            # The first call is the evaluation; of the first iteration's groups, each finishes two and fails then.
+            killed = GenerateFault(2, Unavailable("killed"))
+            service.faults.extend([None, killed, *[GenerateFault(0, Unavailable("killed"))] * 9])
+        run = asyncio.create_task(conduct(config, environment, resume=False, stop=asyncio.Event()))
+        await asyncio.to_thread(until, lambda: all(len(each.requests) == 3 for each in services.rollout_services))
+        for name in ("rollout-0", "rollout-1"):
+            services.registries[name].withdraw()
+        announcer[0].announce(record("rollout-1", address, "another process"), TTL_S)
+        assert await asyncio.wait_for(run, DEADLINE_S) == 0
+        assert [len(request.groups) for request in back.requests[:2]] == [2, 2]  # of eight, four were finished
+    assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4]
+    assert rows(environment)[0]["retried_calls"] == 4
 
 
 async def test_a_second_coordinator_is_refused_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:

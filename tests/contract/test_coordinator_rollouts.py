@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from coordinator.fleet.static import StaticFleet
-from coordinator.rollouts import Order, Rollouts, Sampling
+from coordinator.order import Order, Sampling
+from coordinator.rollouts import Rollouts
 from coordinator.samples import Prompt
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2

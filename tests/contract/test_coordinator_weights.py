@@ -1,5 +1,6 @@
 """The weight-sync round as a transaction, over real gRPC: order of phases, checks, abort, retry, names in errors."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -35,7 +36,7 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
     """A WeightSync of a trainer that is at `version`."""
     fleet.trainer_service.policy_version = version
     settings = SyncSection(
-        formation_timeout_s=1.0,
+        formation_timeout_s=options.pop("formation_timeout_s", 1.0),
         transfer_timeout_s=1.0,
         probe_timeout_s=0.5,
         lease_ttl_s=0.1,
@@ -188,6 +189,42 @@ async def test_fewer_than_min_replicas_are_an_error_after_the_deadline() -> None
     assert "the trainer and 2 replicas (rollout.min_replicas); replicas there: rollout-0; rollout-1: " in str(
         caught.value
     )
+
+
+class LateFleet(StaticFleet):
+    """Replicas that are announced from the fifth look on."""
+
+    looks = 0
+
+    async def look(self) -> tuple[Replica, ...]:
+        self.looks += 1
+        return await super().look() if self.looks >= 5 else ()
+
+
+async def test_replicas_that_are_lost_are_waited_for_longer_than_a_round_needs_to_form() -> None:
+    async with fake_fleet() as fleet:
+        members = LateFleet(fleet.replicas)
+        sync = sync_of(fleet, FakeGroup(), members=members, rejoin_timeout_s=600.0, formation_timeout_s=0.1)
+        result = await sync.publish(0)
+    assert members.looks >= 5
+    assert set(result.outcomes.values()) == {Outcome.COMMITTED}
+
+
+async def test_a_trainer_that_is_lost_is_not_waited_for_as_long_as_replicas_are() -> None:
+    async with fake_fleet() as fleet:
+        await fleet.servers["trainer"].drain(0.0)
+        sync = sync_of(fleet, FakeGroup(), rejoin_timeout_s=600.0, formation_timeout_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"waited 0.1 s for the trainer .* trainer: "):
+            await asyncio.wait_for(sync.publish(0), 20.0)
+
+
+async def test_who_serves_does_not_wait_long_for_joiners_that_are_lost() -> None:
+    """Seeding is tried again later; those who serve have work to do."""
+    async with fake_fleet() as fleet:
+        sync = sync_of(fleet, FakeGroup(), min_replicas=2, rejoin_timeout_s=600.0, formation_timeout_s=0.1)
+        sync._fleet.admit(fleet.replicas[:1])
+        await fleet.servers["rollout-1"].drain(0.0)
+        assert await asyncio.wait_for(sync.seed_late_joiners(0), 20.0) is None
 
 
 async def test_a_replica_without_its_slot_is_left_out() -> None:
