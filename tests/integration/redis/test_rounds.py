@@ -1,13 +1,15 @@
 """Rounds of real members while leases run out and slots change hands, at each phase."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
-from servicekit.errors import Aborted
+from servicekit.errors import Aborted, DeadlineExceeded
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.conftest import RedisProcess
+from tests.polling import until
 from tests.sync_fleet import GROUP, Fleet
 from tests.weight_stores import same, tiny_spec
 from weightsync.layout import Parallel
@@ -62,6 +64,25 @@ def test_a_lease_that_ran_out_before_a_round_makes_its_epoch_stale(fleet: Fleet)
     outcome = fleet.run(pb.ROUND_PHASE_PREPARE, round_)
     assert {type(answer) for answer in outcome.values()} == {Aborted}
     assert f"epoch {round_.epoch} of {GROUP} is over" in str(outcome["trainer/0"])
+
+
+def test_a_lease_that_runs_out_while_prepare_waits_for_it_ends_the_epoch(fleet: Fleet) -> None:
+    """The others have looked and wait for the victim, whose lease is over before it comes."""
+    round_ = fleet.round(1, formation_timeout_s=1.0)
+    early = [slot for slot in fleet.members if slot != VICTIM]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fleet.run_each, pb.ROUND_PHASE_PREPARE, dict.fromkeys(early, round_))
+        until(lambda: Rendezvous(fleet.redis_url, GROUP).snapshot().endpoint is not None)
+        expire(fleet, VICTIM)
+        with pytest.raises(Aborted, match=f"epoch {round_.epoch} of {GROUP} is over"):
+            fleet.members[VICTIM].run_phase(pb.ROUND_PHASE_PREPARE, round_)
+        outcome = waiting.result(timeout=30)
+    assert {type(answer) for answer in outcome.values()} <= {Aborted, DeadlineExceeded}
+    assert VICTIM in str(outcome["trainer/0"])  # who did not come
+    fleet.run(pb.ROUND_PHASE_ABORT, round_)
+    fleet.members[VICTIM]._lease._beat()
+    fleet.sync(fleet.round(2))
+    assert same(fleet.stores[VICTIM], fleet.expected(VICTIM)) == []
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=pb.RoundPhase.Name)

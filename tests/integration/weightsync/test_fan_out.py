@@ -74,6 +74,56 @@ def test_a_replica_is_ready_for_the_next_message_before_it_passes_one_on(fleet: 
     assert wires["rollout-0/0"].awaited == {0, 1}
 
 
+class ToldWire:
+    """A communicator that writes down what is begun and what is waited for: (what, tag)."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank, self.slots = inner.rank, inner.slots
+        self.told: list[tuple[str, int]] = []
+        self._tags: dict[int, int] = {}  # by the pending operation, which is kept: its id stays its own
+        self._pending: list[Pending] = []
+
+    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+        return self._begin("send", tag, self._inner.send(buffer, to, tag))
+
+    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+        return self._begin("receive", tag, self._inner.receive(buffer, source, tag))
+
+    def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:
+        self.told.append(("wait", self._tags[id(pending)]))
+        self._inner.wait(pending, peer, timeout_s)
+
+    def _begin(self, what: str, tag: int, pending: Pending) -> Pending:
+        self._pending.append(pending)
+        self._tags[id(pending)] = tag
+        self.told.append((what, tag))
+        return pending
+
+    def first(self, what: str, tag: int) -> int:
+        """When it happened first."""
+        return self.told.index((what, tag))
+
+
+def test_the_next_message_is_packed_and_awaited_while_the_last_one_moves(fleet: Callable[..., Fleet]) -> None:
+    """Send overlaps pack, receive overlaps unpack: a message is packed right before its bytes are handed over."""
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    them.run(pb.ROUND_PHASE_PREPARE, them.round(1))
+    wires = {}
+    for slot, member in them.members.items():
+        transport = member._transport
+        wires[slot] = transport._comm = ToldWire(transport._comm)  # type: ignore[union-attr]
+    them.run(pb.ROUND_PHASE_TRANSFER, them.round(1))
+    sender, receiver = wires["trainer/0"], wires["rollout-0/0"]
+    last = max(tag for _, tag in sender.told)
+    assert last > 3
+    for tag in range(last):
+        assert sender.first("send", tag + 1) < sender.first("wait", tag)
+        assert receiver.first("receive", tag + 1) < receiver.first("wait", tag)
+    # A sender has two under way, and no more.
+    assert all(sender.first("wait", tag) < sender.first("send", tag + 2) for tag in range(last - 1))
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_shared_memory_puts_no_payload_on_the_wire(fleet: Callable[..., Fleet], num_replicas: int) -> None:
     them = fleet(Parallel(tensor=2), {f"rollout-{i}": Parallel() for i in range(num_replicas)})
