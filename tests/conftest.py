@@ -18,6 +18,9 @@ from tests.polling import until
 SPREAD = ("tests/chaos/",)
 # Their tests share what takes minutes to make: a Docker engine with images.
 TOGETHER = ("tests/images/",)
+# The order of work: what takes a worker minutes begins first, what comes in small pieces fills the gaps at the end.
+FIRST = ("tests/images/", "tests/e2e/", "tests/integration/", "tests/contract/")
+LAST = ("tests/chaos/",)
 
 
 class BySharedEngines(LoadScopeScheduling):
@@ -32,7 +35,21 @@ class BySharedEngines(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """How `--dist loadfile` shares the tests out, in `make test`."""
-    return BySharedEngines(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by number of tests; ours is pytest_collection_modifyitems
+    return BySharedEngines(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests in the order in which workers take them."""
+    items.sort(key=lambda item: _turn(item.nodeid))
+
+
+def _turn(nodeid: str) -> int:
+    if nodeid.startswith(FIRST):
+        return next(turn for turn, folder in enumerate(FIRST) if nodeid.startswith(folder))
+    return len(FIRST) + 1 if nodeid.startswith(LAST) else len(FIRST)
 
 
 class RedisProcess:
