@@ -15,6 +15,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.cost import GIGABIT, MessageSizes, Speeds, predict
 from weightsync.layout import Parallel
+from weightsync.limits import DEFAULT_BUCKET_BYTES
 from weightsync.megatron_layout import megatron_layout
 from weightsync.messages import cut_messages
 from weightsync.model_spec import ModelSpec
@@ -51,7 +52,8 @@ class Forecast:
     def __init__(self, model: str, dtype: str, settings: SyncSection) -> None:
         self._model = model
         self._dtype_bytes = _DTYPE_BYTES[dtype if settings.dtype == "same" else settings.dtype]
-        self._bucket_bytes = int(settings.bucket_mib * 2**20)
+        # The link speeds of a forecast are those between GPUs.
+        self._bucket_bytes = int((settings.bucket_mib or 0) * 2**20) or DEFAULT_BUCKET_BYTES["cuda"]
         link = settings.link_gbit * GIGABIT
         self._speeds = Speeds(trainer_link=link, rollout_link=link)
         self._fleet: Participants | None = None

@@ -305,7 +305,7 @@ class WeightSync:
                 epoch=present.epoch,
                 install_mode=_INSTALL[self._settings.install],
                 pause_mode=_PAUSE[self._settings.pause],
-                bucket_bytes=int(self._settings.bucket_mib * 2**20),
+                bucket_bytes=int((self._settings.bucket_mib or 0) * 2**20),
                 formation_timeout_s=self._settings.formation_timeout_s,
                 transfer_timeout_s=self._settings.transfer_timeout_s,
                 transport=_TRANSPORT[self._settings.transport],

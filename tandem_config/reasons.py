@@ -21,6 +21,8 @@ NOTES: dict[str, Note] = {
     "run.evaluate_every": Note("iterations", "a curve of nine points over the default run"),
     "run.target_accuracy": Note("share, 0 to 1", "a run ends when its iterations do, so that runs compare"),
     "run.trainer_restarts": Note("restarts", "what fails three times does not fail by chance"),
+    "run.replica_restarts": Note("restarts", "each loses half an iteration at most, and engines are what dies most"),
+    "run.coordinator_restarts": Note("restarts", "what fails three times does not fail by chance"),
     "run.startup_timeout_s": Note("s", "loading tens of GB from a shared disk takes minutes"),
     "model.path": Note("", "no default: only you know"),
     "model.dtype": Note("", "exact, so that trainer and engine agree to 1e-4; use bfloat16 on GPUs"),

@@ -44,8 +44,22 @@ class RunSection(Section):
     trainer_restarts: Annotated[int, Field(ge=0)] = Field(
         2,
         description=(
-            "Times that `tandem run` starts a trainer that has died again, from the newest checkpoint, before it gives "
-            "up; in a cluster the orchestrator does that."
+            "Times within any hour that `tandem run` starts a trainer that has died again, from the newest checkpoint, "
+            "before it gives up; in a cluster the orchestrator does that."
+        ),
+    )
+    replica_restarts: Annotated[int, Field(ge=0)] = Field(
+        4,
+        description=(
+            "Times within any hour that `tandem run` starts a replica that has died again; one that dies more often is "
+            "left out while rollout.min_replicas others are there, and ends the run otherwise."
+        ),
+    )
+    coordinator_restarts: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description=(
+            "Times within any hour that `tandem run` starts a coordinator that was killed again, which goes on from "
+            "the newest checkpoint with trainer and replicas as they are."
         ),
     )
     startup_timeout_s: PositiveFloat = Field(
@@ -290,8 +304,12 @@ class SyncSection(Section):
         None,
         description="Where transport disk writes, the same path for every rank; null: weights/ in the run's folder.",
     )
-    bucket_mib: PositiveFloat = Field(
-        32.0, description="Largest message, in MiB (2^20 bytes); two per rank are in memory at once."
+    bucket_mib: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Largest message, in MiB (2^20 bytes); two per rank are in memory at once. null: 256 between GPUs, 32 "
+            "between CPUs."
+        ),
     )
     link_gbit: PositiveFloat = Field(
         400.0,
@@ -343,9 +361,8 @@ class FleetSection(Section):
     stuck_after_s: PositiveFloat = Field(
         1800.0,
         description=(
-            "Seconds without an answer, or without a finished group while it generates, after which a replica is stuck "
-            "and its pod is evicted. Must be longer than the longest completion takes; the default is that of "
-            "rollout.generate_timeout_s."
+            "Seconds without an answer, or without a token computed while it generates, after which a replica is stuck "
+            "and its pod is evicted; the default is that of rollout.generate_timeout_s."
         ),
     )
     max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(

@@ -1,10 +1,13 @@
 """How much of a transfer is under way at once, and in what pieces: for the transports and, without torch, for the
 simulation."""
 
-SENDS = 2  # messages on their way out of a rank: the next one is packed while the last one moves
-RECEIVES = (
-    4  # messages that a rank is ready to receive, if it has buffers for them: its link does not wait for its core
-)
+# Largest message where the run does not say: large enough for full bandwidth, small beside a shard.
+DEFAULT_BUCKET_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+
+# Messages on their way out of a rank: the next one is packed while the last one moves.
+SENDS = 2
+# Messages that a rank is ready to receive, as far as it has buffers for them: its link does not wait for its core.
+RECEIVES = 4
 
 # An op of at least so many bytes travels on its own, so that it can go from parameter to parameter without a copy. At
 # a few GB/s it takes longer than what one more gloo message costs (about 30 us).

@@ -29,6 +29,7 @@ from weightsync.communicators import CommunicatorCache
 from weightsync.coverage import Coverage
 from weightsync.facts import own_facts
 from weightsync.layout import Layout, Parallel
+from weightsync.limits import DEFAULT_BUCKET_BYTES
 from weightsync.megatron_names import in_local_spelling
 from weightsync.model_spec import ModelSpec
 from weightsync.participants import Participants
@@ -89,6 +90,7 @@ class SyncMember:
         self._parallel = parallel
         self._tensors = in_local_spelling(spec, tensors)
         device = next(iter(tensors.values())).device
+        self._default_bucket_bytes = DEFAULT_BUCKET_BYTES[device.type]
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
@@ -241,7 +243,7 @@ class SyncMember:
             participants=participants,
             packer=self._packer(self._target, self._wire_dtype(round_)),
             policy_version=round_.policy_version,
-            bucket_bytes=round_.bucket_bytes,
+            bucket_bytes=self._bucket_bytes(round_),
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
@@ -303,6 +305,10 @@ class SyncMember:
         self._target = self._tensors
         self._stats = TransferStats()
 
+    def _bucket_bytes(self, round_: pb.Round) -> int:
+        """All ranks of a round are of one device (facts.py), and so come to the same size."""
+        return int(round_.bucket_bytes) or self._default_bucket_bytes
+
     def _terms(self, round_: pb.Round) -> Terms:
         """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
         participants = Participants.of_round(round_)
@@ -316,7 +322,9 @@ class SyncMember:
             self._spare.reserve(self._slot)
         dtype = self._wire_dtype(round_)
         rollouts = tuple(participants.chains())
-        plan = plan_round(self._spec, participants.trainer, rollouts, max(1, round_.bucket_bytes // dtype.itemsize))
+        plan = plan_round(
+            self._spec, participants.trainer, rollouts, max(1, self._bucket_bytes(round_) // dtype.itemsize)
+        )
         if self._plan is not None and plan is not self._plan:
             self._packers.forget()
         return Terms(

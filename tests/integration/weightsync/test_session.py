@@ -11,7 +11,7 @@ from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
 from tests.weight_stores import same
-from weightsync import spare
+from weightsync import limits, spare
 from weightsync.layout import Parallel
 from weightsync.rendezvous import Lease, Rendezvous
 
@@ -180,3 +180,16 @@ def test_redis_that_is_gone_is_a_tandem_error(redis_process: Callable[..., Redis
     server.kill()
     with pytest.raises(Unavailable, match="Redis"):
         rendezvous.snapshot()
+
+
+def test_where_the_run_does_not_say_the_device_decides_how_large_messages_are(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(limits.DEFAULT_BUCKET_BYTES, "cpu", 1024)
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    silent = them.round(1)
+    silent.ClearField("bucket_bytes")
+    reports = them.sync(silent)
+    assert same(them.stores["rollout-0/0"], them.expected("rollout-0/0")) == []
+    assert 0 < reports["rollout-0/0"].staging_bytes <= 2 * 1024
+    assert reports["rollout-0/0"].num_messages >= reports["rollout-0/0"].shard_bytes / 1024

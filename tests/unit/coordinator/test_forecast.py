@@ -28,7 +28,7 @@ def a_round(replicas: int) -> weights_pb2.Round:
 
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_it_is_that_of_tandem_plan(replicas: int) -> None:
-    settings = SyncSection(link_gbit=100.0)
+    settings = SyncSection(link_gbit=100.0, bucket_mib=1.0)
     forecast = Forecast(str(MODEL), "float32", settings).predict(Participants.of_round(a_round(replicas)))
     link = 100 * GIGABIT
     request = PlanRequest(
@@ -38,7 +38,7 @@ def test_it_is_that_of_tandem_plan(replicas: int) -> None:
         rollout=ROLLOUT,
         replicas=replicas,
         dtype="float32",
-        bucket_bytes=int(settings.bucket_mib * 2**20),
+        bucket_bytes=2**20,
         speeds=Speeds(trainer_link=link, rollout_link=link),
     )
     planned = Planned.of(request).as_json()
