@@ -19,7 +19,7 @@ RUN_BY = {
     "make test-fast": ("tests/house/test_make.py", '"test-fast"'),
     "make test-all": ("tests/house/test_make.py", '"test-all"'),
     "make images": ("tests/images/conftest.py", '"make", "images"'),
-    "docker compose": ("tests/images/test_run.py", '["docker", "compose"'),
+    "docker compose": ("tests/images/conftest.py", '["docker", "compose"'),
     "make demo": ("tests/e2e/test_demo.py", 'tandem("demo")'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
     "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),

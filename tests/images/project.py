@@ -1,9 +1,13 @@
 """A compose project of the repository's file, over the images of this checkout, with a job of its own."""
 
+import contextlib
 import json
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ from tests.images.engine import Engine, checked
 RUN_DIR = "/var/lib/tandem/run"
 # Engines import for 10 s on an idle machine; the deadline is for a busy one.
 UP_S = 1200.0
+# Each look starts a docker command.
+LOOK_S = 1.0
 STOP_S = 300.0
 
 
@@ -43,30 +49,64 @@ class Project:
 
     @property
     def _environ(self) -> dict[str, str]:
-        # A port that the system chooses: 8080 may be taken here.
-        return {**self.engine.environ, "TANDEM_JOB": str(self.job), "TANDEM_PAGE_PORT": "0"}
+        # Ports that the system chooses: 8080 may be taken here.
+        ports = {"TANDEM_PAGE_PORT": "0", "TANDEM_PROMETHEUS_PORT": "0"}
+        return {**self.engine.environ, **ports, "TANDEM_JOB": str(self.job)}
+
+    def address(self, service: str, port: int) -> str:
+        """host:port of this machine at which a service's port is published."""
+        return self.compose("port", service, str(port)).strip()
 
     def state(self, service: str) -> dict[str, Any]:
         """Docker's state of a service's container: Status, ExitCode, OOMKilled, Health ..."""
-        container = self.compose("ps", "-a", "-q", service).strip()
+        container = self._container(service)
         assert container, f"{service} has no container"
         found: dict[str, Any] = json.loads(self.engine.run("inspect", "--format", "{{json .State}}", container))
         return found
+
+    def log_lines(self, service: str) -> list[dict[str, Any]]:
+        """What a service has logged; lines of libraries that write past Python's logging are left out."""
+        command = [self.engine.docker, "logs", self._container(service)]
+        done = subprocess.run(command, env=self.engine.environ, capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+
+    def _container(self, service: str) -> str:
+        """Id of a service's container, whether it runs or not; "" if there is none."""
+        labels = {"project": self.name, "service": service}
+        filters = [
+            word for key, value in labels.items() for word in ("--filter", f"label=com.docker.compose.{key}={value}")
+        ]
+        return self.engine.run("ps", "--all", "--quiet", *filters).strip()
 
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl, as far as it is written."""
         return [json.loads(line) for line in self.read("metrics.jsonl").splitlines()]
 
     def read(self, name: str) -> str:
-        """A file of the results volume; "" if it is not there."""
-        volume = f"{self.name}_results:{RUN_DIR}:ro"
-        script = f"test ! -e {RUN_DIR}/{name} || cat {RUN_DIR}/{name}"
-        image = self.engine.run("images", "--quiet", "tandem/coordinator").split()[0]
-        return self.engine.run("run", "--rm", "--volume", volume, "--entrypoint", "sh", image, "-c", script)
+        """A file of the run's folder; "" if it is not there (yet)."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = f"{self._container('coordinator')}:{RUN_DIR}/{name}"
+            command = [self.engine.docker, "cp", "--follow-link", source, f"{folder}/copy"]
+            done = subprocess.run(command, env=self.engine.environ, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                assert re.search("no such container|Could not find the file", done.stderr, re.IGNORECASE), done.stderr
+                return ""
+            return (Path(folder) / "copy").read_text(encoding="utf-8")
 
     def remove(self) -> None:
         """Containers, network and volumes."""
         self.compose("down", "--volumes", "--remove-orphans")
+
+
+@contextlib.contextmanager
+def project_of(engine: Engine, command: Sequence[str], folder: Path, iterations: int) -> Iterator[Project]:
+    """A project of the example with so many iterations; goes away with its volumes."""
+    name = f"tandemtest{uuid.uuid4().hex[:8]}"
+    made = Project(engine=engine, command=command, name=name, job=make_job(folder, iterations))
+    try:
+        yield made
+    finally:
+        made.remove()
 
 
 def make_job(folder: Path, iterations: int) -> Path:

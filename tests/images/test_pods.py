@@ -8,12 +8,14 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.fake_kubelet import FakeKubelet
-from tests.images.engine import Engine, Unavailable, engine
+from tests.images.engine import Engine
+from tests.images.project import LOOK_S
 from tests.manifests.kustomize import Manifest, containers, environment, find, overlay, pod_template, pod_templates
 from tests.polling import until
 
@@ -21,28 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(180
 READY_S, RUN_S, STOP_S = 600.0, 600.0, 60.0
 ITERATIONS = 3
 ORDER = ["coordinator", "rollout-0", "trainer-1", "trainer-0", "redis-0", "rollout-1"]
-
-
-@pytest.fixture
-def docker() -> Iterator[Engine]:
-    """An engine that has the images: they are not built here, tests/images/test_run.py does that."""
-    started = engine()
-    try:
-        found = started.__enter__()
-        wanted = {
-            each["image"] for template in pod_templates(overlay("dev-cpu")).values() for each in containers(template)
-        }
-        missing = [image for image in sorted(wanted) if not found.run("images", "--quiet", image).strip()]
-    except Unavailable as why:
-        pytest.skip(f"NO DOCKER: the pods were not run: {why}")
-    try:
-        if missing:
-            pytest.skip(f"NO IMAGES: the pods were not run; `make images` makes {', '.join(missing)}")
-        if os.geteuid() != 0:
-            pytest.skip("NOT ROOT: the pods were not run; only root can hand folders to their users")
-        yield found
-    finally:
-        started.__exit__(None, None, None)
 
 
 def shortened(trainer_pods: int) -> list[Manifest]:
@@ -60,10 +40,17 @@ def shortened(trainer_pods: int) -> list[Manifest]:
 
 
 @pytest.fixture(params=[1, 2], ids="{} trainer pods".format)
-def kubelet(request: pytest.FixtureRequest, docker: Engine, tmp_path: Path) -> Iterator[FakeKubelet]:
+def kubelet(
+    request: pytest.FixtureRequest, docker: Engine, images: dict[str, str], redis_image: str, tmp_path: Path
+) -> Iterator[FakeKubelet]:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: the pods were not run; only root can hand folders to their users")
+    manifests = shortened(request.param)
+    wanted = {each["image"] for template in pod_templates(manifests).values() for each in containers(template)}
+    assert wanted == {*images.values(), redis_image}
     # Some network that is not taken: the engine refuses one that is.
     number = uuid.uuid4().int % 200
-    made = FakeKubelet(docker, shortened(request.param), tmp_path, f"tandem-pods-{number}", f"10.89.{number}")
+    made = FakeKubelet(docker, manifests, tmp_path, f"tandem-pods-{number}", f"10.89.{number}")
     try:
         yield made
     finally:
@@ -75,8 +62,8 @@ def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
     for name in sorted(kubelet.pods, key=ORDER.index):
         kubelet.start(name)
     for name in kubelet.pods:
-        until(lambda name=name: kubelet.succeeds(name, "startupProbe"), READY_S)
-    until(lambda: not kubelet.is_running("coordinator"), RUN_S)
+        until(partial(kubelet.succeeds, name, "startupProbe"), READY_S, interval_s=LOOK_S)
+    until(lambda: not kubelet.is_running("coordinator"), RUN_S, interval_s=LOOK_S)
     assert kubelet.exit_code("coordinator") == 0, kubelet.logs("coordinator")
 
     results = kubelet.claim("run")
@@ -89,5 +76,5 @@ def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
     for name in ("rollout-1", "rollout-0", "trainer-0", "redis-0"):
         assert kubelet.terminate(name) == 0, name
     if "trainer-1" in kubelet.pods:  # rank 0 has taken it along
-        until(lambda: not kubelet.is_running("trainer-1"), STOP_S)
+        until(lambda: not kubelet.is_running("trainer-1"), STOP_S, interval_s=LOOK_S)
         assert kubelet.exit_code("trainer-1") == 0

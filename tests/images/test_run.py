@@ -1,45 +1,29 @@
 """The CPU images, built on a real Docker engine, run the example through compose: to its end, and on after a stop."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.images.compose import resolved, service
-from tests.images.conftest import BUILD_S, KINDS
-from tests.images.engine import Engine
-from tests.images.project import UP_S, Project, make_job, set_iterations
-from tests.images.redis_image import provide_redis
+from tests.images.conftest import BASE, BUILD_S, KINDS
+from tests.images.engine import Engine, Unavailable
+from tests.images.project import LOOK_S, UP_S, Project, project_of, set_iterations
+from tests.images.stand_ins import provide_prometheus
+from tests.monitoring.live import PrometheusApi
+from tests.monitoring.test_rules import ALL_RULES
 from tests.polling import until
 
 RUN_S = 900.0
+# Scrapes are 5 s apart, evaluations 15 s.
+SCRAPED_S = 120.0
 MAX_COORDINATOR_BYTES = 250_000_000
 ENGINES = ("trainer", "rollout-0", "rollout-1")
-COMPOSES = [["docker", "compose"], ["docker-compose"]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(2 * BUILD_S)]
-
-
-@pytest.fixture(params=COMPOSES, ids=" ".join)
-def project(
-    request: pytest.FixtureRequest, docker: Engine, images: dict[str, str], tmp_path: Path
-) -> Iterator[Project]:
-    """A project of three iterations; goes away with its volumes."""
-    command: list[str] = request.param
-    if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode != 0:
-        pytest.skip(f"no `{' '.join(command)}` on this machine")
-    provide_redis(
-        docker, resolved(service("redis")["image"]), resolved(service("coordinator")["build"]["args"]["BASE"])
-    )
-    name = f"tandemtest{abs(hash(tmp_path)) % 10**8}"
-    made = Project(engine=docker, command=command, name=name, job=make_job(tmp_path, iterations=3))
-    try:
-        yield made
-    finally:
-        made.remove()
 
 
 def test_the_coordinator_is_small(docker: Engine, images: dict[str, str]) -> None:
@@ -84,24 +68,74 @@ def test_a_wrong_setting_is_named_and_exit_code_2(docker: Engine, images: dict[s
     assert "/nowhere.yaml" in (done.stdout + done.stderr).splitlines()[0]
 
 
-def test_the_example_runs_to_its_end(project: Project) -> None:
-    assert project.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
-    assert [row["iteration"] for row in project.rows()] == [1, 2, 3]
-    summary = json.loads(project.read("summary.json"))
-    assert summary["iterations"] == 3
-    assert json.loads(project.read("hf/config.json"))["model_type"] == "qwen3"
+def test_the_example_runs_to_its_end(
+    docker: Engine, redis_image: str, composes: list[list[str]], tmp_path: Path
+) -> None:
+    with project_of(docker, composes[0], tmp_path, iterations=3) as project:
+        assert project.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
+        assert [row["iteration"] for row in project.rows()] == [1, 2, 3]
+        summary = json.loads(project.read("summary.json"))
+        assert summary["iterations"] == 3
+        assert json.loads(project.read("hf/config.json"))["model_type"] == "qwen3"
 
 
-@pytest.mark.parametrize("project", [COMPOSES[0]], indirect=True, ids=" ".join)
-def test_a_stopped_run_ends_well_and_goes_on(project: Project) -> None:
+@pytest.fixture(scope="module")
+def endless(
+    docker: Engine, redis_image: str, composes: list[list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Project]:
+    """A run that has an iteration behind it and many before it, watched by Prometheus; the last test ends it.
+
+    By docker-compose 1.29 where that is there: `docker compose` has run the example.
+    """
+    try:
+        provide_prometheus(docker, resolved(service("prometheus")["image"]), BASE)
+    except Unavailable as why:
+        pytest.skip(f"NO PROMETHEUS: {why}")
+    with project_of(docker, composes[-1], tmp_path_factory.mktemp("endless"), iterations=100_000) as project:
+        project.compose("up", "--no-build", "--detach", "coordinator", "prometheus", timeout_s=UP_S)
+        until(lambda: "\n" in project.read("metrics.jsonl"), RUN_S, interval_s=LOOK_S)
+        yield project
+
+
+def test_prometheus_watches_every_service_of_a_run(endless: Project) -> None:
+    """With the configuration and the rules that the compose file gives it."""
+    api = PrometheusApi(f"http://{endless.address('prometheus', 9090)}")
+    up = {f"up{{job='{job}'}}": number for job, number in (("coordinator", 1), ("trainer", 1), ("rollout", 2))}
+    until(lambda: {query: sum(api.now(query)) for query in up} == up, SCRAPED_S, interval_s=LOOK_S)
+    assert endless.state("prometheus")["Health"]["Status"] == "healthy"
+    assert {label["replica"] for label in api.labels("tandem_replica_state")} == {"rollout-0", "rollout-1"}
+    # Every group is evaluated 15 s after the start, and the first time without data.
+    until(lambda: set(api.rules().values()) == {"ok"}, SCRAPED_S, interval_s=LOOK_S)
+    assert set(api.rules()) == {rule.get("alert") or rule["record"] for rule in ALL_RULES}
+    for recorded in ("tandem:reward:mean30m", "tandem:weight_sync_seconds:p95", "tandem:entropy:mean15m"):
+        until(partial(api.has_data, recorded), SCRAPED_S, interval_s=LOOK_S)
+        assert min(api.now(recorded)) > 0, recorded
+
+
+@pytest.mark.parametrize("name", ["coordinator", *ENGINES])
+def test_log_lines_say_which_run_and_which_service(endless: Project, name: str) -> None:
+    lines = endless.log_lines(name)
+    assert len(lines) > 2
+    # An engine's ranks are "rollout-rank".
+    said = {(line["service"].partition("-")[0], line["run"]) for line in lines}
+    assert said == {(name.partition("-")[0], "compose")}
+    assert [line for line in lines if not line.keys() >= {"time", "level", "message", "logger"}] == []
+    if name.startswith("rollout"):
+        assert {line["name"] for line in lines if line["message"] == "weights committed"} == {name}
+    if name == "coordinator":
+        within = [line for line in lines if line["message"] == "iteration done"]
+        assert [line["iteration"] for line in within] == list(range(1, len(within) + 1))
+        assert [line["policy_version"] for line in within] == list(range(len(within)))
+    else:
+        assert any("policy_version" in line for line in lines)
+
+
+def test_a_stopped_run_ends_well_and_goes_on(endless: Project) -> None:
     """Every process ends on SIGTERM by itself: a code of 137 would be Docker's kill after the grace period."""
-    set_iterations(project.job, 100_000)
-    project.compose("up", "--no-build", "--detach", "coordinator", timeout_s=UP_S)
-    until(lambda: "\n" in project.read("metrics.jsonl"), RUN_S)
-    project.compose("stop")
-    codes = {name: project.state(name)["ExitCode"] for name in ("coordinator", *ENGINES)}
+    endless.compose("stop")
+    codes = {name: endless.state(name)["ExitCode"] for name in ("coordinator", *ENGINES)}
     assert codes == dict.fromkeys(codes, 0)
-    done = project.rows()[-1]["iteration"]
-    set_iterations(project.job, done + 3)
-    assert project.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
-    assert [row["iteration"] for row in project.rows()] == list(range(1, done + 4))
+    done = endless.rows()[-1]["iteration"]
+    set_iterations(endless.job, done + 3)
+    assert endless.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
+    assert [row["iteration"] for row in endless.rows()] == list(range(1, done + 4))
