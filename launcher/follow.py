@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 
 import grpc
-import redis
 
 from launcher.plan_processes import COORDINATOR
 from launcher.view import RunView
 from servicekit.channel import open_channel
+from servicekit.errors import TandemError
 from servicekit.registry import PAGE_URL, Registry
 from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
@@ -35,9 +35,7 @@ async def follow(
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address), name="watch registry")
     try:
-        found = await address
-        on_address(found)
-        await _show_events(found, view)
+        await _show_events(registry, await address, view, on_address)
     finally:
         arrivals.cancel()
         await asyncio.gather(arrivals, return_exceptions=True)
@@ -58,7 +56,7 @@ async def _watch_arrivals(
         for role in sorted({role for role, _ in missing}):
             try:
                 records = await asyncio.to_thread(registry.list, role)
-            except redis.RedisError:
+            except TandemError:
                 continue  # the services notice a lost Redis themselves; their end is what counts
             for record in records:
                 if (role, record.name) in missing:
@@ -77,20 +75,47 @@ async def _say_page(registry: Registry, view: RunView) -> None:
         view.say(f"  the run's page: {url}")
 
 
-async def _show_events(address: str, view: RunView) -> None:
+async def _show_events(registry: Registry, address: str, view: RunView, on_address: Callable[[str], None]) -> None:
+    """Until the stream of a coordinator ends.
+
+    One that was killed stays announced until its lease has run out, so `address` may be that of the last one: where
+    nobody answers, the registry is asked again. Another coordinator's events are numbered from 1 again.
+    """
     sequence = 0
+    on_address(address)
+    while True:
+        sequence, is_over = await _show_stream(address, sequence, view)
+        if is_over:
+            return
+        # Restarting or gone: the process table tells the two apart and ends this task.
+        await asyncio.sleep(_RECONNECT_S)
+        moved = await _address_now(registry, address)
+        if moved != address:
+            address, sequence = moved, 0
+            on_address(address)
+
+
+async def _show_stream(address: str, sequence: int, view: RunView) -> tuple[int, bool]:
+    """Events after `sequence`. Returns: the last one's number, and whether the stream has ended, not just broken."""
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
-        while True:
+        try:
             request = pb.WatchEventsRequest(after_sequence=sequence)
-            try:
-                async for event in stub.WatchEvents(request, timeout=_WATCH_TIMEOUT_S):
-                    sequence = event.sequence
-                    show_event(event, view)
-                return
-            except grpc.aio.AioRpcError:
-                # Restarting or gone: the process table tells the two apart and ends this task.
-                await asyncio.sleep(_RECONNECT_S)
+            async for event in stub.WatchEvents(request, timeout=_WATCH_TIMEOUT_S):
+                sequence = event.sequence
+                show_event(event, view)
+        except grpc.aio.AioRpcError:
+            return sequence, False
+    return sequence, True
+
+
+async def _address_now(registry: Registry, last: str) -> str:
+    """Where the coordinator is announced; `last` if it is not, or Redis does not say."""
+    try:
+        records = await asyncio.to_thread(registry.list, COORDINATOR)
+    except TandemError:
+        return last
+    return records[0].address if records else last
 
 
 def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:

@@ -1,6 +1,6 @@
 """Runs one service and sees to it that nothing of it survives: not its children, not if the launcher is killed.
 
-    python -I -S guard.py --parent PID --grace-s S [--remove FOLDER] -- COMMAND ...
+    python -I -S guard.py --parent PID --grace-s S [--delay-s S] [--remove FOLDER] -- COMMAND ...
 
 The launcher starts one guard per service, each in a session of its own, so that a Ctrl-C reaches the launcher only.
 
@@ -75,8 +75,8 @@ def kill_descendants(deadline_s: float = 5.0) -> bool:
 class Guard:
     """One service, its signals and its end."""
 
-    def __init__(self, command: list[str], *, parent: int, grace_s: float) -> None:
-        self._command, self._parent, self._grace_s = command, parent, grace_s
+    def __init__(self, command: list[str], *, parent: int, grace_s: float, delay_s: float) -> None:
+        self._command, self._parent, self._grace_s, self._delay_s = command, parent, grace_s, delay_s
         self._service: subprocess.Popen[bytes] | None = None
         self._stopping = False
 
@@ -90,9 +90,18 @@ class Guard:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self._parent:
             return 0  # the launcher died before it could be watched
+        if not self._wait():
+            return 128 + signal.SIGTERM
         code = self._run_service()
         kill_descendants()
         return code
+
+    def _wait(self) -> bool:
+        """The delay before the service starts. Returns: False: we are told to end meanwhile."""
+        start_s = time.monotonic() + self._delay_s
+        while time.monotonic() < start_s and not self._stopping:
+            time.sleep(_POLL_S)
+        return not self._stopping
 
     def _run_service(self) -> int:
         try:
@@ -134,12 +143,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace-s", type=float, required=True)
+    parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--remove", default="")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
-        return Guard(command, parent=options.parent, grace_s=options.grace_s).run()
+        guard = Guard(command, parent=options.parent, grace_s=options.grace_s, delay_s=options.delay_s)
+        return guard.run()
     finally:
         if options.remove:
             shutil.rmtree(options.remove, ignore_errors=True)

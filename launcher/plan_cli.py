@@ -1,9 +1,12 @@
 """The options of `tandem plan`. Heavy imports happen inside, so that --help answers at once."""
 
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from weightsync.cost import Speeds
 
 
 class Dtype(Enum):
@@ -13,43 +16,68 @@ class Dtype(Enum):
     float32 = "float32"
 
 
+# ---- what is moved, from where to where ----
+
+Model = Annotated[
+    str, typer.Option(metavar="MODEL", help="A config.json, its folder, or a built-in name such as qwen3-32b.")
+]
+TrainerSizes = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZES",
+        help=(
+            "tp, pp, dp, cp, ep, etp, vpp, first, last (layers of those stages), embedding=1, loss=1 (each counts "
+            "as a layer). What is left out is 1, or chosen so that it fits."
+        ),
+    ),
+]
+RolloutSizes = Annotated[str, typer.Option(metavar="SIZES", help="tp, and ep of its ranks.")]
+Replicas = Annotated[int, typer.Option(min=1, help="Rollout replicas.")]
+TravelDtype = Annotated[Dtype, typer.Option(help="Type that travels.")]
+BucketMib = Annotated[float, typer.Option(min=0.001, help="Largest message, in MiB.")]
+
+# ---- how fast the machines are ----
+
+TrainerGbps = Annotated[float, typer.Option(min=1e-6, help="Link of a trainer rank, in Gbit/s.")]
+RolloutGbps = Annotated[float, typer.Option(min=1e-6, help="Link of a rollout rank, in Gbit/s.")]
+LatencyUs = Annotated[float, typer.Option(min=0.0, help="Latency of a message, in microseconds.")]
+RpcMs = Annotated[float, typer.Option(min=0.0, help="A call of a phase, there and back, in milliseconds.")]
+CopyGbps = Annotated[float, typer.Option(min=1e-6, help="Packing and unpacking, in Gbit/s per rank.")]
+DigestGbps = Annotated[float, typer.Option(min=1e-6, help="Digests of payloads, in Gbit/s per rank.")]
+
+# ---- what is printed ----
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate the round event by event, too.")]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fault",
+        metavar="FAULT",
+        help=(
+            "For the simulation: slow:REPLICA=FACTOR, or kill:REPLICA@PHASE, or kill:REPLICA@SECONDS; repeat for "
+            "more. REPLICA is a number from 0, in chain order."
+        ),
+    ),
+]
+
+
 def plan(
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A config.json, its folder, or a built-in name such as qwen3-32b.")
-    ],
-    trainer: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZES",
-            help=(
-                "tp, pp, dp, cp, ep, etp, vpp, first, last (layers of those stages), embedding=1, loss=1 (each counts "
-                "as a layer). What is left out is 1, or chosen so that it fits."
-            ),
-        ),
-    ] = "tp=1",
-    rollout: Annotated[str, typer.Option(metavar="SIZES", help="tp, and ep of its ranks.")] = "tp=1",
-    replicas: Annotated[int, typer.Option(min=1, help="Rollout replicas.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Type that travels.")] = Dtype.bfloat16,
-    bucket_mib: Annotated[float, typer.Option(min=0.001, help="Largest message, in MiB.")] = 256.0,
-    trainer_gbps: Annotated[float, typer.Option(min=1e-6, help="Link of a trainer rank, in Gbit/s.")] = 400.0,
-    rollout_gbps: Annotated[float, typer.Option(min=1e-6, help="Link of a rollout rank, in Gbit/s.")] = 400.0,
-    latency_us: Annotated[float, typer.Option(min=0.0, help="Latency of a message, in microseconds.")] = 20.0,
-    rpc_ms: Annotated[float, typer.Option(min=0.0, help="A call of a phase, there and back, in milliseconds.")] = 1.0,
-    copy_gbps: Annotated[float, typer.Option(min=1e-6, help="Packing and unpacking, in Gbit/s per rank.")] = 4000.0,
-    digest_gbps: Annotated[float, typer.Option(min=1e-6, help="Digests of payloads, in Gbit/s per rank.")] = 800.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Simulate the round event by event, too.")] = False,
-    faults: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fault",
-            metavar="FAULT",
-            help=(
-                "For the simulation: slow:REPLICA=FACTOR, or kill:REPLICA@PHASE, or kill:REPLICA@SECONDS; repeat for "
-                "more. REPLICA is a number from 0, in chain order."
-            ),
-        ),
-    ] = None,
+    model: Model,
+    trainer: TrainerSizes = "tp=1",
+    rollout: RolloutSizes = "tp=1",
+    replicas: Replicas = 1,
+    dtype: TravelDtype = Dtype.bfloat16,
+    bucket_mib: BucketMib = 256.0,
+    trainer_gbps: TrainerGbps = 400.0,
+    rollout_gbps: RolloutGbps = 400.0,
+    latency_us: LatencyUs = 20.0,
+    rpc_ms: RpcMs = 1.0,
+    copy_gbps: CopyGbps = 4000.0,
+    digest_gbps: DigestGbps = 800.0,
+    as_json: AsJson = False,
+    simulate: Simulate = False,
+    faults: Faults = None,
 ) -> None:
     """Say what a weight sync would move, between which ranks, and how long it would take. No GPU is needed.
 
@@ -60,16 +88,7 @@ def plan(
         tandem plan --model my-model/ --replicas 8 --simulate --fault slow:3=4
     """
     from launcher.plan import plan_command
-    from weightsync.cost import GIGABIT, Speeds
 
-    speeds = Speeds(
-        trainer_link=trainer_gbps * GIGABIT,
-        rollout_link=rollout_gbps * GIGABIT,
-        latency_s=latency_us * 1e-6,
-        rpc_s=rpc_ms * 1e-3,
-        copy=copy_gbps * GIGABIT,
-        digest=digest_gbps * GIGABIT,
-    )
     code = plan_command(
         model=model,
         trainer=trainer,
@@ -77,9 +96,25 @@ def plan(
         replicas=replicas,
         dtype=dtype.value,
         bucket_mib=bucket_mib,
-        speeds=speeds,
+        speeds=_speeds(trainer_gbps, rollout_gbps, latency_us, rpc_ms, copy_gbps, digest_gbps),
         as_json=as_json,
         simulate=simulate,
         faults=faults or [],
     )
     raise typer.Exit(code)
+
+
+def _speeds(
+    trainer_gbps: float, rollout_gbps: float, latency_us: float, rpc_ms: float, copy_gbps: float, digest_gbps: float
+) -> "Speeds":
+    """The options' units in those of weightsync.cost: seconds, bytes per second."""
+    from weightsync.cost import GIGABIT, Speeds
+
+    return Speeds(
+        trainer_link=trainer_gbps * GIGABIT,
+        rollout_link=rollout_gbps * GIGABIT,
+        latency_s=latency_us * 1e-6,
+        rpc_s=rpc_ms * 1e-3,
+        copy=copy_gbps * GIGABIT,
+        digest=digest_gbps * GIGABIT,
+    )

@@ -48,11 +48,16 @@ def is_trainer(name: str) -> bool:
     return name.startswith("trainer-")
 
 
+def is_rollout(name: str) -> bool:
+    """Whether a process of this name is a replica."""
+    return name.startswith("rollout-")
+
+
 def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
     """Trainer ranks, rollout replicas and the coordinator."""
     world_size = trainer_world_size(config)
     trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
-    rollouts = [_rollout(launch, index, devices) for index in range(config.rollout.replicas)]
+    rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
     return [*trainers, *rollouts, _coordinator(launch)]
 
 
@@ -70,11 +75,13 @@ def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePla
     )
 
 
-def _rollout(launch: Launch, index: int, devices: DevicePlan) -> ProcessSpec:
+def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan) -> ProcessSpec:
     name = f"rollout-{index}"
+    # One process for all hosts of an engine: they live and end together.
+    module = "rollout_service" if config.rollout.nodes == 1 else "rollout_service.local_hosts"
     return ProcessSpec(
         name=name,
-        command=[*_module(launch, "rollout_service", resume=False), "--name", name],
+        command=[*_module(launch, module, resume=False), "--name", name],
         log=launch.run_dir / "logs" / f"{name}.log",
         stage=_SERVICE_STAGE,
         env={**launch.environment(), **_visible(devices, devices.rollouts[index])},

@@ -1,28 +1,24 @@
 """Runs a checked configuration on this machine from start to end: `launch` is the story in one function."""
 
 import asyncio
-import os
 import secrets
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import outcome, redis_server
 from launcher.devices import DevicePlan, plan_devices, visible_gpus
-from launcher.follow import follow
 from launcher.outcome import Outcome
 from launcher.plan_processes import COORDINATOR, Launch, plan_processes
-from launcher.restarts import Restarts, to_restart
-from launcher.run_folder import RESOLVED_CONFIG, LauncherNotes, read_notes, write_notes
+from launcher.restarts import Restarts
+from launcher.run_folder import RESOLVED_CONFIG
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view import RunView
+from launcher.watching import Watching
 from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
 
-# How long the last events may take to arrive after the coordinator has ended.
-_LAST_EVENTS_S = 3.0
 # When the coordinator reports a failure, the service that caused it has ended just before or ends just after.
 _CULPRIT_WINDOW_S = 1.0
 
@@ -68,41 +64,39 @@ async def _launch(request: RunRequest, view: RunView) -> Outcome:
 
 
 async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> Outcome:
-    """From nothing to the end of the run, or to the first process whose end the run does not outlive."""
+    """From nothing to the end of the run, or to the first death that the run does not outlive."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
         redis_url = request.redis_url or await _start_redis(request, supervisor, view)
         await _start_services(request, launch_id, redis_url, supervisor, view)
-        restarts = Restarts(request.run_dir, request.config.run.trainer_restarts)
-        while True:
-            culprit = await _watched_end(request, launch_id, redis_url, supervisor, view)
-            if culprit is None:
-                return outcome.ended(request.run_dir)
-            goes_on = restarts.outlives(culprit)
-            if not goes_on:
-                return outcome.failed(request.run_dir, culprit)
-            view.warning(goes_on)
-            await supervisor.replace(to_restart(_planned(request, launch_id, redis_url, resume=True)))
+        watching = Watching(request.config, request.run_dir, launch_id, redis_url, view)
+        try:
+            return await _outlive(request, launch_id, redis_url, supervisor, view, watching)
+        finally:
+            await watching.drop()
     except (TandemError, OSError) as error:
         return outcome.broken(request.run_dir, error)
 
 
-async def _watched_end(
-    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView
-) -> ProcessExit | None:
-    """Shows the run until it ends. Returns: the process that ended too early, or failed; None: the run is over."""
-    watch = asyncio.create_task(_watch(request, launch_id, redis_url, view), name="watch the run")
-    try:
-        first = await supervisor.wait_any()
-        if first.name == COORDINATOR and first.code == 0:
-            notes = read_notes(request.run_dir)
-            if notes is not None and notes.coordinator:
-                await asyncio.wait([watch], timeout=_LAST_EVENTS_S)
-            return None
-        return await _culprit(first, supervisor)
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+async def _outlive(
+    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView, watching: Watching
+) -> Outcome:
+    """Start again what dies, as long as restarts.py says so."""
+    planned = _planned(request, launch_id, redis_url, resume=True)
+    restarts = Restarts(request.run_dir, request.config, [spec.name for spec in planned])
+    await watching.begin()
+    while True:
+        death = await _next_death(supervisor, ignore=sorted(restarts.left_out))
+        if death.name == COORDINATOR and death.code == 0:
+            await watching.end()
+            return outcome.ended(request.run_dir)
+        restart = restarts.after(death)
+        if restart is None:
+            return outcome.failed(request.run_dir, death)
+        view.warning(restart.text)
+        await supervisor.replace(restart.specs(planned))
+        if COORDINATOR in restart.names:
+            await watching.begin()
 
 
 async def _start_redis(request: RunRequest, supervisor: Supervisor, view: RunView) -> str:
@@ -133,31 +127,13 @@ def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: boo
     return request.plan(request.config, shared, plan_devices(request.config, visible_gpus()))
 
 
-async def _watch(request: RunRequest, launch_id: str, redis_url: str, view: RunView) -> None:
-    """The view is not worth a run: whatever goes wrong with it is said, and the run goes on."""
-    roles = {
-        "trainer": ["trainer"],
-        "rollout": [f"rollout-{index}" for index in range(request.config.rollout.replicas)],
-        COORDINATOR: [COORDINATOR],
-    }
-    notes = LauncherNotes(pid=os.getpid(), run_id=launch_id, started_unix_s=time.time())
-
-    def note_address(address: str) -> None:
-        write_notes(request.run_dir, LauncherNotes(**{**vars(notes), "coordinator": address}))
-
-    write_notes(request.run_dir, notes)
-    try:
-        await follow(redis_url, launch_id, roles, view, note_address)
-    except Exception as error:
-        view.warning(f"the progress view ended ({error}); the run goes on, see {request.run_dir / 'metrics.jsonl'}")
-
-
-async def _culprit(first: ProcessExit, supervisor: Supervisor) -> ProcessExit:
-    """The process that ended first, unless the coordinator merely reported the end of another one."""
-    if first.name != COORDINATOR:
+async def _next_death(supervisor: Supervisor, ignore: Sequence[str]) -> ProcessExit:
+    """The process that ended first; not the coordinator if it has failed because another one ended."""
+    first = await supervisor.wait_any(ignore=ignore)
+    if first.name != COORDINATOR or first.code == 0:
         return first
     try:
         async with asyncio.timeout(_CULPRIT_WINDOW_S):
-            return await supervisor.wait_any(ignore=[COORDINATOR])
+            return await supervisor.wait_any(ignore=[COORDINATOR, *ignore])
     except TimeoutError:
         return first

@@ -27,6 +27,7 @@ class ProcessSpec:
         stage: processes are stopped by descending stage, those of one stage together.
         env, unset: variables that are added to, and left out of, the launcher's environment.
         grace_s: seconds from SIGTERM to SIGKILL.
+        delay_s: seconds that its guard waits before it starts the process.
         remove: folder that goes away with the process.
     """
 
@@ -37,6 +38,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     unset: Sequence[str] = ()
     grace_s: float = 10.0
+    delay_s: float = 0.0
     remove: Path | None = None
 
 
@@ -159,7 +161,7 @@ class Supervisor:
 
 
 def _guarded(spec: ProcessSpec) -> list[str]:
-    options = ["--parent", str(os.getpid()), "--grace-s", str(spec.grace_s)]
+    options = ["--parent", str(os.getpid()), "--grace-s", str(spec.grace_s), "--delay-s", str(spec.delay_s)]
     if spec.remove is not None:
         options += ["--remove", str(spec.remove)]
     return [sys.executable, "-I", "-S", str(Path(guard.__file__).absolute()), *options, "--", *spec.command]

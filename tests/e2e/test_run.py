@@ -76,7 +76,7 @@ def test_sigterm_while_engines_start_leaves_nothing(tandem: Start) -> None:
 
 
 def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
-    run = tandem(*run_arguments(run__iterations=1000))
+    run = tandem(*run_arguments(run__iterations=1000, run__replica_restarts=0))
     run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
     os.kill(pid_of(run, "rollout_service"), signal.SIGKILL)
     assert run.wait_end() == 1, run.output()
@@ -104,6 +104,34 @@ def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, 
     assert versions[4] > 6  # what the replicas had is not served again under its number
     assert versions[4:] == list(range(versions[4], versions[4] + 5))
     assert summary_of(folder)["logprob_abs_diff_max"] <= 1e-4
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tandem: Start, tmp_path: Path) -> None:
+    """In the middle of an iteration, one after the other; nobody else is started again."""
+    run = tandem(*run_arguments(run__iterations=16, run__checkpoint_every=4))
+    run.wait_line(lambda line: line.strip().startswith("3/16"), "the third iteration", 240)
+    trainer = pid_of(run, "trainer_service")
+    os.kill(pid_of(run, "rollout_service"), signal.SIGKILL)
+    run.wait_line(lambda line: "it starts again and is seeded (restart 1 of 4" in line, "the replica's restart")
+    run.wait_line(lambda line: line.strip().startswith("6/16"), "the sixth iteration", 240)
+    rollout = pid_of(run, "rollout_service")
+    os.kill(pid_of(run, "coordinator"), signal.SIGKILL)
+    run.wait_line(lambda line: "from the checkpoint of iteration 4 (restart 1 of 2" in line, "its restart")
+    run.wait_line(lambda line: line.strip().startswith("12/16"), "the twelfth iteration", 240)
+    assert (pid_of(run, "trainer_service"), pid_of(run, "rollout_service")) == (trainer, rollout)
+    assert run.wait_end(240) == 0, run.output()
+    folder = tmp_path / "runs" / "small"
+    rows = rows_of(folder)
+    assert [row["iteration"] for row in rows] == list(range(1, 17))
+    versions = [row["policy_version"] for row in rows]
+    assert versions[:4] == [1, 2, 3, 4]
+    assert versions[4] > 6  # what trainer and replica had is not served again under its number
+    assert versions[4:] == list(range(versions[4], versions[4] + 12))
+    summary = summary_of(folder)
+    assert summary["iterations"] == 16
+    assert summary["logprob_abs_diff_max"] <= 1e-4
     run.assert_nothing_left()
 
 

@@ -44,6 +44,29 @@ SUCCEEDS_THE_SECOND_TIME = (
     + "if start == 2:\n    sys.exit(0)\n"
     + _FOREVER
 )
+# A coordinator that ends well once rollout-0 has had its second start.
+SUCCEEDS_WHEN_THE_REPLICA_IS_BACK = (
+    _COUNTED
+    + "replica = os.path.join(os.path.dirname(sys.argv[1]), 'rollout-0.pid')\n"
+    + "while not os.path.exists(replica) or len(open(replica).readlines()) < 2:\n    pass\n"
+)
+# A coordinator that is killed at its first start, once the others have had theirs, and ends well at its second.
+KILLED_ONCE = (
+    _COUNTED
+    + "others = [os.path.join(os.path.dirname(sys.argv[1]), f'{name}.pid') for name in ('trainer-0', 'rollout-0')]\n"
+    + "while not all(os.path.exists(other) for other in others):\n    pass\n"
+    + "if start == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+)
+SAYS_THAT_THE_RUN_FAILED = _COUNTED + "print('ValueError: loss is nan', file=sys.stderr)\nsys.exit(1)\n"
+# A coordinator that ends well once rollout-0 is gone.
+SUCCEEDS_WITHOUT_THE_REPLICA = (
+    _COUNTED
+    + "replica = os.path.join(os.path.dirname(sys.argv[1]), 'rollout-0.pid')\n"
+    + "while not (os.path.exists(replica) and os.path.getsize(replica)):\n    pass\n"
+    + "pid = int(open(replica).read())\n"
+    + "while os.path.exists(f'/proc/{pid}'):\n    pass\n"
+    + "import select\nselect.select([], [], [], 0.5)\n"
+)
 # A grandchild in a session of its own that ignores SIGTERM: the hardest one to find and to end.
 HAS_GRANDCHILD = (
     _IDLE

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +44,10 @@ sys.exit(outcome.code)
 class Launched:
     """A launcher process; `folder` is the run's."""
 
-    def __init__(self, folder: Path, *services: str) -> None:
+    def __init__(self, folder: Path, *services: str, **sections: dict[str, Any]) -> None:
         self.folder = folder / "runs" / "tiny"
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _PROGRAM, str(write_config(folder)), str(self.folder), *services]
+        command = [sys.executable, "-c", _PROGRAM, str(write_config(folder, **sections)), str(self.folder), *services]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -68,8 +69,8 @@ def launched(tmp_path: Path) -> Iterator[list[Launched]]:
         launcher.process.wait()
 
 
-def start(launched: list[Launched], tmp_path: Path, *services: str) -> Launched:
-    launched.append(Launched(tmp_path, *services))
+def start(launched: list[Launched], tmp_path: Path, *services: str, **sections: dict[str, Any]) -> Launched:
+    launched.append(Launched(tmp_path, *services, **sections))
     return launched[-1]
 
 
@@ -86,7 +87,15 @@ def starts(launcher: Launched, name: str) -> int:
     return len((launcher.folder / f"{name}.pid").read_text().splitlines())
 
 
+def begun(folder: Path) -> None:
+    """The run has done an iteration."""
+    run_dir = folder / "runs" / "tiny"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+
+
 def checkpoint(folder: Path, iteration: int) -> None:
+    begun(folder)
     step = step_folder(folder / "runs" / "tiny", iteration)
     step.mkdir(parents=True)
     mark_complete(step, iteration=iteration, policy_version=iteration, model="m", model_fingerprint="f")
@@ -119,11 +128,48 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path, launch
     assert starts(launcher, "trainer-0") == 3
 
 
-@pytest.mark.parametrize("service", ["rollout-0", "coordinator"])
-def test_only_a_trainer_starts_again(tmp_path: Path, launched: list[Launched], service: str) -> None:
+def test_a_replica_that_dies_starts_again_alone(tmp_path: Path, launched: list[Launched]) -> None:
+    begun(tmp_path)
+    services = ["trainer-0=COUNTS", "rollout-0=FAILS_ONCE", "coordinator=SUCCEEDS_WHEN_THE_REPLICA_IS_BACK"]
+    launcher = start(launched, tmp_path, *services)
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 0, output
+    assert "rollout-0 exited with code 3; it starts again and is seeded (restart 1 of 4" in output.replace("\n", " ")
+    assert [starts(launcher, name) for name in ("trainer-0", "rollout-0", "coordinator")] == [1, 2, 1]
+
+
+def test_a_coordinator_that_is_killed_starts_again_alone(tmp_path: Path, launched: list[Launched]) -> None:
+    begun(tmp_path)
+    launcher = start(launched, tmp_path, "trainer-0=COUNTS", "rollout-0=COUNTS", "coordinator=KILLED_ONCE")
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 0, output
+    expected = "coordinator was ended by SIGKILL; it takes the others over, from the beginning: no checkpoint is there"
+    assert expected in output.replace("\n", " ")
+    assert [starts(launcher, name) for name in ("trainer-0", "rollout-0", "coordinator")] == [1, 1, 2]
+
+
+def test_a_replica_that_dies_too_often_is_left_out(tmp_path: Path, launched: list[Launched]) -> None:
+    begun(tmp_path)
+    services = ["rollout-0=FAILS_ONCE", "rollout-1=COUNTS", "coordinator=SUCCEEDS_WITHOUT_THE_REPLICA"]
+    launcher = start(launched, tmp_path, *services, run={"replica_restarts": 0})
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 0, output
+    assert "run.replica_restarts are used up: going on with rollout-1" in output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("service", ["rollout-0", "trainer-0"])
+def test_before_the_first_iteration_nobody_starts_again(tmp_path: Path, launched: list[Launched], service: str) -> None:
+    launcher = start(launched, tmp_path, f"{service}=FAILS", "coordinator=COUNTS")
+    assert launcher.end()[1].startswith(f"failed: {service} exited with code 3: ValueError: out of cheese; log: ")
+
+
+def test_a_coordinator_that_says_that_the_run_failed_is_believed(tmp_path: Path, launched: list[Launched]) -> None:
     checkpoint(tmp_path, 7)
-    launcher = start(launched, tmp_path, "trainer-0=WAITS", f"{service}=FAILS")
-    assert launcher.end()[1].startswith(f"failed: {service} exited with code 3")
+    launcher = start(launched, tmp_path, "trainer-0=COUNTS", "coordinator=SAYS_THAT_THE_RUN_FAILED")
+    code, last = launcher.end()
+    assert code == 1
+    assert last.startswith("failed: coordinator exited with code 1: ValueError: loss is nan")
+    assert starts(launcher, "coordinator") == 1
 
 
 def test_the_coordinator_s_failure_is_blamed_on_the_service_that_ended(

@@ -49,6 +49,22 @@ async def test_stop_ends_everything_and_returns_when_it_is_gone(tmp_path: Path) 
     assert {ended.code for ended in supervisor.ended()} == {128 + signal.SIGTERM}
 
 
+async def test_a_process_starts_after_its_delay(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    started = time.monotonic()
+    await supervisor.start(replace(spec(tmp_path, "late", WAITS), delay_s=0.5))
+    assert alive(await _pid(tmp_path, "late"))
+    assert time.monotonic() - started >= 0.5
+    await supervisor.stop()
+
+
+async def test_a_process_that_was_to_start_later_does_not(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    await supervisor.start(replace(spec(tmp_path, "late", WAITS), delay_s=3600.0))
+    await asyncio.wait_for(supervisor.stop(), 20)
+    assert not (tmp_path / "late.pid").exists()
+
+
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(spec(tmp_path, "stubborn", IGNORES_SIGTERM, grace_s=0.3))
