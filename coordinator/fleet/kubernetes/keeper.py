@@ -122,4 +122,5 @@ class Keeper:
 def read_vital(status: rollout_pb2.GetStatusResponse) -> Vital:
     """From a replica's own account; paused or unseeded, it is not expected to get anything done."""
     serves = status.state == weights_pb2.REPLICA_STATE_SERVING
-    return Vital(is_generating=serves and status.running_groups > 0, generated_tokens=status.generated_tokens)
+    progress = status.generated_tokens + status.engine_progress
+    return Vital(is_generating=serves and status.running_groups > 0, progress=progress)

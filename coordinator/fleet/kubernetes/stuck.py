@@ -1,8 +1,8 @@
 """Which replicas are stuck, and how many of them may be evicted. Pure: time comes from the caller.
 
-A replica is stuck when it has not answered, or has generated without finishing a group, for `stuck_after_s`. One that
-is paused, unseeded or without work is none. A process that has ended is not stuck either: its record goes with its
-lease, and the kubelet starts it again.
+A replica is stuck when it has not answered, or has had work without computing a token, for `stuck_after_s`: one whose
+completions take long is not. One that is paused, unseeded or without work is not either, nor is a process that has
+ended: its record goes with its lease, and the kubelet starts it again.
 """
 
 from collections import deque
@@ -13,10 +13,10 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Vital:
-    """What a replica says of itself: whether it generates, and a number that grows as groups are finished."""
+    """What a replica says of itself: whether it generates, and a number that changes as its engine computes tokens."""
 
     is_generating: bool
-    generated_tokens: int
+    progress: int
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class _Since:
     """Since when a replica has done nothing, and what it was at then."""
 
     start_s: float
-    tokens: int | None
+    progress: int | None
     is_silent: bool
 
 
@@ -39,14 +39,14 @@ class StuckDetector:
         """Take in what a replica said, None: nothing. Returns: why it is stuck, "" if it is not."""
         since = self._since.get(key)
         is_silent = vital is None
-        tokens = None if vital is None else vital.generated_tokens
+        progress = None if vital is None else vital.progress
         rests = vital is not None and not vital.is_generating
-        if rests or since is None or since.is_silent != is_silent or since.tokens != tokens:
-            self._since[key] = _Since(start_s=now_s, tokens=tokens, is_silent=is_silent)
+        if rests or since is None or since.is_silent != is_silent or since.progress != progress:
+            self._since[key] = _Since(start_s=now_s, progress=progress, is_silent=is_silent)
             return ""
         if now_s - since.start_s < self._stuck_after_s:
             return ""
-        what = "no answer" if is_silent else "no group finished"
+        what = "no answer" if is_silent else "no token computed"
         # Not how long exactly: what is told again and again must be the same text.
         return f"{what} in {self._stuck_after_s:g} s"
 

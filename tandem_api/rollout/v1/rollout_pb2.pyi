@@ -413,12 +413,18 @@ class GetStatusResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PARALLEL_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    ENGINE_PROGRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _weights_pb2.ReplicaState.ValueType
     policy_version: _builtins.int
     """Version served; meaningless while state is UNSEEDED."""
     running_groups: _builtins.int
     generated_tokens: _builtins.int
+    """Tokens of finished completions."""
+    engine_progress: _builtins.int
+    """Another number whenever the engine has computed tokens, of running completions too, as far as its scheduler has told
+    (SGLang: after each prefill and every 15th decode step). It is no count: only that it changes means something.
+    """
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...
     @_builtins.property
@@ -433,10 +439,11 @@ class GetStatusResponse(_message.Message):
         generated_tokens: _builtins.int = ...,
         parallel: _weights_pb2.ParallelSizes | None = ...,
         versions: _common_pb2.SoftwareVersions | None = ...,
+        engine_progress: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel", "versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "name", b"name", "parallel", b"parallel", "policy_version", b"policy_version", "running_groups", b"running_groups", "state", b"state", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_progress", b"engine_progress", "generated_tokens", b"generated_tokens", "name", b"name", "parallel", b"parallel", "policy_version", b"policy_version", "running_groups", b"running_groups", "state", b"state", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,14 +116,14 @@ def test_a_run_id_that_is_no_label_is_refused_by_name() -> None:
             selector(run_id)
 
 
-GENERATING, RESTING = Vital(is_generating=True, generated_tokens=5), Vital(is_generating=False, generated_tokens=5)
-PROGRESS = Vital(is_generating=True, generated_tokens=6)
+GENERATING, RESTING = Vital(is_generating=True, progress=5), Vital(is_generating=False, progress=5)
+PROGRESS = Vital(is_generating=True, progress=6)
 
 
 @pytest.mark.parametrize(
     ("vitals", "expected"),
     [
-        ([GENERATING] * 4, ["", "", "", "no group finished in 30 s"]),
+        ([GENERATING] * 4, ["", "", "", "no token computed in 30 s"]),
         ([None] * 4, ["", "", "", "no answer in 30 s"]),
         ([RESTING] * 5, [""] * 5),
         ([GENERATING, GENERATING, PROGRESS, PROGRESS, PROGRESS], [""] * 5),
