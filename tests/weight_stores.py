@@ -1,5 +1,7 @@
 """Plain tensor stores for tests of weight sync: random canonical tensors, and any rank's parameters cut from them."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -54,7 +56,12 @@ def empty_like_rank(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
 
 def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not bitwise equal."""
-    return [name for name in expected if not np.array_equal(got[name].numpy(), expected[name].numpy())]
+    return [name for name, tensor in expected.items() if not np.array_equal(_bits(got[name]), _bits(tensor))]
+
+
+def _bits(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """The tensor's bytes, in its shape: -0.0 is not 0.0, and a NaN is itself."""
+    return tensor.contiguous().view(torch.uint8).numpy()
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ SHARD_DTYPE = np.dtype(
 ShardArray = npt.NDArray[np.void]
 Ids = npt.NDArray[np.int64]
 
-
 _SIZES = frozenset(("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline"))
 
 
@@ -31,9 +30,9 @@ _SIZES = frozenset(("tensor", "pipeline", "data", "context", "expert", "expert_t
 class Parallel:
     """Parallel sizes of one side; a size that does not apply is 1.
 
-    The last four are the trainer's unequal pipeline
-    splits: layers of the first and last stage (0: as many as the others), and whether the embedding and the loss count
-    as a layer (megatron-core's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
+    The last four are the trainer's unequal pipeline splits: layers of the first and last stage (0: as many as the
+    others), and whether the embedding and the loss count as a layer (megatron-core's
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
     """
 
     tensor: int = 1

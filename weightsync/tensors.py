@@ -18,8 +18,13 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def poison_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Fills floating-point tensors with NaN. Returns: their number."""
-    poisoned = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
-    for tensor in poisoned:
-        tensor.detach().fill_(float("nan"))
-    return len(poisoned)
+    """Fills them with what no checkpoint holds: NaN, or the largest whole number. Returns: their number."""
+    for tensor in tensors.values():
+        tensor.detach().fill_(_foreign(tensor.dtype))
+    return len(tensors)
+
+
+def _foreign(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max

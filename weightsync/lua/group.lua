@@ -4,9 +4,9 @@
 --   held      claim: a live worker has the slot (third value)
 --   evicted   another worker has the slot, or nobody: the caller changes nothing
 --   stale     bind, confirm: the epoch is over
--- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms),
--- state (hash: epoch, endpoint_epoch, endpoint), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only clock; every
--- change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
+-- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
+-- endpoint), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
+-- clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
 local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

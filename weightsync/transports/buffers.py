@@ -8,7 +8,7 @@ from weightsync.limits import number_of_buffers
 class Buffers:
     """At most so many as two of the round's largest messages would fill, and at least two.
 
-    peak_bytes: all that were ever in use at once.
+    peak_bytes: of all that there are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,8 +20,9 @@ class Buffers:
         self.peak_bytes = 0
 
     def resize(self, size: int, largest_message: int) -> None:
-        """Makes buffers of at least this many bytes; those of an older plan go if they are too small."""
-        if size > self._size:
+        """Makes buffers of at least this many bytes; those of an older plan go if they are too small or too many."""
+        kept = max(size, self._size)
+        if size > self._size or self.peak_bytes > number_of_buffers(kept, largest_message) * kept:
             self._size, self.peak_bytes = size, 0
             self._free.clear()
         self._number = number_of_buffers(self._size, largest_message)

@@ -31,3 +31,15 @@ def test_larger_messages_get_larger_buffers() -> None:
     buffers.resize(128, 128)
     assert buffers.take().numel() == 128
     assert buffers.peak_bytes == 128
+
+
+def test_smaller_messages_give_back_what_they_may_not_use() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    buffers.resize(10, 40)  # eight of 10
+    for each in [buffers.take() for _ in range(8)]:
+        buffers.give(each)
+    buffers.resize(10, 20)  # four would do
+    assert buffers.peak_bytes == 0
+    assert buffers.take().numel() == 10
+    buffers.resize(10, 40)
+    assert buffers.peak_bytes == 10
