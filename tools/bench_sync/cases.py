@@ -75,9 +75,7 @@ def _describe(samples: Samples, spec: ModelSpec) -> dict[str, Any]:
         "medians_s": medians(samples),
         "ratios": ratios(samples),
         "more_ratios": more_ratios(samples),
-        "samples_s": {
-            m: [{part: round(s, 6) for part, s in run.items()} for run in runs] for m, runs in samples.items()
-        },
+        "samples_s": {method: [_rounded(run) for run in runs] for method, runs in samples.items()},
     }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 PARTS = ("prepare", "stop", "transfer", "verify", "commit")
 
-
 # name: what is wanted of it at the headline case
 TARGETS = {
     "vs_stock_flattened": ">= 3",
@@ -24,7 +23,7 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     refresh(folder / "README.md", results)
     (folder / "sync.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (folder / "sync.md").write_text(_page(results), encoding="utf-8")
+    (folder / "sync.md").write_text(page(results), encoding="utf-8")
     plot(results, folder / "sync.svg")
 
 
@@ -52,7 +51,8 @@ def summary(results: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{note}. The targets are for `{results['headline']}`."]) + "\n"
 
 
-def _page(results: Mapping[str, Any]) -> str:
+def page(results: Mapping[str, Any]) -> str:
+    """sync.md: conditions, ratios, milliseconds, definitions."""
     runs, host = results["runs"], results["host"]
     made = "One run" if len(runs) == 1 else f"{len(runs)} runs of `make bench-sync` and its `--only`, merged"
     lines = [

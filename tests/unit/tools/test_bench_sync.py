@@ -1,6 +1,8 @@
 """The sync benchmark's pure parts: who hands which tensor on, what is kept of an earlier run, and the ratios."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,10 +10,28 @@ from tools.bench_sync.cases import merged
 from tools.bench_sync.figures import MORE_RATIOS, RATIOS, more_ratios, ratios
 from tools.bench_sync.gathering import Owners, tensors_by_owner
 from tools.bench_sync.methods import METHODS
-from tools.bench_sync.report import BEGIN, END, refresh
-from tools.bench_sync.shapes import write_model
+from tools.bench_sync.report import BEGIN, END, page, refresh, summary
+from tools.bench_sync.shapes import CASES, DEFAULT_SHAPES, write_model
 from weightsync.hf_layout import hf_layout
 from weightsync.layout import Parallel
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+# As the project's targets name them.
+CONTRACT = [
+    "vs_stock_flattened",
+    "vs_stock_per_tensor",
+    "vs_disk",
+    "vs_floor",
+    "colocated_vs_collective",
+    "staged_pause_share",
+]
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, Any]:
+    """The measured figures in the repository."""
+    results: dict[str, Any] = json.loads((BENCHMARKS / "sync.json").read_text(encoding="utf-8"))
+    return results
 
 
 @pytest.mark.parametrize("owners", ["stages", "everyone"])
@@ -47,6 +67,22 @@ def test_ratios_pair_the_runs_of_one_repetition() -> None:
 def test_ratios_name_methods_that_exist() -> None:
     for above, _, below, _ in (*RATIOS.values(), *MORE_RATIOS.values()):
         assert {above, below} <= set(METHODS)
+
+
+def test_what_is_committed_has_every_case_and_the_ratios_of_the_contract(committed: dict[str, Any]) -> None:
+    assert list(committed["cases"]) == [f"{shape}, {case.name}" for shape in DEFAULT_SHAPES for case in CASES]
+    assert list(committed["ratios"]) == CONTRACT
+    assert committed["ratios"] == committed["cases"][committed["headline"]]["ratios"]
+    for name, case in committed["cases"].items():
+        assert case["repetitions"] >= 5, name
+        assert {len(runs) for runs in case["samples_s"].values()} == {case["repetitions"]}, name
+        assert case["ratios"] == pytest.approx(ratios(case["samples_s"]), rel=0.02), name  # samples are rounded
+
+
+def test_table_and_readme_say_what_was_measured(committed: dict[str, Any]) -> None:
+    assert (BENCHMARKS / "sync.md").read_text(encoding="utf-8") == page(committed)
+    assert f"{BEGIN}\n{summary(committed)}{END}" in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert "<svg" in (BENCHMARKS / "sync.svg").read_text(encoding="utf-8")
 
 
 def test_cases_that_are_not_measured_anew_stay() -> None:
