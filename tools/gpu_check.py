@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,15 +75,18 @@ def cases(num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool) -> tuple[li
             )
     chosen += [
         Case(
-            name=f"colocated TP{trainer} -> TP{rollout} in_place",
+            name=f"colocated TP{trainer} -> TP{rollout} {install}",
             transport="colocated",
             trainer=trainer,
             rollout=rollout,
-            install="in_place",
+            install=install,
             num_gpus=1,
         )
         for trainer, rollout in ((1, 1), (2, 2))
+        for install in ("in_place", "staged")
     ]
+    if num_gpus > 1:
+        skipped.append(f"colocated between GPUs: all ranks of those cases are on the first of {num_gpus}")
     return chosen, skipped
 
 
@@ -91,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
     parser.add_argument("--layers", type=int, default=24, help="layers of the random model (24: 0.6 B parameters)")
+    parser.add_argument("--hidden", type=int, default=1024, help="its width")
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None:
         print("gpu-check: skipped everything: torch is not installed")
@@ -115,9 +120,9 @@ def main() -> int:
     }
     with redis_url() as url:
         for case in chosen:
-            result = run_case(case, url, layers=options.layers, rounds=options.rounds)
-            report["cases"].append(result)
-            print(f"gpu-check: {case.name}: {result.get('error') or summary(result)}", flush=True)
+            result = run_case(case, url, layers=options.layers, hidden=options.hidden, rounds=options.rounds)
+            report["cases"].append(with_copy_share(result, report["copy_gb_per_s"]))
+            print(f"gpu-check: {case.name}: {result.get('error') or summary(report['cases'][-1])}", flush=True)
     for line in skipped:
         print(f"gpu-check: skipped {line}")
     OUT.mkdir(parents=True, exist_ok=True)
@@ -127,10 +132,19 @@ def main() -> int:
     return 0 if all(result["exact"] for result in report["cases"]) else 1
 
 
+def with_copy_share(result: dict[str, Any], copy_gb_per_s: dict[str, float]) -> dict[str, Any]:
+    """The result with its speed over that of the device's own copy, between GPUs if it used several."""
+    if "gb_per_s" not in result:
+        return result
+    copy = copy_gb_per_s["between_devices" if result["gpus"] > 1 else "same_device"]
+    return {**result, "share_of_copy": result["gb_per_s"] / copy}
+
+
 def summary(result: dict[str, Any]) -> str:
     """One line of a case's result."""
     exact = "exact" if result["exact"] else f"NOT EXACT: {result['wrong'][:3]}"
-    return f"{exact}, {result['gb_per_s']:.1f} GB/s, round {result['seconds']['total'] * 1000:.1f} ms"
+    speed = f"{result['gb_per_s']:.1f} GB/s, {result['share_of_copy']:.2f} of the device's copy"
+    return f"{exact}, {speed}, round {result['seconds']['total'] * 1000:.1f} ms"
 
 
 def copy_speeds(num_gpus: int) -> dict[str, float]:
@@ -174,7 +188,7 @@ def redis_url() -> Iterator[str]:
             server.wait(timeout=10)
 
 
-def run_case(case: Case, url: str, *, layers: int, rounds: int) -> dict[str, Any]:
+def run_case(case: Case, url: str, *, layers: int, hidden: int, rounds: int) -> dict[str, Any]:
     """One fleet of processes, from start to end. A failure is part of the result."""
     context = multiprocessing.get_context("spawn")
     slots = [f"trainer/{rank}" for rank in range(case.trainer)] + [f"rollout-0/{rank}" for rank in range(case.rollout)]
@@ -183,7 +197,10 @@ def run_case(case: Case, url: str, *, layers: int, rounds: int) -> dict[str, Any
     for place, slot in enumerate(slots):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=rank_main, args=(case, slot, place % case.num_gpus, url, layers, theirs), name=slot, daemon=True
+            target=rank_main,
+            args=(case, slot, place % case.num_gpus, url, (layers, hidden), theirs),
+            name=slot,
+            daemon=True,
         )
         process.start()
         processes.append(process)
@@ -201,24 +218,22 @@ def run_case(case: Case, url: str, *, layers: int, rounds: int) -> dict[str, Any
 
 
 def measure(case: Case, ends: dict[str, Connection], rounds: int) -> dict[str, Any]:
-    """Runs the rounds. Returns: medians of seconds by phase, GB/s, and the parameters that are not exact."""
+    """Runs the rounds; each sends other weights than the one before.
+
+    Returns: medians of seconds by phase, GB/s, and the parameters that are not exact after the last round.
+    """
     shard_bytes = {slot: answer(end, slot) for slot, end in ends.items()}
     timed: list[dict[str, float]] = []
     for version in range(1, rounds + 2):
+        tell(ends, "CHANGE", version)
         seconds = {}
         for phase in PHASES:
             start = time.perf_counter()
-            for end in ends.values():
-                end.send((phase, version))
-            for slot, end in ends.items():
-                answer(end, slot)
+            tell(ends, phase, version)
             seconds[phase.lower()] = time.perf_counter() - start
         timed.append({**seconds, "total": sum(seconds.values())})
     receivers = [slot for slot in ends if not slot.startswith("trainer")]
-    wrong = []
-    for slot in receivers:
-        ends[slot].send(("CHECK", 0))
-        wrong += answer(ends[slot], slot)
+    wrong = [name for names in tell({slot: ends[slot] for slot in receivers}, "CHECK", 0).values() for name in names]
     medians = {name: statistics.median(row[name] for row in timed[1:]) for name in timed[0]}
     moved = sum(shard_bytes[slot] for slot in receivers)
     return {
@@ -231,6 +246,13 @@ def measure(case: Case, ends: dict[str, Connection], rounds: int) -> dict[str, A
     }
 
 
+def tell(ends: dict[str, Connection], what: str, version: int) -> dict[str, Any]:
+    """Has all of these ranks do something at once. Returns: their answers, when all have done it."""
+    for end in ends.values():
+        end.send((what, version))
+    return {slot: answer(end, slot) for slot, end in ends.items()}
+
+
 def answer(end: Connection, slot: str) -> Any:
     """A rank's answer. Raises: RuntimeError: its error, or that none came."""
     if not end.poll(ANSWER_S):
@@ -241,7 +263,7 @@ def answer(end: Connection, slot: str) -> Any:
     return value
 
 
-def rank_main(case: Case, slot: str, gpu: int, url: str, layers: int, end: Connection) -> None:
+def rank_main(case: Case, slot: str, gpu: int, url: str, size: tuple[int, int], end: Connection) -> None:
     """One rank: a SyncMember with tensors on its GPU, told phase by phase what to do."""
     import torch
 
@@ -249,7 +271,7 @@ def rank_main(case: Case, slot: str, gpu: int, url: str, layers: int, end: Conne
     if case.device == "cuda":
         torch.cuda.set_device(device)
     try:
-        act = make_rank(case, slot, device, url, layers)
+        act = make_rank(case, slot, device, url, random_spec(*size))
         end.send(("ok", act("BYTES", 0)))
         while True:
             phase, version = end.recv()
@@ -260,8 +282,11 @@ def rank_main(case: Case, slot: str, gpu: int, url: str, layers: int, end: Conne
         end.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def make_rank(case: Case, slot: str, device: Any, url: str, layers: int) -> Callable[[str, int], Any]:
-    """Builds a rank's tensors and its member. Returns: what does a phase, checks, or tells the shard's bytes."""
+def make_rank(case: Case, slot: str, device: Any, url: str, spec: Any) -> Callable[[str, int], Any]:
+    """Builds a rank's tensors and its member.
+
+    Returns: what does a phase, changes the weights (or what is expected of them), checks, or tells the shard's bytes.
+    """
     import torch
 
     from tandem_api.weights.v1 import weights_pb2 as pb
@@ -271,7 +296,6 @@ def make_rank(case: Case, slot: str, device: Any, url: str, layers: int) -> Call
     from weightsync.session import SyncMember
     from weightsync.sglang_layout import sglang_layout
 
-    spec = random_spec(layers)
     trainer, rollout = Parallel(tensor=case.trainer), Parallel(tensor=case.rollout)
     is_trainer, rank = slot.startswith("trainer"), int(slot.rpartition("/")[2])
     layout = megatron_layout(spec, trainer) if is_trainer else sglang_layout(spec, rollout)
@@ -284,6 +308,10 @@ def make_rank(case: Case, slot: str, device: Any, url: str, layers: int) -> Call
     def act(phase: str, version: int) -> Any:
         if phase == "BYTES":
             return sum(t.numel() * t.element_size() for t in tensors.values())
+        if phase == "CHANGE":  # so that neither old parameters nor an old spare shard could pass for new ones
+            for tensor in expected.values():
+                tensor.neg_()
+            return None
         if phase == "CHECK":
             return [f"{slot} {name}" for name, t in expected.items() if not torch.equal(tensors[name], t)]
         round_ = pb.Round(
@@ -308,20 +336,20 @@ def make_rank(case: Case, slot: str, device: Any, url: str, layers: int) -> Call
     return act
 
 
-def random_spec(layers: int) -> Any:
-    """A dense model of 0.6 B parameters at 24 layers."""
+def random_spec(layers: int, hidden: int) -> Any:
+    """A dense model; of 0.6 B parameters with 24 layers of 1,024."""
     from weightsync.model_spec import ModelSpec
 
     return ModelSpec.from_config(
         {
             "model_type": "qwen3",
             "num_hidden_layers": layers,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 100_000,
+            "head_dim": hidden // 8,
+            "vocab_size": 98 * hidden,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": False,
         }
@@ -329,7 +357,10 @@ def random_spec(layers: int) -> Any:
 
 
 def numbered(layout: Any, rank: int) -> dict[str, Any]:
-    """A rank's parameters (bfloat16, CPU), every element a function of its place in the whole model."""
+    """A rank's parameters (bfloat16, CPU), every element a function of its place in the whole model.
+
+    Places are mixed as integers: beyond 2^24, neighbours are one float32.
+    """
     import torch
 
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in layout.parameters_of(rank).items()}
@@ -339,10 +370,10 @@ def numbered(layout: Any, rank: int) -> dict[str, Any]:
         row, height, col, width, at_row, at_col = (
             int(shard[field]) for field in ("row", "rows", "col", "cols", "param_row", "param_col")
         )
-        places = (torch.arange(row, row + height)[:, None] * cols + torch.arange(col, col + width)[None, :]).float()
+        places = torch.arange(row, row + height)[:, None] * cols + torch.arange(col, col + width)[None, :]
         part = tensors[layout.params[shard["param"]]]
         matrix = part.view(-1, 1) if part.dim() == 1 else part.view(-1, part.shape[-1])
-        values = torch.sin(places * 0.37 + len(name) + sum(name.encode()) % 97)
+        values = ((places * 40_503 + zlib.crc32(name.encode())) % 65_521) / 65_521 - 0.5
         matrix[at_row : at_row + height, at_col : at_col + width] = values.to(torch.bfloat16)
     return tensors
 
