@@ -1,8 +1,12 @@
-"""`python -m rollout_service --config FILE --name rollout-0`: one SGLang replica as a gRPC service."""
+"""`python -m rollout_service --config FILE --name rollout-0`: one SGLang replica as a gRPC service.
+
+TANDEM_HOST_INDEX says which host of the engine this is: 0 (the default) is the replica, the others are its workers.
+"""
 
 import argparse
 import asyncio
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -18,24 +22,33 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")
     arguments = parser.parse_args()
 
+    from rollout_service.hosts.share import Share, process_name
     from servicekit.lifecycle import run_main
+
+    process = process_name(arguments.name, os.environ)
+    role = "rollout" if process == arguments.name else "rollout-worker"
 
     async def service(stop: asyncio.Event) -> None:
         from rollout_service.app import serve
+        from rollout_service.worker_app import serve_worker
         from servicekit.environment import ServiceEnvironment
         from servicekit.errors import ConfigError
         from servicekit.logs import configure_logging
         from tandem_config.loading import load_config
         from tandem_config.problems import ConfigErrors
 
-        configure_logging("rollout", name=arguments.name)
+        configure_logging(role, name=process)
         try:
             config = load_config(arguments.config)
         except ConfigErrors as error:
             raise ConfigError(str(error)) from None
-        await serve(config, arguments.name, ServiceEnvironment.from_env(), stop)
+        environment, share = ServiceEnvironment.from_env(), Share.of(config, os.environ)
+        if share.host > 0:
+            await serve_worker(config, arguments.name, environment, stop, share)
+        else:
+            await serve(config, arguments.name, environment, stop)
 
-    return run_main("rollout", service, name=arguments.name)
+    return run_main(role, service, name=process)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,25 @@
-"""Builds one rollout replica and runs it from start to drain: the only place that wires."""
+"""Builds one rollout replica and runs it from start to drain: the only place that wires.
+
+With an engine over several hosts this is its leader; worker_app.py wires the others.
+"""
 
 import asyncio
 import uuid
 from collections.abc import Callable
 
 from rollout_service.admission import Admission
+from rollout_service.announce import announce
 from rollout_service.engine import RolloutEngine
+from rollout_service.hosts.leader import Workers
+from rollout_service.hosts.rank_groups import RankGroups
+from rollout_service.hosts.share import Share
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.pauses import Pauses
 from rollout_service.ranks import RankClients
 from rollout_service.servicer import RolloutServicer
 from rollout_service.updates import WeightUpdates
+from rollout_service.waiting import unless
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import AlreadyExists
 from servicekit.lifecycle import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
@@ -28,15 +35,14 @@ _log = get_logger(__name__)
 
 # How long a stopping replica lets running groups finish; a pod's grace period must be longer.
 DRAIN_S = 20.0
-ANNOUNCE_RETRY_S = 0.25
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
-MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event], RolloutEngine]
+MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event, Share], RolloutEngine]
 
 
 def make_sglang_engine(
-    config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event
+    config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, share: Share
 ) -> RolloutEngine:
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
@@ -51,6 +57,7 @@ def make_sglang_engine(
         group=f"tandem:{environment.run_id}",
         host=environment.advertise_host,
         on_terminate=stop.set,
+        share=share,
     )
 
 
@@ -61,114 +68,126 @@ async def serve(
     stop: asyncio.Event,
     make_engine: MakeEngine = make_sglang_engine,
 ) -> None:
-    """Run replica `name` until `stop`.
+    """Run replica `name` until `stop`; of an engine over several hosts, the first one.
 
     Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the engine did not start, or
-        died.
+        died; Unavailable, DeadlineExceeded: another host of the engine is gone, or did not come.
     """
-    server = GrpcServer(
-        "rollout",
-        bind=environment.bind,
-        identity=environment.identity("rollout"),
-        health_bind=environment.health_bind,
-    )
+    share = Share.of(config, {})
+    identity = environment.identity("rollout")
+    server = GrpcServer("rollout", bind=environment.bind, identity=identity, health_bind=environment.health_bind)
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
-    engine = make_engine(config, name, environment, stop)
+    workers = Workers(name, share, identity=identity, ttl_s=config.sync.lease_ttl_s, on_stop=stop.set)
+    replica = _Replica(config, name, environment, stop, registry, server, workers)
     try:
-        if await _start_unless_stopped(engine, stop):
-            await _serve_engine(config, name, environment, stop, engine, registry, server)
+        await replica.run(share, make_engine)
+        await workers.leave("it was asked to stop", failed=False)
+    except Exception as error:
+        why = await workers.explain(error)
+        await workers.leave(str(why), failed=True)
+        raise why from error
     finally:
-        await engine.shutdown()
+        await replica.shutdown()
+        await workers.close()
         await asyncio.to_thread(registry.close)
 
 
-async def _start_unless_stopped(engine: RolloutEngine, stop: asyncio.Event) -> bool:
-    """Whether the engine is up; False if `stop` came first. SGLang imports for 10 s and more."""
-    starting = asyncio.create_task(engine.start(), name="engine-start")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not starting.done():
-        starting.cancel()
-        return False
-    await starting
-    return True
+class _Replica:
+    """The life of one replica, from its hosts' meeting to its drain."""
 
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        environment: ServiceEnvironment,
+        stop: asyncio.Event,
+        registry: Registry,
+        server: GrpcServer,
+        workers: Workers,
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._environment = environment
+        self._stop = stop
+        self._registry = registry
+        self._server = server
+        self._workers = workers
+        self._engine: RolloutEngine | None = None
+        self._store: object = None  # SGLang's ranks of several hosts meet there for as long as we hold it
 
-async def _serve_engine(
-    config: RunConfig,
-    name: str,
-    environment: ServiceEnvironment,
-    stop: asyncio.Event,
-    engine: RolloutEngine,
-    registry: Registry,
-    server: GrpcServer,
-) -> None:
-    metrics = RolloutMetrics()
-    ranks = RankClients(engine.rank_addresses)
-    admission = Admission()
-    metrics.running_groups.set_function(lambda: admission.running_groups)
-    metrics.watch_load(engine.load)
+    async def run(self, share: Share, make_engine: MakeEngine) -> None:
+        """Returns once `stop` is set, and what was running is done."""
+        if share.nodes > 1:
+            share = await self._open_store(share)
+        join = self._workers.join(share.store, self._registry, self._config.run.startup_timeout_s)
+        if not await unless(self._stop, join, self._workers.lost):
+            return
+        engine = self._engine = make_engine(self._config, self._name, self._environment, self._stop, share)
+        # SGLang imports for 10 s and more.
+        if await unless(self._stop, engine.start(), self._workers.lost):
+            await self._serve(engine)
 
-    def on_state(state: weights_pb2.ReplicaState.ValueType, policy_version: int) -> None:
-        metrics.observe_state(state, policy_version)
-        server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
+    async def shutdown(self) -> None:
+        """Ends the engine's processes."""
+        if self._engine is not None:
+            await self._engine.shutdown()
 
-    updates = WeightUpdates(
-        engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports, metrics.observe_outcome
-    )
-    servicer = RolloutServicer(
-        name=name,
-        parallel=Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel),
-        max_groups=config.rollout.max_groups_per_call,
-        engine=engine,
-        ranks=ranks,
-        admission=admission,
-        updates=updates,
-        metrics=metrics,
-    )
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
-    address = environment.advertised(await server.start())
-    on_state(updates.state, updates.policy_version)
-    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
-    lost = await _announce(registry, name, address, environment.advertised(metrics_port), config.sync.lease_ttl_s)
-    _log.info("replica up", name=name, address=address, metrics_port=metrics_port)
-    try:
-        await run_until_stopped(stop, [_watch(engine.failed, "engine"), _watch(lost, "registry")])
-    finally:
-        servicer.refuse_new_calls()
-        await server.drain(DRAIN_S if stop.is_set() else 0.0)
-        await ranks.close()
+    async def _open_store(self, share: Share) -> Share:
+        from rollout_service.hosts.store import open_store  # imports torch
 
+        self._store, port = await asyncio.to_thread(open_store, self._environment.bind_host)
+        return share.meeting_at(self._environment.advertised(port))
 
-async def _announce(
-    registry: Registry, name: str, address: str, metrics_address: str, ttl_s: float
-) -> "asyncio.Future[None]":
-    """Announces the replica, once the lease of a predecessor that was killed has run out.
-
-    Returns: a future that fails when another process has taken the name.
-    Raises: AlreadyExists: another process has it and lives.
-    """
-    loop = asyncio.get_running_loop()
-    lost: asyncio.Future[None] = loop.create_future()
-
-    def on_lost(sentence: str) -> None:
-        loop.call_soon_threadsafe(lost.set_exception, RuntimeError(sentence))
-
-    record = ServiceRecord(
-        role="rollout", name=name, address=address, metrics_address=metrics_address, worker_id=uuid.uuid4().hex
-    )
-    deadline_s = loop.time() + 2 * ttl_s
-    while True:
+    async def _serve(self, engine: RolloutEngine) -> None:
+        local = RankClients(engine.rank_addresses)
+        servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]))
+        self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
+        address = self._environment.advertised(await self._server.start())
+        on_up()
+        metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
+        record = ServiceRecord(
+            role="rollout",
+            name=self._name,
+            address=address,
+            metrics_address=self._environment.advertised(metrics_port),
+            worker_id=uuid.uuid4().hex,
+        )
+        lost = await announce(self._registry, record, self._config.sync.lease_ttl_s)
+        _log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
+        ends = {"engine": engine.failed, "registry": lost, "workers": self._workers.lost}
         try:
-            await asyncio.to_thread(registry.announce, record, ttl_s, on_lost)
-            return lost
-        except AlreadyExists:
-            if loop.time() >= deadline_s:
-                raise
-        await asyncio.sleep(ANNOUNCE_RETRY_S)
+            await run_until_stopped(self._stop, [_watch(future, name) for name, future in ends.items()])
+        finally:
+            servicer.refuse_new_calls()
+            await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
+            await local.close()
+
+    def _wire(self, engine: RolloutEngine, ranks: RankGroups) -> tuple[RolloutServicer, Callable[[], None]]:
+        """Returns: the servicer, and what to call once it is served."""
+        metrics, admission, rollout = RolloutMetrics(), Admission(), self._config.rollout
+        metrics.running_groups.set_function(lambda: admission.running_groups)
+        metrics.watch_load(engine.load)
+
+        def on_state(state: weights_pb2.ReplicaState.ValueType, policy_version: int) -> None:
+            metrics.observe_state(state, policy_version)
+            self._server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
+
+        updates = WeightUpdates(
+            engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports, metrics.observe_outcome
+        )
+        servicer = RolloutServicer(
+            name=self._name,
+            parallel=Parallel(tensor=rollout.tensor_parallel, expert=rollout.expert_parallel),
+            max_groups=rollout.max_groups_per_call,
+            engine=engine,
+            ranks=ranks,
+            admission=admission,
+            updates=updates,
+            metrics=metrics,
+        )
+        return servicer, lambda: on_state(updates.state, updates.policy_version)
 
 
 def _watch(future: "asyncio.Future[None]", name: str) -> "asyncio.Task[None]":

@@ -73,27 +73,41 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine is: requests in it; as it last reported, those that wait, and the share of KV cache in use."""
+    """How busy an engine is: requests in it; as it last reported, those that wait, and the share of KV cache in use.
+
+    progress: another number whenever tokens have been computed, of running requests too, as it last reported.
+    """
 
     requests: int
     waiting_requests: int
     kv_cache_usage: float
+    progress: int
 
 
-class RolloutEngine(Protocol):
-    """An engine that generates, and whose weights somebody else writes.
+class EngineProcesses(Protocol):
+    """The processes of an engine on one host. All methods run on the service's event loop."""
 
-    All methods run on the service's event loop. An engine starts with meaningless weights and version 0.
-    """
+    # Done with an exception as soon as they can no longer serve (a rank died); never done otherwise.
+    @property
+    def failed(self) -> "asyncio.Future[None]": ...
 
-    limits: EngineLimits
-    # Done with an exception as soon as the engine can no longer serve (a rank died); never done otherwise.
-    failed: "asyncio.Future[None]"
-    # gRPC addresses of the ranks' ShardReceiverService, in rank order.
+    # gRPC addresses of the ShardReceiverService of the ranks on this host, in rank order.
     rank_addresses: list[str]
 
     async def start(self) -> None:
         """Load and become able to generate. Raises: RuntimeError: the engine did not come up."""
+
+    async def shutdown(self) -> None:
+        """End every process. Idempotent."""
+
+
+class RolloutEngine(EngineProcesses, Protocol):
+    """An engine that generates, and whose weights somebody else writes.
+
+    It starts with meaningless weights and version 0.
+    """
+
+    limits: EngineLimits
 
     def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
         """Yield groups as they become whole, several at once when they finish together.
@@ -127,6 +141,3 @@ class RolloutEngine(Protocol):
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Forget cached prefixes. Returns: False if requests are still held after `timeout_s`."""
-
-    async def shutdown(self) -> None:
-        """End every process of the engine. Idempotent."""

@@ -19,7 +19,11 @@ _MARGIN_S = 5.0
 
 
 class Ranks(Protocol):
-    """The weight receivers of a replica."""
+    """The weight receivers of a replica, or of one of its hosts."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
         """One report per rank, in rank order. Raises: the first rank's error, after all have answered."""
@@ -32,26 +36,28 @@ class Ranks(Protocol):
 
 
 class RankClients:
-    """Ranks behind Unix sockets."""
+    """Ranks behind Unix sockets. `first_rank` is the number of the first among all ranks of the engine."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], first_rank: int = 0) -> None:
+        self.num_ranks = len(addresses)
         self._channels = [open_channel(address) for address in addresses]
-        self._stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
+        stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
+        self._stubs = list(enumerate(stubs, first_rank))
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
         request = pb.RunPhaseRequest(phase=phase, round=round_)
         timeout_s = phase_timeout_s(phase, round_)
-        calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in enumerate(self._stubs)]
-        replies = await _all(calls)
+        calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in self._stubs]
+        replies = await all_of(calls)
         return [reply.report for reply in replies]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
-        await _all([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in enumerate(self._stubs)])
+        await all_of([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in self._stubs])
 
     async def checksums(self) -> list[dict[str, str]]:
         request = pb.GetChecksumsRequest()
-        calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in enumerate(self._stubs)]
-        return [dict(reply.checksums) for reply in await _all(calls)]
+        calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in self._stubs]
+        return [dict(reply.checksums) for reply in await all_of(calls)]
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -72,7 +78,8 @@ async def _named(rank: int, call: Awaitable[T]) -> T:
         return await call
 
 
-async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
+async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Waits for all of them. Returns: their results in order. Raises: the first error, after all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

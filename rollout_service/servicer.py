@@ -1,5 +1,6 @@
 """RolloutService: the wire edge. Requests become our data, our data becomes replies; decisions are made elsewhere."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -119,12 +120,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeGenerationResponse(state=self._updates.state)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        # In a thread: a scheduler that hangs while it tells its load holds whoever reads it.
+        load = await asyncio.to_thread(self._engine.load)
         return pb.GetStatusResponse(
             name=self._name,
             state=self._updates.state,
             policy_version=self._updates.policy_version,
             running_groups=self._admission.running_groups,
             generated_tokens=self._generated_tokens,
+            engine_progress=load.progress,
             parallel=self._parallel.to_proto(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(("sglang", "torch", "transformers"))),
         )

@@ -353,7 +353,7 @@ class WeightUpdates:
             return self._empty_reports()
 
     def _empty_reports(self) -> list[pb.PhaseReport]:
-        return [pb.PhaseReport() for _ in self._engine.rank_addresses]
+        return [pb.PhaseReport() for _ in range(self._ranks.num_ranks)]
 
     def _poison(self, current: _OpenRound) -> None:
         self._rest = POISONED

@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 PAGE_URL = "page_url"
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.1
-_ROLES = ("coordinator", "trainer", "rollout")
+_ROLES = ("coordinator", "trainer", "rollout", "rollout-worker")
 _FAILURE_TTL_S = 7 * 86_400
 
 _WITHDRAW = """
@@ -62,9 +62,9 @@ return nil
 class ServiceRecord:
     """One running service.
 
-    role: "trainer", "rollout" or "coordinator"; name: unique within the role ("rollout-0"); address: gRPC
-    `host:port`; metrics_address: `host:port` of /metrics, "" for none; worker_id: unique per process start; release:
-    of the software that it runs.
+    role: "trainer", "rollout", "rollout-worker" (a further host of a rollout's engine) or "coordinator"; name: unique
+    within the role ("rollout-0"); address: gRPC `host:port`; metrics_address: `host:port` of /metrics, "" for none;
+    worker_id: unique per process start; release: of the software that it runs.
     """
 
     role: str

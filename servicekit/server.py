@@ -1,7 +1,8 @@
 """The asyncio gRPC server that every service runs: health, reflection, error mapping, drain."""
 
+import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from servicekit.health import SERVICE_NAME, HealthServicer
 from servicekit.limits import SERVER_OPTIONS
 from servicekit.logs import get_logger
 from servicekit.rpc_boundary import RpcBoundary
-from servicekit.tls import Identity, check_caller
+from servicekit.tls import CALLERS, Identity, check_caller
 
 _log = get_logger(__name__)
 _UNIX = "unix:"
@@ -27,7 +28,8 @@ class GrpcServer:
     Args:
         service: name in logs ("trainer").
         bind: `host:port`, port 0 for one that the system chooses, or `unix:/path.sock`.
-        identity: serve mutual TLS with it, to the callers of servicekit.tls; None: plain.
+        identity: serve mutual TLS with it; None: plain.
+        callers: roles that are admitted then.
         health_bind: `host:port` of a further, plain server of nothing but health, for probes that cannot do TLS
             (kubelet's); None: no such server.
         max_workers: threads for handlers that are not coroutines (reflection); ours are.
@@ -42,6 +44,7 @@ class GrpcServer:
         *,
         bind: str = "127.0.0.1:0",
         identity: Identity | None = None,
+        callers: Sequence[str] = CALLERS,
         health_bind: str | None = None,
         max_workers: int = 2,
     ) -> None:
@@ -52,7 +55,9 @@ class GrpcServer:
         self._health_bind = health_bind
         self._server = grpc.aio.server(
             ThreadPoolExecutor(max_workers, thread_name_prefix=f"{service}-rpc"),
-            interceptors=(RpcBoundary(None if self._identity is None else check_caller),),
+            interceptors=(
+                RpcBoundary(None if self._identity is None else functools.partial(check_caller, callers=callers)),
+            ),
             options=SERVER_OPTIONS,
         )
         self._names = [SERVICE_NAME, reflection.SERVICE_NAME]

@@ -5,7 +5,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
@@ -14,7 +14,7 @@ from servicekit.errors import ConfigError, PermissionDenied
 from servicekit.logs import get_logger
 from servicekit.metrics import TLS_EXPIRY
 
-# Roles whose calls a server admits: the one that conducts, and people with their tools.
+# Roles whose calls a server admits unless it says otherwise: the one that conducts, and people with their tools.
 OPERATOR = "operator"
 CALLERS = ("coordinator", OPERATOR)
 # A look at three files takes 10 us; certificates change every few weeks.
@@ -131,9 +131,9 @@ def name_option(role: str) -> tuple[str, str]:
     return ("grpc.ssl_target_name_override", role_name(role))
 
 
-def check_caller(method: str, names: list[str]) -> None:
-    """Raises: PermissionDenied: none of the caller's names (of its certificate) may call us."""
-    admitted = [role_name(role) for role in CALLERS]
+def check_caller(method: str, names: list[str], callers: Sequence[str] = CALLERS) -> None:
+    """Raises: PermissionDenied: none of the caller's names (of its certificate) is of a role in `callers`."""
+    admitted = [role_name(role) for role in callers]
     if not set(names) & set(admitted):
         raise PermissionDenied(
             f"call of {method} by {', '.join(names) or 'a certificate without DNS names'}; "

@@ -1,63 +1,42 @@
 """One SGLang engine inside the service's event loop: the real thing behind the Protocol of `rollout_service.engine`."""
 
 import asyncio
-import contextlib
-import gc
-import logging
-import multiprocessing
-import os
-import shutil
-import signal
-import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, Group, Sampling
-from rollout_service.sglang_engine.options import engine_arguments, engine_environment
-from rollout_service.sglang_engine.processes import ChildWatch
-from rollout_service.sglang_engine.receiver import ReceiverSettings
-from servicekit.logs import get_logger
+from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.host import SglangProcesses
 from tandem_config.schema import RunConfig
-
-_log = get_logger(__name__)
 
 # A control call takes milliseconds; an engine that is silent for longer is lost.
 CONTROL_S = 30.0
 WARM_UP_S = 120.0
-LEAVE_S = 5.0
 
 
 class SglangEngine:
-    """See RolloutEngine. `redis_url` and `group` are where the ranks take their slots; `on_terminate` gets SIGTERM."""
+    """See RolloutEngine. `on_terminate` gets SIGTERM; share: this process's, None: all ranks are here.
+
+    With several hosts this is the first one: what it tells SGLang's rank 0 reaches the others' ranks from there.
+    """
 
     def __init__(
-        self, config: RunConfig, name: str, *, redis_url: str, group: str, host: str, on_terminate: Callable[[], None]
+        self,
+        config: RunConfig,
+        name: str,
+        *,
+        redis_url: str,
+        group: str,
+        host: str,
+        on_terminate: Callable[[], None],
+        share: Share | None = None,
     ) -> None:
-        self._config = config
+        here = Share(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
+        self._processes = SglangProcesses(config, name, here, redis_url=redis_url, group=group, host=host)
+        self.rank_addresses = self._processes.rank_addresses
         self._name = name
         self._on_terminate = on_terminate
-        self._folder = Path(tempfile.mkdtemp(prefix="tdm"))  # short: a Unix socket's path has at most 107 bytes
-        self._receiver = ReceiverSettings(
-            dir=str(self._folder),
-            replica=name,
-            model=str(config.model.path),
-            redis_url=redis_url,
-            group=group,
-            host=host,
-            lease_ttl_s=config.sync.lease_ttl_s,
-        )
-        self.rank_addresses = [self._receiver.address(rank) for rank in range(config.rollout.tensor_parallel)]
-        # The kernel ends a rank when the *thread* that started it ends (PR_SET_PDEATHSIG): this one lives as long as
-        # the process, and the event loop stays free while SGLang starts.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="sglang-start")
-        self._start_job: Future[None] | None = None
-        self._stopping = False
-        self._engine: Any = None
         self._manager: Any = None
-        self._watch: ChildWatch | None = None
         self._policy_version = 0
         self._cache_prefixes = True
 
@@ -66,37 +45,18 @@ class SglangEngine:
         """SGLang's own control plane, for measurements beside ours."""
         return self._manager
 
+    @property
+    def failed(self) -> "asyncio.Future[None]":
+        return self._processes.failed
+
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.failed: asyncio.Future[None] = loop.create_future()
-        loop.add_signal_handler(signal.SIGQUIT, _log.error, "a rank reported a failure")
-        self._start_job = self._starter.submit(self._start_blocking)
-        await asyncio.wrap_future(self._start_job)
-        self._manager = self._engine.tokenizer_manager
+        await self._processes.start()
+        self._cache_prefixes = not self._processes.arguments["disable_radix_cache"]
+        self._manager = self._processes.engine.tokenizer_manager
         self._manager.signal_handler_class = self._signal_handlers
         self._manager.auto_create_handle_loop()
-        self._watch = ChildWatch(self._engine.get_all_child_pids(), self._rank_died)
-        gc.collect()
-        gc.freeze()  # a full collection of what start-up made would stop the loop for 0.3 s
-        gc.enable()
         self.limits = self._read_limits()
         await self._warm_up()
-
-    def _start_blocking(self) -> None:
-        import torch
-
-        cuda = torch.cuda.is_available()
-        os.environ.update(engine_environment(self._config, self._folder, cuda))
-        os.environ.update(self._receiver.to_env())
-        # SGLang leaves the files of its message queues behind; in our folder they go away with it.
-        tempfile.tempdir = str(self._folder)
-        arguments = engine_arguments(self._config, self._name, cuda)
-        self._cache_prefixes = not arguments["disable_radix_cache"]
-        with _own_logging():
-            from rollout_service.sglang_engine.launch import launch_engine  # imports SGLang: seconds
-
-            if not self._stopping:
-                self._engine = launch_engine(arguments)
 
     async def _warm_up(self) -> None:
         """One generation, with whatever weights: the first loads what SGLang loads late, and proves that it can."""
@@ -106,7 +66,7 @@ class SglangEngine:
                 pass
 
     def _read_limits(self) -> EngineLimits:
-        info = self._engine._scheduler_init_result.scheduler_infos[0]
+        info = self._processes.engine._scheduler_init_result.scheduler_infos[0]
         return EngineLimits(
             vocab_size=self._manager.model_config.vocab_size,
             # A request may fill the KV cache but for one page (SGLang keeps one token of it).
@@ -127,6 +87,8 @@ class SglangEngine:
             requests=len(self._manager.rid_to_state),
             waiting_requests=sum(rank.num_waiting_reqs for rank in ranks),
             kv_cache_usage=max((rank.token_usage for rank in ranks), default=0.0),
+            # Each decode step takes KV cache, each prefill is counted: a scheduler that works changes the sum.
+            progress=sum(rank.num_used_tokens + rank.total_prefill_uncached_tokens for rank in ranks),
         )
 
     async def freeze(self) -> None:
@@ -171,46 +133,22 @@ class SglangEngine:
                 return await call
         except TimeoutError:
             error = RuntimeError(f"SGLang did not answer a control call of replica {self._name} within {CONTROL_S:g} s")
-            self._fail(error)
+            self._processes.fail(error)
             raise error from None
 
     async def shutdown(self) -> None:
-        self._stopping = True
-        if self._watch is not None:
-            self._watch.stop()
-        if self._engine is not None and not self.failed.done():
-            await self._let_ranks_leave()
-        await asyncio.to_thread(self._end_processes)
-        self._starter.shutdown(wait=False)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        tempfile.tempdir = None
+        await self._processes.shutdown(self._ask_to_leave)
 
-    async def _let_ranks_leave(self) -> None:
-        """For up to LEAVE_S: ranks give back their slots; killed one by one they would report each other's death."""
+    async def _ask_to_leave(self) -> None:
+        """SGLang passes it on to every rank, of other hosts too."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        await asyncio.to_thread(self._manager._subprocess_watchdog.stop)
-        self._manager._dispatch_to_scheduler(ShutdownReq())
-        await asyncio.to_thread(_join_children, LEAVE_S)
-
-    def _end_processes(self) -> None:
-        """Blocks. A start under way fails as soon as its ranks are gone, but may start further ones until then."""
-        _kill_children()
-        while self._start_job is not None and not wait([self._start_job], timeout=0.1).done:
-            _kill_children()
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            engine.shutdown()
-
-    def _rank_died(self, pid: int) -> None:
-        self._fail(RuntimeError(f"SGLang process {pid} of replica {self._name} died"))
-
-    def _fail(self, error: Exception) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        if self._manager is not None:
+            await asyncio.to_thread(self._manager._subprocess_watchdog.stop)
+            self._manager._dispatch_to_scheduler(ShutdownReq())
 
     def _signal_handlers(self, manager: Any) -> "_SignalHandlers":
-        return _SignalHandlers(self._on_terminate, self._fail)
+        return _SignalHandlers(self._on_terminate, self._processes.fail)
 
 
 class _SignalHandlers:
@@ -227,32 +165,7 @@ class _SignalHandlers:
         self._on_failure(RuntimeError("an SGLang rank reported a failure; its log says which"))
 
 
-def _join_children(timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    for child in multiprocessing.active_children():
-        child.join(timeout=max(0.0, deadline_s - time.monotonic()))
-
-
-def _kill_children() -> None:
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join(timeout=10.0)
-
-
 def _require(result: tuple[bool, str], call: str) -> None:
     success, message = result
     if not success:
         raise RuntimeError(f"SGLang refused {call}: {message}")
-
-
-@contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """SGLang replaces the root logger's handlers; put ours back."""
-    logging.getLogger("sglang").setLevel(logging.WARNING)
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)

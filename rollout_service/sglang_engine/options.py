@@ -2,10 +2,12 @@
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from tandem_config.schema import RunConfig
 
@@ -14,8 +16,8 @@ from tandem_config.schema import RunConfig
 SHORTEST_CACHED_PROMPT = 64
 
 
-def engine_arguments(config: RunConfig, name: str, cuda: bool) -> dict[str, Any]:
-    """Keyword arguments of sglang's Engine."""
+def engine_arguments(config: RunConfig, name: str, share: Share, cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of sglang's Engine on one host of `name`'s engine."""
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
@@ -37,6 +39,8 @@ def engine_arguments(config: RunConfig, name: str, cuda: bool) -> dict[str, Any]
         "log_level": "error",
         "custom_sigquit_handler": ignore_launch_failure,
     }
+    if share.nodes > 1:
+        arguments |= {"nnodes": share.nodes, "node_rank": share.host, "dist_init_addr": share.store}
     return arguments | ({} if cuda else _cpu_arguments())
 
 
@@ -57,23 +61,44 @@ def longest_prompt(config: RunConfig) -> int:
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
 
 
-def engine_environment(config: RunConfig, socket_folder: Path, cuda: bool) -> dict[str, str]:
-    """Environment variables that SGLang reads in this process and in its ranks."""
-    variables = {
-        SERVICE_PID: str(os.getpid()),
+def engine_environment(config: RunConfig, share: Share, host: str, socket_folder: Path, cuda: bool) -> dict[str, str]:
+    """Environment variables that SGLang reads in this process and in its ranks; `host`: where those are reached."""
+    variables = {SERVICE_PID: str(os.getpid()), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if share.nodes > 1:
+        variables |= _hosts_environment(share, host, os.environ)
+    else:
         # A rendezvous through a file: no port, so nothing that another replica could take in between.
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{socket_folder}/ranks",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-    }
+        variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{socket_folder}/ranks"
+    if not cuda:
+        # SGLang compiles its vocabulary mask and its experts' gate with a C++ compiler: seconds, for microseconds here.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     if not cuda and config.rollout.tensor_parallel > 1:
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(config.rollout.tensor_parallel)
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(share.ranks)
     return variables
 
 
-def cpu_binding(num_ranks: int, environ: Mapping[str, str] = os.environ) -> str:
-    """SGLang's list of CPU cores per rank ("0|1"): SGLang insists on one for more ranks than NUMA nodes."""
+def _hosts_environment(share: Share, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The ranks of all hosts meet at the leader's store, which they join as torchrun's workers join their agent's."""
+    address = resolve(host)
+    store_host, _, store_port = share.store.rpartition(":")
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": store_host,
+        "MASTER_PORT": store_port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # or a worker's Engine() would wait for its ranks' end
+        "SGLANG_HOST_IP": address,
+        "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME") or interface_of(address),
+    }
+
+
+def cpu_binding(ranks: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
+    """SGLang's list of CPU cores for each rank of this host ("0|1"): it insists on one for more ranks than NUMA nodes.
+
+    Several hosts of an engine on one machine take different cores while there are enough.
+    """
     given = environ.get("SGLANG_CPU_OMP_THREADS_BIND")
     if given is not None:
         return given
     cores = sorted(os.sched_getaffinity(0))
-    return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
+    return "|".join(str(cores[rank % len(cores)]) for rank in ranks)

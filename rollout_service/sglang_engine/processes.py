@@ -34,9 +34,9 @@ def ignore_launch_failure(signum: int, frame: FrameType | None) -> None:
 
 
 class ChildWatch:
-    """Calls `on_death(pid)` on the loop as soon as one of the processes ends. Linux (pidfd)."""
+    """Calls `on_death(pid, how)` on the loop as soon as one of the processes ends. Linux (pidfd)."""
 
-    def __init__(self, pids: list[int], on_death: Callable[[int], None]) -> None:
+    def __init__(self, pids: list[int], on_death: Callable[[int, str], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._descriptors: list[int] = []
         for pid in pids:
@@ -50,11 +50,21 @@ class ChildWatch:
             self._forget(descriptor)
         self._descriptors = []
 
-    def _died(self, descriptor: int, pid: int, on_death: Callable[[int], None]) -> None:
+    def _died(self, descriptor: int, pid: int, on_death: Callable[[int, str], None]) -> None:
         self._loop.remove_reader(descriptor)
-        on_death(pid)
+        on_death(pid, _how(descriptor))
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(OSError):
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
+
+
+def _how(descriptor: int) -> str:
+    """How a child ended: "SIGKILL", "exit code 1". It stays collectable for its parent's own wait."""
+    with contextlib.suppress(ChildProcessError):  # collected already
+        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return signal.Signals(ended.si_status).name if by_signal else f"exit code {ended.si_status}"
+    return "how is not known"

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,25 @@ class Replica:
             "data": {"train": str(folder / "train.jsonl")},
             "rollout": {"max_total_tokens": 20000, **rollout},
         }
-        path = folder / "config.yaml"
+        self.config = path = folder / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         variables = {"REDIS_URL": redis_url, "TANDEM_RUN_ID": self.run_id, "TANDEM_RUN_DIR": str(folder)}
         # Another name of where it listens, so that a test sees which of the two is announced.
         variables["TANDEM_ADVERTISE_HOST"] = "localhost"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_service", "--config", str(path), "--name", self.name],
-                env=os.environ | variables | {"OMP_NUM_THREADS": "1", "TANDEM_TEST_HOOKS": "1"},
+        self._variables = variables | {"OMP_NUM_THREADS": "1", "TANDEM_TEST_HOOKS": "1"}
+        self.process = self._start(self.log, {})
+
+    def start_worker(self, host: int, address: str) -> "Worker":
+        """A further host of the engine, at another loopback address."""
+        log = self.log.with_name(f"{self.name}-host-{host}.log")
+        places = {"TANDEM_BIND_HOST": address, "TANDEM_ADVERTISE_HOST": address}
+        return Worker(self._start(log, places | {"TANDEM_HOST_INDEX": str(host)}), log)
+
+    def _start(self, path: Path, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
+        with path.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rollout_service", "--config", str(self.config), "--name", self.name],
+                env=os.environ | self._variables | variables,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -121,13 +132,30 @@ class Replica:
 
     def close(self) -> None:
         """Ends what is left: asked first, so that it removes its temporary folder."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(timeout=30)
+        end(self.process)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """`python -m rollout_service` with TANDEM_HOST_INDEX > 0."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def close(self) -> None:
+        """Ends what is left."""
+        end(self.process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """SIGTERM, and SIGKILL to its whole session if that does not help."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
 
 
 class Trainer:

@@ -1,5 +1,6 @@
 """Real SGLang behind real gRPC: what it generates is what transformers computes from the same checkpoint."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -9,8 +10,9 @@ import torch
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer
-from tests.integration.rollout.tiny_models import STOP, VOCABULARY, logprobs
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
+from tests.integration.rollout.tiny_models import CONTEXT, STOP, VOCABULARY, logprobs
+from tests.polling import throughout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -114,6 +116,34 @@ def test_pause_refuses_and_resume_serves_again(replica: Replica) -> None:
     resumed = replica.stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=CALL_S)
     assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
     assert replica.generate(PROMPTS[:1], version=1)
+
+
+def test_a_long_completion_is_progress_and_a_stuck_engine_is_none(replica: Replica) -> None:
+    """Of what fleet.stuck_after_s waits for, the coordinator is told while nothing is finished yet."""
+    finished = replica.status().generated_tokens
+    told: set[int] = set()
+
+    def note() -> bool:
+        status = replica.status()
+        if status.running_groups and status.generated_tokens == finished:
+            told.add(status.engine_progress)
+        return len(told) > 3
+
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(replica.generate, PROMPTS[:1], n=16, max_new_tokens=CONTEXT - 8, version=1)
+        wait_until(note, CALL_S, "another progress")
+        schedulers = [child for child in replica.family() if "scheduler" in " ".join(child.cmdline())]
+        assert schedulers
+        for process in schedulers:
+            process.suspend()
+        try:
+            before = replica.status().engine_progress
+            assert replica.status().running_groups == 1
+            throughout(lambda: replica.status().engine_progress == before, 1.0)
+        finally:
+            for process in schedulers:
+                process.resume()
+        assert len(generating.result(timeout=CALL_S)) == 1
 
 
 def test_status_and_checksums(replica: Replica) -> None:

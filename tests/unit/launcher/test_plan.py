@@ -35,6 +35,14 @@ def test_every_rank_replica_and_the_coordinator_is_a_process(tmp_path: Path) -> 
     assert specs[-1].stage > second.stage
 
 
+def test_the_hosts_of_an_engine_are_one_process_of_the_run(tmp_path: Path) -> None:
+    hosts = config(*TOPOLOGY, "rollout.nodes=2")
+    specs = plan_processes(hosts, launch(tmp_path), plan_devices(hosts, list("012345")))
+    assert [spec.name for spec in specs] == ["trainer-0", "trainer-1", "rollout-0", "rollout-1", "coordinator"]
+    assert "rollout_service.local_hosts" in specs[2].command
+    assert specs[2].env["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
 def test_resume_reaches_trainer_and_coordinator_only(tmp_path: Path) -> None:
     specs = plan_processes(config(), launch(tmp_path, resume=True), plan_devices(config(), []))
     assert [spec.name for spec in specs if "--resume" in spec.command] == ["trainer-0", "coordinator"]

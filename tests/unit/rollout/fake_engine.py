@@ -22,6 +22,7 @@ class FakeEngine:
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._inside = 0
+        self.progress = 0
 
     def hold(self) -> None:
         self._held, self._aborted = asyncio.Event(), False
@@ -56,7 +57,7 @@ class FakeEngine:
         return FinishedGroup(group_id=group.group_id, completions=[completion] * group.num_completions)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(requests=self._inside, waiting_requests=0, kv_cache_usage=0.0)
+        return EngineLoad(requests=self._inside, waiting_requests=0, kv_cache_usage=0.0, progress=self.progress)
 
     async def freeze(self) -> None:
         self.calls.append("freeze")

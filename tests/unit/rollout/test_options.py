@@ -1,5 +1,8 @@
 from pathlib import Path
 
+import pytest
+
+from rollout_service.hosts.share import Share
 from rollout_service.sglang_engine.options import cpu_binding, engine_arguments, engine_environment
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from tandem_config.schema import RunConfig
@@ -11,32 +14,56 @@ def config(max_prompt_tokens: int = 1024, **rollout: object) -> RunConfig:
     )
 
 
+def arguments(configured: RunConfig, name: str = "rollout-0", cuda: bool = False) -> dict[str, object]:
+    return engine_arguments(configured, name, Share(), cuda)
+
+
 def test_a_gpu_keeps_sglangs_own_backends() -> None:
-    on_gpu, on_cpu = (engine_arguments(config(), "rollout-0", cuda) for cuda in (True, False))
+    on_gpu, on_cpu = (arguments(config(), cuda=cuda) for cuda in (True, False))
     assert {"device", "attention_backend", "sampling_backend"}.isdisjoint(on_gpu)
     assert (on_cpu["device"], on_cpu["attention_backend"]) == ("cpu", "torch_native")
     assert on_gpu["mem_fraction_static"] == 0.8
 
 
 def test_short_prompts_do_without_a_prefix_cache() -> None:
-    assert engine_arguments(config(16), "rollout-0", False)["disable_radix_cache"]
-    assert not engine_arguments(config(512), "rollout-0", False)["disable_radix_cache"]
-    assert engine_arguments(config(512, context_length=64), "rollout-0", False)["disable_radix_cache"]
+    assert arguments(config(16))["disable_radix_cache"]
+    assert not arguments(config(512))["disable_radix_cache"]
+    assert arguments(config(512, context_length=64))["disable_radix_cache"]
 
 
 def test_replicas_sample_from_different_seeds() -> None:
-    seeds = {engine_arguments(config(), name, False)["random_seed"] for name in ("rollout-0", "rollout-1")}
+    seeds = {arguments(config(), name)["random_seed"] for name in ("rollout-0", "rollout-1")}
     assert len(seeds) == 2
 
 
 def test_ranks_meet_through_a_file_of_their_replica(tmp_path: Path) -> None:
-    variables = engine_environment(config(), tmp_path, True)
+    variables = engine_environment(config(), Share(), "127.0.0.1", tmp_path, True)
     assert variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/ranks"
 
 
-def test_each_rank_gets_a_core_and_the_users_choice_wins() -> None:
-    assert len(cpu_binding(3, {}).split("|")) == 3
-    assert cpu_binding(2, {"SGLANG_CPU_OMP_THREADS_BIND": "0-3|4-7"}) == "0-3|4-7"
+def test_ranks_of_several_hosts_meet_at_the_leaders_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    share = Share(host=1, nodes=2, tensor_parallel=4, store="127.0.0.1:4711")
+    variables = engine_environment(config(tensor_parallel=4, nodes=2), share, "127.0.0.2", tmp_path, False)
+    assert variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "env://"
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("127.0.0.1", "4711")
+    assert (variables["SGLANG_HOST_IP"], variables["GLOO_SOCKET_IFNAME"]) == ("127.0.0.2", "lo")
+    assert len(variables["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    found = engine_arguments(config(tensor_parallel=4, nodes=2), "rollout-0", share, False)
+    assert (found["tp_size"], found["nnodes"], found["node_rank"]) == (4, 2, 1)
+
+
+def test_the_users_interface_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "rdma0")
+    share = Share(nodes=2, tensor_parallel=2, store="127.0.0.1:4711")
+    assert engine_environment(config(), share, "127.0.0.1", tmp_path, True)["GLOO_SOCKET_IFNAME"] == "rdma0"
+
+
+def test_each_rank_gets_a_core_and_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 7})
+    assert cpu_binding(range(2), {}) == "3|5"
+    assert cpu_binding(range(2, 4), {}) == "7|3"
+    assert cpu_binding(range(2), {"SGLANG_CPU_OMP_THREADS_BIND": "0-3|4-7"}) == "0-3|4-7"
 
 
 def test_receiver_settings_travel_by_environment() -> None:

@@ -1,0 +1,63 @@
+"""Ranks of several hosts as one: a host's ranks behind its worker, and all hosts' ranks in order."""
+
+from collections.abc import Sequence
+
+from rollout_service.ranks import CHECKSUM_TIMEOUT_S, LOAD_TIMEOUT_S, Ranks, all_of, phase_timeout_s
+from servicekit.errors import rpc_errors
+from tandem_api.rollout.v1 import worker_pb2 as wpb
+from tandem_api.rollout.v1 import worker_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+# A worker's own deadlines end before, so that its error arrives and not ours.
+_MARGIN_S = 4.0
+
+
+class WorkerRanks:
+    """The ranks of one further host. `name` goes in front of their errors."""
+
+    def __init__(
+        self, stub: worker_pb2_grpc.RolloutWorkerServiceStub, leader_id: str, name: str, num_ranks: int
+    ) -> None:
+        self.num_ranks = num_ranks
+        self._stub = stub
+        self._leader_id = leader_id
+        self._name = name
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        request = wpb.RunRankPhasesRequest(leader_id=self._leader_id, phase=phase, round=round_)
+        with rpc_errors(self._name):
+            reply = await self._stub.RunRankPhases(request, timeout=phase_timeout_s(phase, round_) + _MARGIN_S)
+        return list(reply.reports)
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        wrapped = wpb.LoadPublishedShardsRequest(leader_id=self._leader_id, published=request)
+        with rpc_errors(self._name):
+            await self._stub.LoadPublishedShards(wrapped, timeout=LOAD_TIMEOUT_S + _MARGIN_S)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        request = wpb.GetRankChecksumsRequest(leader_id=self._leader_id)
+        with rpc_errors(self._name):
+            reply = await self._stub.GetRankChecksums(request, timeout=CHECKSUM_TIMEOUT_S + _MARGIN_S)
+        return [dict(rank.checksums) for rank in reply.ranks]
+
+
+class RankGroups:
+    """All ranks of an engine: those of each host, in the order of the hosts."""
+
+    def __init__(self, hosts: Sequence[Ranks]) -> None:
+        self._hosts = list(hosts)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(host.num_ranks for host in self._hosts)
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        parts = await all_of([host.run_phase(phase, round_) for host in self._hosts])
+        return [report for part in parts for report in part]
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        await all_of([host.load_published(request) for host in self._hosts])
+
+    async def checksums(self) -> list[dict[str, str]]:
+        parts = await all_of([host.checksums() for host in self._hosts])
+        return [rank for part in parts for rank in part]

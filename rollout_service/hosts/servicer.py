@@ -1,0 +1,61 @@
+"""RolloutWorkerService: the wire edge of a worker."""
+
+from typing import Any
+
+from rollout_service.hosts.membership import Membership
+from rollout_service.ranks import Ranks
+from servicekit.errors import NotReady
+from tandem_api.rollout.v1 import worker_pb2 as pb
+from tandem_api.rollout.v1 import worker_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+
+
+class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
+    """One host of an engine. `serve_ranks` opens it for weight sync."""
+
+    def __init__(self, membership: Membership, worker_id: str) -> None:
+        self._membership = membership
+        self._worker_id = worker_id
+        self._ranks: Ranks | None = None
+
+    def serve_ranks(self, ranks: Ranks) -> None:
+        """The ranks of this host are up."""
+        self._ranks = ranks
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
+        self._membership.join(request)
+        return pb.JoinResponse(worker_id=self._worker_id)
+
+    async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
+        self._membership.beat(request.leader_id)
+        return pb.BeatResponse(
+            ready=self._membership.ready,
+            failure=self._membership.failure,
+            asked_to_stop=self._membership.asked_to_stop,
+        )
+
+    async def RunRankPhases(self, request: pb.RunRankPhasesRequest, context: Any) -> pb.RunRankPhasesResponse:
+        ranks = self._ranks_for(request.leader_id)
+        return pb.RunRankPhasesResponse(reports=await ranks.run_phase(request.phase, request.round))
+
+    async def LoadPublishedShards(
+        self, request: pb.LoadPublishedShardsRequest, context: Any
+    ) -> pb.LoadPublishedShardsResponse:
+        await self._ranks_for(request.leader_id).load_published(request.published)
+        return pb.LoadPublishedShardsResponse()
+
+    async def GetRankChecksums(self, request: pb.GetRankChecksumsRequest, context: Any) -> pb.GetRankChecksumsResponse:
+        checksums = await self._ranks_for(request.leader_id).checksums()
+        return pb.GetRankChecksumsResponse(
+            ranks=[weights_pb2.GetChecksumsResponse(checksums=each) for each in checksums]
+        )
+
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        self._membership.leave(request.leader_id, request.reason, failed=request.failed)
+        return pb.LeaveResponse()
+
+    def _ranks_for(self, leader_id: str) -> Ranks:
+        self._membership.check(leader_id)
+        if self._ranks is None:
+            raise NotReady("the ranks of this host are still starting")
+        return self._ranks

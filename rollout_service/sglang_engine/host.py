@@ -1,0 +1,142 @@
+"""SGLang's processes on one host, from start to end: all of an engine's, or one host's share of them."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.options import engine_arguments, engine_environment
+from rollout_service.sglang_engine.processes import ChildWatch
+from rollout_service.sglang_engine.receiver import ReceiverSettings
+from servicekit.logs import get_logger
+from tandem_config.schema import RunConfig
+
+_log = get_logger(__name__)
+
+LEAVE_S = 5.0
+
+
+class SglangProcesses:
+    """See EngineProcesses. `redis_url` and `group` are where the ranks take their slots, `host` where they are reached.
+
+    engine: SGLang's, once started; arguments: those it was started with.
+    """
+
+    def __init__(self, config: RunConfig, name: str, share: Share, *, redis_url: str, group: str, host: str) -> None:
+        self.engine: Any = None
+        self.arguments: dict[str, Any] = {}
+        self._config = config
+        self._name = name
+        self._share = share
+        self._host = host
+        self._folder = Path(tempfile.mkdtemp(prefix="tdm"))  # short: a Unix socket's path has at most 107 bytes
+        self._receiver = ReceiverSettings(
+            dir=str(self._folder),
+            replica=name,
+            model=str(config.model.path),
+            redis_url=redis_url,
+            group=group,
+            host=host,
+            lease_ttl_s=config.sync.lease_ttl_s,
+        )
+        self.rank_addresses = [self._receiver.address(rank) for rank in share.ranks]
+        # The kernel ends a rank when the *thread* that started it ends (PR_SET_PDEATHSIG): this one lives as long as
+        # the process, and the event loop stays free while SGLang starts.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="sglang-start")
+        self._start_job: Future[None] | None = None
+        self._stopping = False
+        self._watch: ChildWatch | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = loop.create_future()
+        loop.add_signal_handler(signal.SIGQUIT, _log.error, "a rank reported a failure")
+        self._start_job = self._starter.submit(self._start_blocking)
+        await asyncio.wrap_future(self._start_job)
+        self._watch = ChildWatch(self.engine.get_all_child_pids(), self._rank_died)
+        gc.collect()
+        gc.freeze()  # a full collection of what start-up made would stop the loop for 0.3 s
+        gc.enable()
+
+    def _start_blocking(self) -> None:
+        import torch
+
+        cuda = torch.cuda.is_available()
+        os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
+        os.environ.update(self._receiver.to_env())
+        # SGLang leaves the files of its message queues behind; in our folder they go away with it.
+        tempfile.tempdir = str(self._folder)
+        self.arguments = engine_arguments(self._config, self._name, self._share, cuda)
+        with _own_logging():
+            from rollout_service.sglang_engine.launch import launch_engine  # imports SGLang: seconds
+
+            if not self._stopping:
+                self.engine = launch_engine(self.arguments)
+
+    def fail(self, error: Exception) -> None:
+        """The engine can serve no longer."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _rank_died(self, pid: int, how: str) -> None:
+        self.fail(RuntimeError(f"SGLang process {pid} of replica {self._name} died ({how})"))
+
+    async def shutdown(self, ask_to_leave: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Ends every process. `ask_to_leave` tells the ranks to give back their slots (None: somebody else has)."""
+        self._stopping = True
+        if self._watch is not None:
+            self._watch.stop()
+        if self.engine is not None and not self.failed.done():
+            if ask_to_leave is not None:
+                await ask_to_leave()
+            # Killed one by one, ranks would report each other's death.
+            await asyncio.to_thread(_join_children, LEAVE_S)
+        await asyncio.to_thread(self._end_processes)
+        self._starter.shutdown(wait=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        tempfile.tempdir = None
+
+    def _end_processes(self) -> None:
+        """Blocks. A start under way fails as soon as its ranks are gone, but may start further ones until then."""
+        _kill_children()
+        while self._start_job is not None and not wait([self._start_job], timeout=0.1).done:
+            _kill_children()
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            engine.shutdown()
+
+
+def _join_children(timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for child in multiprocessing.active_children():
+        child.join(timeout=max(0.0, deadline_s - time.monotonic()))
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join(timeout=10.0)
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """SGLang replaces the root logger's handlers; put ours back."""
+    logging.getLogger("sglang").setLevel(logging.WARNING)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

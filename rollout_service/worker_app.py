@@ -1,0 +1,186 @@
+"""Builds and runs a further host of a replica's engine: its share of SGLang's ranks, open to its leader only."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rollout_service.announce import announce
+from rollout_service.app import DRAIN_S
+from rollout_service.engine import EngineProcesses
+from rollout_service.hosts.bond import WORKER_ROLE, beat_s
+from rollout_service.hosts.membership import Membership
+from rollout_service.hosts.servicer import WorkerServicer
+from rollout_service.hosts.share import Share, worker_name
+from rollout_service.ranks import RankClients
+from rollout_service.waiting import unless
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import DeadlineExceeded, Unavailable
+from servicekit.logs import get_logger
+from servicekit.metrics import serve_metrics
+from servicekit.registry import Registry, ServiceRecord
+from servicekit.server import GrpcServer
+from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
+from tandem_config.schema import RunConfig
+from weightsync.nccl_settings import settle_nccl_settings
+
+_log = get_logger(__name__)
+
+# The leader drains first; then the ranks leave together.
+LET_GO_S = DRAIN_S + 10.0
+# What has ended our ranks may be the leader's end: its last word, or its silence, is waited for this long.
+LAST_WORD_S = 4.0
+_FULL_NAME = worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"].full_name
+
+MakeProcesses = Callable[[RunConfig, str, ServiceEnvironment, Share], EngineProcesses]
+
+
+def make_sglang_processes(
+    config: RunConfig, name: str, environment: ServiceEnvironment, share: Share
+) -> EngineProcesses:
+    """This host's processes of a replica's engine, not started."""
+    from rollout_service.sglang_engine.host import SglangProcesses
+    from weightsync.devices import check_device
+
+    check_device(environment.device)
+    settle_nccl_settings()
+    return SglangProcesses(
+        config,
+        name,
+        share,
+        redis_url=environment.redis_url,
+        group=f"tandem:{environment.run_id}",
+        host=environment.advertise_host,
+    )
+
+
+async def serve_worker(
+    config: RunConfig,
+    name: str,
+    environment: ServiceEnvironment,
+    stop: asyncio.Event,
+    share: Share,
+    make_processes: MakeProcesses = make_sglang_processes,
+) -> None:
+    """Run host `share.host` of replica `name` until its leader lets it go.
+
+    Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the ranks did not start;
+        DeadlineExceeded: no leader came; Unavailable: the leader is gone or has failed, or a rank has died.
+    """
+    server = GrpcServer(
+        WORKER_ROLE,
+        bind=environment.bind,
+        identity=environment.identity("rollout"),
+        callers=("rollout",),
+        health_bind=environment.health_bind,
+    )
+    registry = await asyncio.to_thread(
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+    )
+    worker = _Worker(config, name, environment, stop, server)
+    try:
+        await worker.run(registry, share, make_processes)
+    finally:
+        await worker.shutdown()
+        await asyncio.to_thread(registry.close)
+
+
+class _Worker:
+    """The life of one worker, from its announcement to its leave."""
+
+    def __init__(
+        self, config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, server: GrpcServer
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._environment = environment
+        self._stop = stop
+        self._server = server
+        self._processes: EngineProcesses | None = None
+        self._ranks: RankClients | None = None
+
+    async def run(self, registry: Registry, share: Share, make_processes: MakeProcesses) -> None:
+        """Returns once the leader has let this process go, or when it is asked to end before it has a leader."""
+        record, membership, servicer = await self._serve(share)
+        lost = await announce(registry, record, self._config.sync.lease_ttl_s)
+        _log.info("worker up", name=record.name, address=record.address)
+        if not await unless(self._stop, self._leader(membership), membership.over, lost):
+            return
+        processes = make_processes(self._config, self._name, self._environment, membership.joined.result())
+        self._processes = processes
+        if not await unless(self._stop, processes.start(), membership.over, lost):
+            return
+        self._ranks = RankClients(processes.rank_addresses, share.ranks.start)
+        servicer.serve_ranks(self._ranks)
+        membership.ready = True
+        self._server.set_ready(True)
+        _log.info("ranks up", ranks=list(share.ranks))
+        await self._until_over(membership, processes, lost)
+
+    async def shutdown(self) -> None:
+        """Ends the ranks, and the server last: the leader may still have a word for us."""
+        if self._processes is not None:
+            await self._processes.shutdown()
+        await self._server.drain(0.0)
+        if self._ranks is not None:
+            await self._ranks.close()
+
+    async def _serve(self, share: Share) -> tuple[ServiceRecord, Membership, WorkerServicer]:
+        worker_id = uuid.uuid4().hex
+        membership = Membership(self._name, share, self._config.sync.lease_ttl_s)
+        servicer = WorkerServicer(membership, worker_id)
+        self._server.add(worker_pb2_grpc.add_RolloutWorkerServiceServicer_to_server, servicer, _FULL_NAME)
+        address = self._environment.advertised(await self._server.start())
+        metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
+        record = ServiceRecord(
+            role=WORKER_ROLE,
+            name=worker_name(self._name, share.host),
+            address=address,
+            metrics_address=self._environment.advertised(metrics_port),
+            worker_id=worker_id,
+        )
+        return record, membership, servicer
+
+    async def _leader(self, membership: Membership) -> None:
+        timeout_s = self._config.run.startup_timeout_s
+        try:
+            await asyncio.wait_for(asyncio.shield(membership.joined), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no leader of {self._name} came within {timeout_s:g} s (the rollout_service with TANDEM_HOST_INDEX=0)"
+            ) from None
+
+    async def _until_over(
+        self, membership: Membership, processes: EngineProcesses, lost: "asyncio.Future[None]"
+    ) -> None:
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        ends: set[asyncio.Future[Any]] = {membership.over, processes.failed, lost}
+        try:
+            await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                membership.asked_to_stop = True  # the leader hears it with its next beat
+                await asyncio.wait(ends, timeout=LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if not any(end.done() for end in ends):
+            raise DeadlineExceeded(f"the leader of {self._name} did not let this host go within {LET_GO_S:g} s")
+        if lost.done():
+            lost.result()
+        if not membership.over.done():
+            await self._tell_failure(membership, processes)
+        membership.over.result()
+
+    async def _tell_failure(self, membership: Membership, processes: EngineProcesses) -> None:
+        """Our ranks have failed. Raises: Unavailable: why, as far as both sides know."""
+        error = processes.failed.exception()
+        membership.failure = str(error)
+        await asyncio.wait({membership.over}, timeout=LAST_WORD_S)
+        if membership.over.done():
+            last_word = membership.over.exception()
+            if last_word is None:
+                return
+            raise Unavailable(f"{error}; {last_word}")
+        if membership.silent_s > 2 * beat_s(self._config.sync.lease_ttl_s):
+            silent = f"no word of it for {membership.silent_s:.1f} s"
+            raise Unavailable(f"the leader of {self._name} is gone ({silent}); seen here as: {error}")
+        raise Unavailable(str(error))

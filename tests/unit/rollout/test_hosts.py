@@ -1,0 +1,97 @@
+"""Which part of an engine a host runs, which interface its ranks use, and the hosts of one machine."""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+import pytest
+
+from rollout_service.hosts.share import HOST_INDEX, Share, process_name
+from rollout_service.local_hosts import host_environments, run_hosts
+from rollout_service.sglang_engine.interfaces import interface_of, resolve
+from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
+
+DEADLINE_S = 20.0
+
+
+def config(nodes: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"tensor_parallel": 8, "nodes": nodes}}
+    )
+
+
+def test_the_hosts_share_all_ranks_without_overlap() -> None:
+    shares = [Share.of(config(4), {HOST_INDEX: str(host)}) for host in range(4)]
+    assert [rank for share in shares for rank in share.ranks] == list(range(8))
+    assert Share.of(config(1), {}).ranks == range(8)
+    assert Share.of(config(4), {HOST_INDEX: ""}).host == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "index", "said"),
+    [(2, "2", "an engine spans 2 hosts"), (1, "1", "TANDEM_HOST_INDEX=1"), (2, "-1", "0 to 1"), (2, "b", "'b'")],
+)
+def test_a_host_that_there_is_not_is_refused(nodes: int, index: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Share.of(config(nodes), {HOST_INDEX: index})
+
+
+def test_the_leader_has_the_replicas_name() -> None:
+    assert process_name("rollout-3", {}) == process_name("rollout-3", {HOST_INDEX: "0"}) == "rollout-3"
+    assert process_name("rollout-3", {HOST_INDEX: "2"}) == "rollout-3-host-2"
+
+
+@dataclass(frozen=True)
+class Address:
+    family: socket.AddressFamily
+    address: str
+
+
+INTERFACES = {
+    "lo": [Address(socket.AF_INET, "127.0.0.1")],
+    "eth0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.1.2.3")],
+}
+
+
+@pytest.mark.parametrize(("address", "name"), [("10.1.2.3", "eth0"), ("127.0.0.1", "lo"), ("127.0.0.2", "lo")])
+def test_an_address_leads_to_its_interface(address: str, name: str) -> None:
+    assert interface_of(address, INTERFACES) == name
+
+
+def test_an_address_of_another_machine_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"10\.1\.2\.4 \(TANDEM_ADVERTISE_HOST\)"):
+        interface_of("10.1.2.4", INTERFACES)
+    with pytest.raises(ConfigError, match=r"TANDEM_ADVERTISE_HOST=no\.such\.host\.invalid"):
+        resolve("no.such.host.invalid")
+
+
+def test_hosts_of_one_machine_divide_its_gpus() -> None:
+    found = host_environments(2, {"CUDA_VISIBLE_DEVICES": "2,3,6,7"})
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,3", "6,7"]
+    assert host_environments(2, {"CUDA_VISIBLE_DEVICES": ""}) == [{HOST_INDEX: "0"}, {HOST_INDEX: "1"}]
+
+
+async def ended(script: str, stop: asyncio.Event, *, end_s: float = DEADLINE_S) -> int:
+    """The exit code of two hosts that run a shell script."""
+    run = run_hosts(["sh", "-c", script], host_environments(2, {}), stop, end_s=end_s, grace_s=DEADLINE_S)
+    return await asyncio.wait_for(run, DEADLINE_S)
+
+
+async def test_hosts_that_end_well_end_the_replica_well() -> None:
+    assert await ended("exit 0", asyncio.Event()) == 0
+
+
+async def test_the_first_failure_is_the_exit_code_and_ends_the_others() -> None:
+    fails = "[ $TANDEM_HOST_INDEX = 1 ] && exit 3; exec sleep 60"
+    assert await ended(fails, asyncio.Event(), end_s=0.2) == 3
+
+
+async def test_what_the_others_end_with_by_themselves_is_waited_for() -> None:
+    assert await ended("[ $TANDEM_HOST_INDEX = 1 ] || { sleep 0.2; exit 4; }; exit 0", asyncio.Event()) == 4
+
+
+async def test_a_stop_reaches_every_host() -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.2, stop.set)
+    assert await ended("exec sleep 60", stop) == 0
