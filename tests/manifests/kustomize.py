@@ -21,14 +21,16 @@ COMPONENTS = tuple(sorted(path.parent.name for path in DEPLOY.glob("components/*
 # Components need kustomize 3.7, `labels` with includeTemplates 5.0 (kubectl 1.27); Debian 12's own kubectl has 2.0.
 OLDEST_KUSTOMIZE = (5, 0)
 _BUILD_S = 60.0
-WORKLOADS = ("StatefulSet", "Job", "JobSet")
+WORKLOADS = ("StatefulSet", "Job", "JobSet", "LeaderWorkerSet")
+# Pods of one service that are not all alike: component -> service.
+WORKERS = {"rollout-worker": "rollout"}
 # Overlays with the components that people combine: name -> (overlay, components in their order).
 VARIANTS = {
     "cluster + all": (
         "cluster",
-        ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "kueue"),
+        ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "lws-rollout", "kueue"),
     ),
-    "cluster + external-redis": ("cluster", ("external-redis", "monitoring")),
+    "cluster + external-redis": ("cluster", ("external-redis", "monitoring", "lws-rollout")),
     "single-node-gpu + mtls": ("single-node-gpu", ("gpu-nccl", "mtls")),
     "dev-cpu + jobset": ("dev-cpu", ("jobset-trainer", "monitoring")),
 }
@@ -109,21 +111,43 @@ def workloads(manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 def pod_template(workload: Manifest) -> Manifest:
-    """The pod template of a workload."""
+    """The pod template of a workload; of a LeaderWorkerSet its leaders'."""
     if workload["kind"] == "JobSet":
         (jobs,) = workload["spec"]["replicatedJobs"]
         return dict(jobs["template"]["spec"]["template"])
+    if workload["kind"] == "LeaderWorkerSet":
+        return dict(workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"])
     return dict(workload["spec"]["template"])
 
 
+def worker_template(workload: Manifest) -> Manifest:
+    """The pod template of a LeaderWorkerSet's workers."""
+    return dict(workload["spec"]["leaderWorkerTemplate"]["workerTemplate"])
+
+
 def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Workload -> its pod template."""
-    return {label(each): pod_template(each) for each in workloads(manifests)}
+    """Workload -> its pod template; a LeaderWorkerSet has a second one."""
+    leaders = {label(each): pod_template(each) for each in workloads(manifests)}
+    groups = kinds(manifests, "LeaderWorkerSet")
+    return leaders | {f"{label(each)} (workers)": worker_template(each) for each in groups}
 
 
 def component_of(template: Manifest) -> str:
-    """coordinator, trainer, rollout or redis."""
+    """coordinator, trainer, rollout, rollout-worker or redis."""
     return str(template["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def service_of(template: Manifest) -> str:
+    """coordinator, trainer, rollout or redis: which program it runs."""
+    component = component_of(template)
+    return WORKERS.get(component, component)
+
+
+def templates_of(manifests: Sequence[Manifest], service: str) -> list[Manifest]:
+    """The pod templates that run a service: one, or two."""
+    found = [each for each in pod_templates(manifests).values() if service_of(each) == service]
+    assert found, service
+    return found
 
 
 def containers(template: Manifest) -> list[Manifest]:

@@ -29,12 +29,13 @@ PROMISED = {
     "gpu-nccl",
     "jobset-trainer",
     "kueue",
+    "lws-rollout",
     "monitoring",
     "mtls",
     "single-node",
 }
 # In kustomize's order: what is changed, then what removes or copies it.
-LAST = ("external-redis", "jobset-trainer", "kueue")
+LAST = ("external-redis", "jobset-trainer", "lws-rollout", "kueue")
 
 
 def test_the_promised_components_are_there() -> None:
@@ -61,7 +62,7 @@ def test_each_builds_on_an_overlay(name: str, tmp_path: Path) -> None:
 def combinations() -> list[tuple[str, ...]]:
     """An overlay and two components that go with it and with each other."""
     pairs = [pair for pair in itertools.combinations(COMPONENTS, 2) if set(pair) not in CONTRADICTING]
-    ordered = [sorted(pair, key=lambda name: (name in LAST, name)) for pair in pairs]
+    ordered = [sorted(pair, key=lambda name: (LAST.index(name) if name in LAST else -1, name)) for pair in pairs]
     on_one_node = {name for name in OVERLAYS if name != "cluster"}
     return [
         (base, *pair) for base in OVERLAYS for pair in ordered if not (base in on_one_node and "external-redis" in pair)

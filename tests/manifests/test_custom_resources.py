@@ -1,18 +1,37 @@
-"""Custom resources: against their published schemas where a package has them, else field by field.
+"""Custom resources, strictly: an unknown or misplaced field fails.
 
-cert-manager and the Prometheus operator have their schemas in npm packages: the slow test installs and uses those.
-JobSet and Kueue have none in a registry: the Job inside a JobSet is validated as the Job that it is, and the rest of
-their fields is compared with lists: JobSet v1alpha2's read off its CRD, Kueue v1beta1's in part from memory.
+kind                                  checked against
+Certificate, Issuer                   npm: @kubernetes-models/cert-manager (slow: the test installs it)
+PodMonitor, PrometheusRule            npm: @kubernetes-models/prometheus-operator (slow)
+JobSet                                PyPI: kubeflow-trainer-api, whose models are made from JobSet's definition
+LeaderWorkerSet, Kueue's              custom_schemas.py: read off their definitions, which no registry has
+Jobs and pods inside of these         Kubernetes' own schemas
 """
 
+import copy
 import json
+import re
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from tests.manifests.kustomize import VARIANTS, Manifest, kinds, overlay
+from tests.manifests import custom_schemas
+from tests.manifests.custom_schemas import SCHEMAS
+from tests.manifests.kustomize import (
+    DEPLOY,
+    VARIANTS,
+    Manifest,
+    find,
+    kinds,
+    label,
+    overlay,
+    pod_template,
+    worker_template,
+)
 from tests.manifests.schemas import VERSIONS, is_custom, problems
 
 PUBLISHED = {
@@ -20,22 +39,6 @@ PUBLISHED = {
     "monitoring.coreos.com/v1": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
 }
 PACKAGES = ("@kubernetes-models/cert-manager@6.0.0", "@kubernetes-models/prometheus-operator@6.0.0", "typescript@5.9.3")
-# Fields of spec, and of what is one level below it.
-FIELDS = {
-    "JobSet": {
-        "network": {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"},
-        "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
-        "replicatedJobs": {"name", "replicas", "template", "dependsOn", "groupName"},
-        "successPolicy": {"operator", "targetReplicatedJobs"},
-    },
-    "ResourceFlavor": {"nodeLabels": None, "nodeTaints": None, "tolerations": None},
-    "ClusterQueue": {
-        "namespaceSelector": {"matchLabels", "matchExpressions"},
-        "queueingStrategy": None,
-        "resourceGroups": {"coveredResources", "flavors"},
-    },
-    "LocalQueue": {"clusterQueue": None},
-}
 INSTALL_S, CHECK_S = 240.0, 120.0
 NODE = Path(__file__).parent / "node"
 
@@ -44,19 +47,125 @@ def custom_resources() -> list[Manifest]:
     return [each for name in VARIANTS for each in overlay(name) if is_custom(each)]
 
 
+def kind_of(manifest: Manifest) -> tuple[str, str]:
+    return manifest["apiVersion"], manifest["kind"]
+
+
 def test_each_kind_is_checked_somewhere() -> None:
-    for each in custom_resources():
-        assert each["apiVersion"] in PUBLISHED or each["kind"] in FIELDS, each["kind"]
+    known = {*SCHEMAS, ("jobset.x-k8s.io/v1alpha2", "JobSet")}
+    used = {kind_of(each) for each in custom_resources() if each["apiVersion"] not in PUBLISHED}
+    assert used == known
 
 
-def test_fields_are_known_to_the_project() -> None:
-    for each in custom_resources():
-        for field, value in each["spec"].items() if each["kind"] in FIELDS else ():
-            known = FIELDS[each["kind"]]
-            assert field in known, f"{each['kind']}.spec.{field}"
-            for part in value if isinstance(value, list) else [value]:
-                below = known[field]
-                assert below is None or set(part) <= below, f"{each['kind']}.spec.{field}"
+def mistakes(manifest: Manifest) -> list[str]:
+    """What the schema that was read off its definition says against an object."""
+    found = jsonschema.Draft202012Validator(SCHEMAS[kind_of(manifest)]).iter_errors(manifest)
+    return [f"{label(manifest)}: {error.json_path}: {error.message}" for error in found]
+
+
+def test_they_are_as_their_definitions_say() -> None:
+    assert not [text for each in custom_resources() if kind_of(each) in SCHEMAS for text in mistakes(each)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path"),
+    [
+        ("LeaderWorkerSet", "rollout", "spec.restartPolicy"),
+        ("LeaderWorkerSet", "rollout", "spec.leaderWorkerTemplate.startupPolicy"),
+        ("LeaderWorkerSet", "rollout", "spec.leaderWorkerTemplate.template"),
+        ("LeaderWorkerSet", "rollout", "spec.rolloutStrategy.maxSurge"),
+        ("ClusterQueue", "tandem", "spec.resourceGroups.0.flavors.0.resources.0.quota"),
+        ("ClusterQueue", "tandem", "spec.namespaceSelector.namespace"),
+        ("LocalQueue", "tandem", "clusterQueue"),
+        ("ResourceFlavor", "tandem-gpu", "spec.labels"),
+    ],
+)
+def test_a_field_in_the_wrong_place_is_found(kind: str, name: str, path: str) -> None:
+    broken = copy.deepcopy(find(overlay("cluster + all"), kind, name))
+    *parents, last = path.split(".")
+    node = broken
+    for part in parents:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    node[last] = "x"
+    (mistake,) = mistakes(broken)
+    assert f"'{last}' was unexpected" in mistake
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("startupPolicy", "LeaderFirst"),
+        ("leaderWorkerTemplate.size", "2"),
+        ("leaderWorkerTemplate.size", 0),
+        ("leaderWorkerTemplate.restartPolicy", "Always"),
+    ],
+)
+def test_a_wrong_value_is_found(path: str, value: object) -> None:
+    broken = copy.deepcopy(find(overlay("cluster + all"), "LeaderWorkerSet", "rollout"))
+    *parents, last = path.split(".")
+    node = broken["spec"]
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    assert f"$.spec.{path}" in mistakes(broken)[0]
+
+
+def lost(wanted: object, found: object, path: str = "") -> list[str]:
+    """Paths of what the second has not, or has otherwise."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        missing = [f"{path}.{key}" for key in wanted if key not in found]
+        return missing + [
+            text for key in wanted if key in found for text in lost(wanted[key], found[key], f"{path}.{key}")
+        ]
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        pairs = enumerate(zip(wanted, found, strict=True))
+        return [text for i, (one, other) in pairs for text in lost(one, other, f"{path}[{i}]")]
+    return [] if wanted == found else [path]
+
+
+def through_the_models(jobset: Manifest) -> Manifest:
+    """What JobSet's published models keep of an object. They drop what they do not know, and refuse wrong types."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+    model = JobsetV1alpha2JobSet.from_dict(jobset)
+    assert model is not None
+    return model.to_dict()
+
+
+def test_jobsets_published_models_accept_ours_and_find_mistakes() -> None:
+    (jobset,) = kinds(overlay("cluster + all"), "JobSet")
+    assert lost(jobset, through_the_models(jobset)) == []
+    broken = copy.deepcopy(jobset)
+    broken["spec"]["network"]["subdomian"] = "x"
+    broken["spec"]["replicatedJobs"][0]["template"]["backoffLimit"] = 0
+    assert lost(broken, through_the_models(broken)) == [
+        ".spec.network.subdomian",
+        ".spec.replicatedJobs[0].template.backoffLimit",
+    ]
+    broken["spec"]["failurePolicy"]["maxRestarts"] = "20"
+    with pytest.raises(ValueError, match="maxRestarts"):
+        through_the_models(broken)
+
+
+def test_the_readme_says_what_they_were_checked_against() -> None:
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for package in PACKAGES[:2]:
+        name, _, version = package.rpartition("@")
+        assert f"{name} {version}" in text
+    assert f"kubeflow-trainer-api {metadata.version('kubeflow-trainer-api')}" in text
+    assert f"(kubernetes-validate {metadata.version('kubernetes-validate').rpartition('.')[0]})" in text
+    commits = re.findall(r"\b[0-9a-f]{8}\b", custom_schemas.__doc__ or "")
+    assert len(commits) == 4
+    assert all(commit in text for commit in commits)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pods_of_a_leader_worker_set_are_pods(version: str) -> None:
+    for name in VARIANTS:
+        for group in kinds(overlay(name), "LeaderWorkerSet"):
+            for template in (pod_template(group), worker_template(group)):
+                pod = {"apiVersion": "v1", "kind": "Pod", **template}
+                assert problems({**pod, "metadata": {**pod["metadata"], "name": "inside"}}, version) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,7 +10,7 @@ from tests.manifests.kustomize import OVERLAYS, VARIANTS, Manifest, component_of
 # The node itself probes, and is let through; no policy can name it.
 FROM_THE_NODE = {"health"}
 # Of torch, gloo and NCCL: the system picks them from the range that the pods set.
-PICKED = ("trainer", "rollout")
+PICKED = ("trainer", "rollout", "rollout-worker")
 DNS, KUBERNETES_API, EXTERNAL_REDIS = {53}, {443, 6443}, {6379, 6380}
 
 Flow = tuple[str, str, str]  # (from, to, port or range)

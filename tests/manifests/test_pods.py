@@ -7,6 +7,7 @@ import pytest
 from coordinator import app as coordinator_app
 from launcher import plan_processes
 from rollout_service import app as rollout_app
+from rollout_service import worker_app
 from tandem_config.loading import load_config
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
@@ -21,7 +22,9 @@ from tests.manifests.kustomize import (
     pod_template,
     pod_templates,
     run_yaml,
+    service_of,
     strings,
+    templates_of,
     workloads,
 )
 
@@ -104,7 +107,7 @@ def test_start_up_may_take_as_long_as_the_run_allows(name: str, tmp_path) -> Non
     path.write_text(run_yaml(overlay(name)), encoding="utf-8")
     allowed_s = load_config(path).run.startup_timeout_s
     for owner, template in pod_templates(overlay(name)).items():
-        if component_of(template) not in ("trainer", "rollout"):
+        if service_of(template) not in ("trainer", "rollout"):
             continue
         probe = template["spec"]["containers"][0]["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] >= allowed_s, owner
@@ -118,6 +121,8 @@ def grace_needed_s() -> dict[str, float]:
         # The end of running calls, then STOP, then the ranks' own end: each may take DRAIN_GRACE_S.
         "trainer": TRAINER_DRAINS * float(drain_s),
         "rollout": rollout_app.DRAIN_S + plan_processes._SERVICE_GRACE_S,
+        # Until its leader has drained and lets it go.
+        "rollout-worker": worker_app.LET_GO_S + plan_processes._SERVICE_GRACE_S,
         "coordinator": coordinator_app._DRAIN_S + plan_processes._CONDUCT_GRACE_S,
         "redis": 10.0,
     }
@@ -136,7 +141,7 @@ def test_images_are_pinned_to_this_version(manifests: tuple[Manifest, ...]) -> N
             assert tag not in ("", "latest"), f"{owner}: {container['image']}"
             if image.startswith("tandem/"):
                 assert tag.removesuffix("-cpu") == project_version(), f"{owner}: {container['image']}"
-                assert image == f"tandem/{component_of(template)}"
+                assert image == f"tandem/{service_of(template)}"
 
 
 def test_nothing_says_latest() -> None:
@@ -157,17 +162,45 @@ def test_pods_have_the_component_and_the_run(manifests: tuple[Manifest, ...]) ->
     for workload in workloads(manifests):
         labels = pod_template(workload)["metadata"]["labels"]
         assert labels["app.kubernetes.io/component"] == workload["metadata"]["labels"]["app.kubernetes.io/component"]
-        assert {"app.kubernetes.io/name", "tandem.run/id"} <= set(labels)
+    for template in pod_templates(manifests).values():
+        assert {"app.kubernetes.io/name", "tandem.run/id"} <= set(template["metadata"]["labels"])
 
 
 def test_engines_have_shared_memory_and_scratch(manifests: tuple[Manifest, ...]) -> None:
     for owner, template in pod_templates(manifests).items():
-        if component_of(template) not in ("trainer", "rollout"):
+        if service_of(template) not in ("trainer", "rollout"):
             continue
         mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory", owner
         assert "sizeLimit" in volumes[mounts["/tmp"]]["emptyDir"], owner
+
+
+def test_pods_of_a_service_are_spread_over_nodes(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        if service_of(template) not in ("trainer", "rollout"):
+            continue
+        (constraint,) = template["spec"]["topologySpreadConstraints"]
+        assert constraint["topologyKey"] == "kubernetes.io/hostname", owner
+        # "DoNotSchedule" would keep a pod from a node that has room, where the others have none.
+        assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", owner
+        assert selects(constraint["labelSelector"], template["metadata"]["labels"]), owner
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    wanted = {key: [value] for key, value in selector.get("matchLabels", {}).items()}
+    wanted |= {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
+    return all(labels.get(key) in values for key, values in wanted.items())
+
+
+def test_disruption_budgets_cover_the_pods_they_are_for(manifests: tuple[Manifest, ...]) -> None:
+    for budget in kinds(manifests, "PodDisruptionBudget"):
+        chosen = [
+            service_of(template)
+            for template in pod_templates(manifests).values()
+            if selects(budget["spec"]["selector"], template["metadata"]["labels"])
+        ]
+        assert chosen == [service_of(each) for each in templates_of(manifests, budget["metadata"]["name"])]
 
 
 def test_no_password_outside_the_overlay_for_laptops() -> None:

@@ -1,8 +1,10 @@
 """Manifests and services know the same ports, variables and flags; both ways, from the services' own code."""
 
 import argparse
+import re
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,15 @@ from tests.manifests.kustomize import (
     OVERLAYS,
     VARIANTS,
     Manifest,
-    component_of,
+    containers,
     environment,
     find,
     overlay,
     pod_template,
     pod_templates,
     run_yaml,
+    service_of,
+    templates_of,
 )
 
 SERVICES = ("coordinator", "trainer", "rollout")
@@ -30,6 +34,8 @@ SERVICES = ("coordinator", "trainer", "rollout")
 FOREIGN = {
     "OMP_NUM_THREADS": "OpenMP",
     "POD_NAME": "the manifest itself: $(POD_NAME)",
+    "SET_NAME": "the component lws-rollout: $(SET_NAME)",
+    "GROUP_INDEX": "the component lws-rollout: $(GROUP_INDEX)",
 }
 # Set by other components or by people only; a pod of the base runs without.
 OPTIONAL = {
@@ -40,15 +46,17 @@ OPTIONAL = {
     "TANDEM_REDIS_CERT": "an external Redis that asks for client certificates",
     "TANDEM_REDIS_KEY": "an external Redis that asks for client certificates",
 }
-# What one service alone reads, in its own code: variable -> the service.
-OF_ONE_SERVICE = {
-    "TANDEM_RANKS_PER_HOST": "trainer",
-    "TANDEM_HOST_INDEX": "trainer",
-    "MASTER_ADDR": "trainer",
-    "MASTER_PORT": "trainer",
-    "TANDEM_KUBE_NAMESPACE": "coordinator",
-    "TANDEM_WEB_PORT": "coordinator",
+# What some services alone read, in their own code: variable -> the services.
+OF_SOME_SERVICES = {
+    "TANDEM_RANKS_PER_HOST": ("trainer",),
+    "TANDEM_HOST_INDEX": ("trainer", "rollout"),
+    "MASTER_ADDR": ("trainer",),
+    "MASTER_PORT": ("trainer",),
+    "TANDEM_KUBE_NAMESPACE": ("coordinator",),
+    "TANDEM_WEB_PORT": ("coordinator",),
 }
+# An engine in one pod is host 0, which is the default.
+ONLY_WITH_WORKERS = {"rollout": {"TANDEM_HOST_INDEX"}}
 # Read by every service, of no use to this one.
 LEFT_OUT = {"coordinator": {"TANDEM_DEVICE"}, "trainer": set(), "rollout": set()}
 FOLDERS = {"coordinator": "coordinator", "trainer": "trainer_service", "rollout": "rollout_service"}
@@ -66,46 +74,61 @@ def manifests(request: pytest.FixtureRequest) -> tuple[Manifest, ...]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_variable_is_one_that_the_service_reads(manifests: tuple[Manifest, ...], service: str) -> None:
-    own = {name for name, owner in OF_ONE_SERVICE.items() if owner == service}
-    assert set(given(manifests, service)) <= of_all_services() | own | set(FOREIGN)
+    for environ in given(manifests, service):
+        assert set(environ) <= of_all_services() | own_variables(service) | set(FOREIGN)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_variable_of_the_service_is_set(manifests: tuple[Manifest, ...], service: str) -> None:
-    own = {name for name, owner in OF_ONE_SERVICE.items() if owner == service}
-    elsewhere = {name for name, owner in OF_ONE_SERVICE.items() if owner != service}
-    wanted = of_all_services() - set(OPTIONAL) - LEFT_OUT[service] - elsewhere | own
-    assert wanted <= set(given(manifests, service))
+    elsewhere = set(OF_SOME_SERVICES) - own_variables(service)
+    wanted = of_all_services() - set(OPTIONAL) - LEFT_OUT[service] - elsewhere | own_variables(service)
+    spans_hosts = len(templates_of(manifests, service)) > 1
+    wanted -= set() if spans_hosts else ONLY_WITH_WORKERS.get(service, set())
+    for environ in given(manifests, service):
+        assert wanted <= set(environ)
 
 
-@pytest.mark.parametrize(("name", "service"), OF_ONE_SERVICE.items())
-def test_the_service_really_reads_it(name: str, service: str) -> None:
+def test_a_variable_that_the_manifest_itself_wants_is_used(manifests: tuple[Manifest, ...]) -> None:
+    for template in pod_templates(manifests).values():
+        for container in containers(template):
+            words = " ".join([*container.get("command", []), *container.get("args", [])])
+            used = set(re.findall(r"\$\((\w+)\)", words))
+            assert used == {name for name in environment(container) if "the" in FOREIGN.get(name, "").split()}
+
+
+@pytest.mark.parametrize(("name", "services"), OF_SOME_SERVICES.items())
+def test_the_services_really_read_it(name: str, services: tuple[str, ...]) -> None:
     fields = [field for field, info in ServiceEnvironment.model_fields.items() if info.alias == name]
     wanted = f"environment.{fields[0]}" if fields else f'"{name}"'
-    sources = [path.read_text(encoding="utf-8") for path in (REPO / FOLDERS[service]).rglob("*.py")]
-    assert [text for text in sources if wanted in text], f"no file of {FOLDERS[service]} says {wanted}"
+    for service in services:
+        sources = [path.read_text(encoding="utf-8") for path in (REPO / FOLDERS[service]).rglob("*.py")]
+        assert [text for text in sources if wanted in text], f"no file of {FOLDERS[service]} says {wanted}"
 
 
-def given(manifests: tuple[Manifest, ...], service: str) -> dict[str, Manifest]:
-    (template,) = [each for each in pod_templates(manifests).values() if component_of(each) == service]
-    return environment(template["spec"]["containers"][0])
+def own_variables(service: str) -> set[str]:
+    return {name for name, owners in OF_SOME_SERVICES.items() if service in owners}
+
+
+def given(manifests: Sequence[Manifest], service: str) -> list[dict[str, Manifest]]:
+    """The environment of each kind of pod that runs the service."""
+    return [environment(each["spec"]["containers"][0]) for each in templates_of(manifests, service)]
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_ports_are_those_of_the_variables(manifests: tuple[Manifest, ...], service: str) -> None:
-    (template,) = [each for each in pod_templates(manifests).values() if component_of(each) == service]
-    (container,) = template["spec"]["containers"]
-    declared = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
     variables = {"grpc": "TANDEM_GRPC_PORT", "health": "TANDEM_HEALTH_PORT", "metrics": "TANDEM_METRICS_PORT"}
     variables |= {"web": "TANDEM_WEB_PORT"} if service == "coordinator" else {}
     variables |= {"rendezvous": "MASTER_PORT"} if service == "trainer" else {}
-    environ = environment(container)
-    assert declared == {name: environ[variable]["value"] for name, variable in variables.items()}
+    for template in templates_of(manifests, service):
+        (container,) = template["spec"]["containers"]
+        declared = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+        environ = environment(container)
+        assert declared == {name: environ[variable]["value"] for name, variable in variables.items()}
 
 
 def test_pods_with_gpus_refuse_to_run_without(manifests: tuple[Manifest, ...]) -> None:
     for template in pod_templates(manifests).values():
-        if component_of(template) in ("trainer", "rollout"):
+        if service_of(template) in ("trainer", "rollout"):
             (container,) = template["spec"]["containers"]
             has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
             assert environment(container)["TANDEM_DEVICE"]["value"] == ("cuda" if has_gpu else "auto")
@@ -129,12 +152,13 @@ def known_flags(module: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_flags_are_the_programs_own(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: none that the program does not know, and none of the program's left out."""
-    (template,) = [each for each in pod_templates(overlay("base")).values() if component_of(each) == service]
-    (container,) = template["spec"]["containers"]
-    python, dash_m, module = container["command"]
-    assert (python, dash_m) == ("python", "-m")
-    used = {word for word in container["args"] if word.startswith("--")}
-    assert used == known_flags(module, monkeypatch)
+    templates = [*templates_of(overlay("base"), service), *templates_of(overlay("cluster + all"), service)]
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        python, dash_m, module = container["command"]
+        assert (python, dash_m) == ("python", "-m")
+        used = {word for word in container["args"] if word.startswith("--")}
+        assert used == known_flags(module, monkeypatch)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -149,12 +173,14 @@ class TestTheRun:
 
     def test_trainer_pods_hold_all_ranks(self, name: str, config: RunConfig) -> None:
         trainer = find(overlay(name), "StatefulSet", "trainer")
-        per_host = int(given(overlay(name), "trainer")["TANDEM_RANKS_PER_HOST"]["value"])
+        (environ,) = given(overlay(name), "trainer")
+        per_host = int(environ["TANDEM_RANKS_PER_HOST"]["value"])
         assert trainer["spec"]["replicas"] * per_host == config.trainer.world_size
 
     def test_gpus_are_one_per_rank(self, name: str, config: RunConfig) -> None:
+        (environ,) = given(overlay(name), "trainer")
         wanted = {
-            "trainer": given(overlay(name), "trainer")["TANDEM_RANKS_PER_HOST"]["value"],
+            "trainer": environ["TANDEM_RANKS_PER_HOST"]["value"],
             "rollout": str(config.rollout.tensor_parallel),
         }
         for service, gpus in wanted.items():
