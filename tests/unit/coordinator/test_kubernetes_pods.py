@@ -11,9 +11,12 @@ from kubernetes.client.exceptions import ApiException
 from coordinator.fleet.kubernetes.arrivals import trainer_fate
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.errors import Expired, Throttled, translate
+from coordinator.fleet.kubernetes.keeper import read_vital
 from coordinator.fleet.kubernetes.pods import Fate, Pod, read_pod, selector
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
 from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2
 
 
 def pod_of(status: dict[str, Any], **metadata: Any) -> Pod:
@@ -135,6 +138,16 @@ PROGRESS = Vital(is_generating=True, progress=6)
 def test_a_replica_is_stuck_when_nothing_comes_of_it_for_long(vitals: list[Vital | None], expected: list[str]) -> None:
     detector = StuckDetector(stuck_after_s=30.0)
     assert [detector.observe("r", vital, 10.0 * i) for i, vital in enumerate(vitals)] == expected
+
+
+def test_a_completion_that_takes_long_is_no_stuck_engine() -> None:
+    """No group is finished, and the engine computes."""
+    status = rollout_pb2.GetStatusResponse(state=weights_pb2.REPLICA_STATE_SERVING, running_groups=1)
+    detector = StuckDetector(stuck_after_s=30.0)
+    for at_s in range(0, 100, 10):
+        status.engine_progress = 100 + at_s
+        assert detector.observe("r", read_vital(status), at_s) == ""
+    assert detector.observe("r", read_vital(status), 130.0) == "no token computed in 30 s"
 
 
 def test_another_incarnation_is_not_blamed_for_the_last_one() -> None:

@@ -29,6 +29,12 @@ async def _pid(tmp_path: Path, name: str) -> int:
     return await asyncio.to_thread(read_pid, tmp_path, name)
 
 
+def heeds_sigterm(status: Path) -> bool:
+    """Whether a process has a handler for it, by its /proc/PID/status."""
+    (caught,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 async def test_a_failing_process_is_named_with_code_and_last_error(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(spec(tmp_path, "idle", WAITS))
@@ -60,8 +66,10 @@ async def test_a_process_starts_after_its_delay(tmp_path: Path) -> None:
 
 async def test_a_process_that_was_to_start_later_does_not(tmp_path: Path) -> None:
     supervisor = Supervisor()
-    await supervisor.start(replace(spec(tmp_path, "late", WAITS), delay_s=3600.0))
-    await asyncio.wait_for(supervisor.stop(), 20)
+    await supervisor.start(replace(spec(tmp_path, "late", WAITS, grace_s=0.5), delay_s=3600.0))
+    guard = Path(f"/proc/{supervisor._processes['late'].pid}/status")
+    await asyncio.to_thread(wait_until, lambda: heeds_sigterm(guard), "the guard listens")
+    assert await supervisor.stop() == []  # nobody had to be killed
     assert not (tmp_path / "late.pid").exists()
 
 

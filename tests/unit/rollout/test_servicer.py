@@ -9,8 +9,9 @@ from rollout_service import servicer as servicer_module
 from rollout_service.admission import Admission
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.pauses import Pauses
+from rollout_service.phases import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from rollout_service.servicer import RolloutServicer
-from rollout_service.updates import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, WeightUpdates
+from rollout_service.updates import WeightUpdates
 from servicekit.channel import open_channel
 from servicekit.errors import REASON_KEY
 from servicekit.server import GrpcServer
@@ -82,6 +83,12 @@ async def test_groups_come_back_whole(served: Served) -> None:
         assert (span.start, span.end, span.policy_version) == (0, 4, 1)
     assert replies[-1].engine_s > 0
     assert served.registry.get_sample_value("tandem_generated_tokens_total") == 2 * 3 * 4
+
+
+async def test_status_tells_that_the_engine_computes(served: Served) -> None:
+    served.engine.progress = 7
+    status = await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+    assert (status.engine_progress, status.generated_tokens) == (7, 0)
 
 
 def _draining(served: Served) -> None:
