@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout_service import app as rollout_app
+from rollout_service.engine import FinishedGroup, Group, Sampling
 from rollout_service.sglang_engine.receiver import ShardReceiver
 from servicekit.lifecycle import run_main
 from servicekit.sync_server import start_sync_server
@@ -19,12 +21,20 @@ from weightsync.sglang_layout import sglang_layout
 
 
 class GatedEngine(FakeEngine):
-    """The engine of a replica without one: its part in PAUSE is to freeze, and there is the gate."""
+    """The engine of a replica without one, with gates where it freezes (its part in PAUSE) and generates."""
 
     def __init__(self, address: str, gate: Gate) -> None:
         super().__init__(num_ranks=1)
         self.rank_addresses = [address]
         self._gate = gate
+
+    async def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+        """Groups one by one, with a gate before each."""
+        number = 0
+        async for finished in super().generate(groups, sampling):
+            await asyncio.to_thread(self._gate.at, "generate", number)
+            number += 1
+            yield finished
 
     async def freeze(self) -> None:
         await asyncio.to_thread(self._gate.at, "pause")
