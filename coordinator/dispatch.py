@@ -23,7 +23,7 @@ from coordinator.order import Order
 from coordinator.probing import while_alive
 from coordinator.replica import Replica
 from coordinator.samples import Generation, Group, Prompt
-from servicekit.errors import InvalidRequest, TandemError, TooLarge, Unavailable
+from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 
@@ -129,7 +129,13 @@ class Dispatch:
             if unfinished := task.result():
                 self._pending.appendleft(unfinished)
         if joining is not None and joining.done():
+            self._check(joining)
+
+    def _check(self, joining: "asyncio.Task[None]") -> None:
+        try:
             joining.result()
+        except DeadlineExceeded as error:
+            raise Unavailable(f"{self._whats_missing()}; {error}") from error
 
     async def _check_patience(self) -> None:
         """Nobody works: raises Unavailable if it has been so for too long."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from coordinator.weights import is_retriable
-from servicekit.errors import TandemError
+from servicekit.errors import DeadlineExceeded, TandemError
 from servicekit.lifecycle import cancel
 from servicekit.logs import get_logger
 
@@ -69,7 +69,8 @@ class Joiners:
             try:
                 await seed(self._policy_version)
             except TandemError as error:
-                if not is_retriable(error):
+                # Who had to be there has been waited for already: replicas, or the trainer, which is not back so soon.
+                if isinstance(error, DeadlineExceeded) or not is_retriable(error):
                     raise
                 self._note(str(error))
             if self._is_enough():

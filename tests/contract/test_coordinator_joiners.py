@@ -77,7 +77,11 @@ class Scene:
             formation_timeout_s=0.2, transfer_timeout_s=1.0, probe_timeout_s=0.5, lease_ttl_s=0.1, transport="auto"
         )
         return WeightSync(
-            trainer=self.services.trainer, fleet=self.fleet, group=FakeGroup(), settings=settings, min_replicas=1
+            trainer=self.services.trainer,
+            fleet=self.fleet,
+            group=FakeGroup(),
+            settings=settings,
+            rejoin_timeout_s=600.0,
         )
 
     def _tell(self, text: str) -> None:
@@ -254,4 +258,14 @@ async def test_a_trainer_that_has_another_version_ends_the_wait_by_name() -> Non
         await scene.dies(0)
         scene.joins(1)
         with pytest.raises(WrongVersion, match="the trainer is at policy version 2, not at 3"):
+            await scene.generate()
+
+
+async def test_a_trainer_that_is_lost_too_is_not_waited_for_as_long() -> None:
+    """Nobody could seed the replicas that come; who brings it back goes on from a checkpoint."""
+    async with fake_fleet(num_replicas=1) as services:
+        scene = scene_of(services, 1, rejoin_s=600.0)
+        await services.servers["trainer"].drain(0.0)
+        await scene.dies(0)
+        with pytest.raises(Unavailable, match=r"20 of 20 groups .*rollout-0: .* waited 0.2 s for the trainer"):
             await scene.generate()

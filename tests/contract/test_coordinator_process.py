@@ -84,7 +84,7 @@ def test_sigterm_ends_with_zero_and_keeps_whole_files(
 def test_a_dead_service_ends_with_one_and_its_name(
     config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
 ) -> None:
-    config = with_settings(config, run={"iterations": 1_000_000})
+    config = with_settings(config, run={"iterations": 1_000_000}, rollout={"rejoin_timeout_s": 1.0})
     fleet = start(*fleet_arguments(environment))
     process = start("coordinator", "--config", write_config(config, tmp_path))
     until(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 3, timeout_s=60)
