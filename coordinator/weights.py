@@ -177,7 +177,13 @@ class WeightSync:
         rollout.min_replicas others serve.
         Raises: TandemError: too few serve, and not enough came within the deadline.
         """
-        announced = await self._fleet.look()
+        try:
+            announced = await self._fleet.look()
+        except Unavailable as error:  # the registry is away, which those who serve need not notice
+            if not self._fleet.serving():
+                raise
+            log.warning("nobody can be looked for", error=str(error))
+            return None
         serving = self._fleet.serving()
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:

@@ -227,6 +227,23 @@ async def test_who_serves_does_not_wait_long_for_joiners_that_are_lost() -> None
         assert await asyncio.wait_for(sync.seed_late_joiners(0), 20.0) is None
 
 
+class HiddenFleet(StaticFleet):
+    """Redis is away."""
+
+    async def look(self) -> tuple[Replica, ...]:
+        raise Unavailable("Redis does not answer")
+
+
+async def test_who_serves_goes_on_while_the_registry_is_away() -> None:
+    async with fake_fleet() as fleet:
+        members = HiddenFleet(fleet.replicas)
+        sync = sync_of(fleet, FakeGroup(), members=members)
+        assert await sync.seed_late_joiners(0) is None
+        members.admit([])
+        with pytest.raises(Unavailable, match="Redis does not answer"):
+            await sync.seed_late_joiners(0)
+
+
 async def test_a_replica_without_its_slot_is_left_out() -> None:
     async with fake_fleet() as fleet:
         result = await sync_of(fleet, FakeGroup(empty=("rollout-1/0",))).publish(0)
