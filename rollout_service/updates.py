@@ -16,21 +16,21 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
 | no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
-Each phase needs those of NEEDS to be done. A phase that is done, or under way, answers its repetitions with the same
+Each phase needs those of NEEDS (phases.py) to be done. A phase that is done, or under way, answers its repetitions with the same
 reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an open one.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable
 
 from rollout_service.engine import RolloutEngine
 from rollout_service.pauses import Pauses
+from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, OpenRound, Phase, require
 from rollout_service.ranks import Ranks
-from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion, TandemError
+from rollout_service.round_steps import RoundSteps
+from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 
@@ -40,38 +40,10 @@ _log = get_logger(__name__)
 # most (PHASE_MARGIN_S there); after twice that margin it is gone.
 ROUND_MARGIN_S = 60.0
 
-Phase: TypeAlias = pb.RoundPhase.ValueType
 Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
 
-PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
-VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_PHASE_ABORT
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
-
-NEEDS: dict[Phase, set[Phase]] = {
-    PREPARE: set(),
-    PAUSE: {PREPARE},
-    TRANSFER: {PREPARE, PAUSE},
-    VERIFY: {TRANSFER},
-    COMMIT: {VERIFY},
-}
-# Staged bytes go to spare memory: generation need not stop before COMMIT, which pauses by itself.
-NEEDS_STAGED = NEEDS | {TRANSFER: {PREPARE}}
-
-
-@dataclass(kw_only=True)
-class _OpenRound:
-    """The round under way. touched: parameters may differ from what was served. session: SGLang's is open."""
-
-    message: pb.Round
-    done: set[Phase] = field(default_factory=set)
-    failure: str = ""
-    touched: bool = False
-    session: bool = False
-
-    @property
-    def staged(self) -> bool:
-        return self.message.install_mode == pb.INSTALL_MODE_STAGED
 
 
 class WeightUpdates:
@@ -92,14 +64,13 @@ class WeightUpdates:
         on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
     ) -> None:
         self.policy_version = 0
-        self._engine = engine
-        self._ranks = ranks
+        self._steps = RoundSteps(engine, ranks, pauses)
         self._pauses = pauses
         self._on_state = on_state
         self._on_reports = on_reports
         self._on_outcome = on_outcome
         self._rest: pb.ReplicaState.ValueType = UNSEEDED
-        self._round: _OpenRound | None = None
+        self._round: OpenRound | None = None
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[Reply] | None = None
@@ -149,12 +120,7 @@ class WeightUpdates:
                 raise PhaseOrder(f"this replica serves version {self.policy_version} already")
             self._refuse_older(f"round {published.round_id}", published.policy_version)
             await self._pauses.pause(pb.PAUSE_MODE_ABORT_REQUEUE)
-            await self._engine.begin_update()
-            try:
-                await self._ranks.load_published(published)
-            finally:
-                await self._engine.end_update()
-            await _all(self._engine.set_version(published.policy_version), self._pauses.flush())
+            await self._steps.load(published)
             self._rest, self.policy_version = SERVING, published.policy_version
             await self._pauses.resume()
             self._tell()
@@ -186,7 +152,7 @@ class WeightUpdates:
     async def _run_one(self, phase: Phase, round_: pb.Round) -> Reply:
         if phase == ABORT and self._is_open(round_) and self._lock.locked():
             # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
-            await self._abort_ranks(round_)
+            await self._steps.interrupt(round_)
         async with self._lock:
             try:
                 return await self._run_locked(phase, round_)
@@ -225,16 +191,9 @@ class WeightUpdates:
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         if phase == PREPARE:
             await self._open(round_)
-        current = self._require(phase, round_)
-        actions: dict[Phase, Callable[[_OpenRound], Awaitable[list[pb.PhaseReport]]]] = {
-            PREPARE: self._prepare,
-            PAUSE: self._pause,
-            TRANSFER: self._transfer,
-            VERIFY: self._verify,
-            COMMIT: self._commit,
-        }
+        current = require(self._round, phase, round_)
         try:
-            reports = await actions[phase](current)
+            reports = await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
         except BaseException as error:
             current.failure = f"{pb.RoundPhase.Name(phase)} failed: {error}"
             if isinstance(error, DigestMismatch):
@@ -254,7 +213,7 @@ class WeightUpdates:
                 raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
             _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
             await self._abort(self._round.message)
-        self._round = _OpenRound(message=round_)
+        self._round = OpenRound(message=round_)
 
     def _refuse_older(self, what: str, policy_version: int) -> None:
         if self._rest != UNSEEDED and policy_version < self.policy_version:
@@ -263,68 +222,17 @@ class WeightUpdates:
                 f"but this replica has had version {self.policy_version}; versions only grow"
             )
 
-    def _require(self, phase: Phase, round_: pb.Round) -> _OpenRound:
-        name = pb.RoundPhase.Name(phase)
-        current = self._round
-        if phase not in NEEDS:
-            raise PhaseOrder(f"phase {name} is not one that a replica runs")
-        if current is None or current.message.round_id != round_.round_id:
-            raise PhaseOrder(f"{name}: round {round_.round_id!r} is not open here; it begins with PREPARE")
-        if current.failure:
-            raise PhaseOrder(f"{name}: round {round_.round_id} has failed ({current.failure}); abort it")
-        missing = (NEEDS_STAGED if current.staged else NEEDS)[phase] - current.done
-        if missing:
-            names = ", ".join(pb.RoundPhase.Name(each) for each in sorted(missing))
-            raise PhaseOrder(f"{name}: round {round_.round_id} has not done {names}")
-        return current
-
-    async def _prepare(self, current: _OpenRound) -> list[pb.PhaseReport]:
-        return await self._ranks.run_phase(PREPARE, current.message)
-
-    async def _pause(self, current: _OpenRound) -> list[pb.PhaseReport]:
-        await self._pauses.pause(current.message.pause_mode)
-        return self._empty_reports()
-
-    async def _transfer(self, current: _OpenRound) -> list[pb.PhaseReport]:
-        if not current.staged:
-            await self._touch(current)
-        return await self._ranks.run_phase(TRANSFER, current.message)
-
-    async def _verify(self, current: _OpenRound) -> list[pb.PhaseReport]:
-        return await self._ranks.run_phase(VERIFY, current.message)
-
-    async def _commit(self, current: _OpenRound) -> list[pb.PhaseReport]:
+    async def _commit(self, current: OpenRound) -> list[pb.PhaseReport]:
         start_s = time.monotonic()
-        if current.staged:
-            await self._pauses.pause(current.message.pause_mode)
-            await self._touch(current)
-        installing = asyncio.ensure_future(self._ranks.run_phase(COMMIT, current.message))
-        if current.staged:  # what the engine derives from the parameters, it derives from the installed ones
-            await installing
-        # Nothing generates before resume(), so their order is free: one trip to the scheduler, not three.
-        await _all(
-            installing,
-            self._end_session(current),
-            self._engine.set_version(current.message.policy_version),
-            self._pauses.flush(),
-        )
+        reports = await self._steps.install(current)
         self._rest, self.policy_version = SERVING, current.message.policy_version
         self._close()
         await self._pauses.resume()
-        reports = installing.result()
         for report in reports:
             report.seconds["commit"] = time.monotonic() - start_s
         self._on_outcome("committed", current.message.epoch)
         _log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
         return reports
-
-    async def _end_session(self, current: _OpenRound) -> None:
-        await self._engine.end_update()
-        current.session = False
-
-    async def _touch(self, current: _OpenRound) -> None:
-        await self._engine.begin_update()
-        current.touched = current.session = True
 
     async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
         current = self._round
@@ -332,10 +240,8 @@ class WeightUpdates:
             # Nothing of it here: it is over, or its PREPARE is still on its way and must not open it.
             if round_.round_id not in self._closed_rounds:
                 self._closed_rounds.append(round_.round_id)
-            return self._empty_reports()
-        reports = await self._abort_ranks(round_)
-        if current.session:
-            await self._engine.end_update()
+            return self._steps.empty_reports()
+        reports = await self._steps.give_up(current)
         self._close()
         if current.touched:
             self._poison(current)
@@ -345,17 +251,7 @@ class WeightUpdates:
         _log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
         return reports
 
-    async def _abort_ranks(self, round_: pb.Round) -> list[pb.PhaseReport]:
-        try:
-            return await self._ranks.run_phase(ABORT, round_)
-        except TandemError as error:  # the round is over all the same; the next PREPARE meets the rank again
-            _log.warning("a rank did not take the abort", round_id=round_.round_id, error=str(error))
-            return self._empty_reports()
-
-    def _empty_reports(self) -> list[pb.PhaseReport]:
-        return [pb.PhaseReport() for _ in range(self._ranks.num_ranks)]
-
-    def _poison(self, current: _OpenRound) -> None:
+    def _poison(self, current: OpenRound) -> None:
         self._rest = POISONED
         # Frozen requests would go on with a mixture of two versions; the engine ends them after the next COMMIT.
         self._pauses.evict(
@@ -369,10 +265,3 @@ class WeightUpdates:
 
     def _tell(self) -> None:
         self._on_state(self.state, self.policy_version)
-
-
-async def _all(*calls: Awaitable[object]) -> None:
-    """Waits for all of them. Raises: the first error, when none is under way any more."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

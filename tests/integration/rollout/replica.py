@@ -42,6 +42,8 @@ PHASES = (
 class Replica:
     """`python -m rollout_service`, announced and reachable."""
 
+    module = "rollout_service"
+
     def __init__(self, folder: Path, model: Path, redis_url: str, **rollout: Any) -> None:
         self.name = "rollout-0"
         self.run_id = f"test-{uuid.uuid4().hex[:8]}"
@@ -71,7 +73,7 @@ class Replica:
     def _start(self, path: Path, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
         with path.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "rollout_service", "--config", str(self.config), "--name", self.name],
+                [sys.executable, "-m", self.module, "--config", str(self.config), "--name", self.name],
                 env=os.environ | self._variables | variables,
                 stdout=log,
                 stderr=log,

@@ -183,6 +183,30 @@ def test_a_worker_that_is_asked_to_end_takes_the_replica_with_it_well(mortal_pai
     wait_until(lambda: gone(family), 20.0, "the end of all ranks")
 
 
+class LocalHosts(Replica):
+    """As `tandem run` starts it: one process for all hosts."""
+
+    module = "rollout_service.local_hosts"
+
+
+def test_all_hosts_of_one_machine_are_one_process(tmp_path: Path, models: list[Path], module_redis: str) -> None:
+    replica = LocalHosts(tmp_path, models[0], module_redis, tensor_parallel=2, nodes=2)
+    try:
+        trainer = Trainer(replica.wait_up())
+        trainer.load(models[0])
+        trainer.sync(1)
+        ids = greedy(replica, 1)
+        assert ids == logprobs(models[0], PROMPT, ids, 1.0).argmax(-1).tolist()
+        family = replica.family()
+        assert len([child for child in family if "--name" in child.cmdline()]) == 2
+        replica.process.terminate()
+        assert replica.process.wait(timeout=60) == 0
+        wait_until(lambda: gone(family), 20.0, "the end of all processes")
+        trainer.member.close()
+    finally:
+        replica.close()
+
+
 def last_line(log: Path) -> str:
     """The last line that is ours: a resource tracker may have a word after it."""
     return [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")][-1]
