@@ -37,8 +37,7 @@ from weightsync.transports.communicator import Communicator, form, host_store, j
 BUCKET_BYTES = 4 * 2**20
 PHASES = ("prepare", "pause", "transfer", "verify", "commit")
 _CALLED = {name: getattr(pb, f"ROUND_PHASE_{name.upper()}") for name in PHASES}
-
-
+# How far two looks at the machine's speeds may be apart for the time between them to count.
 STEADY = 1.25
 
 
@@ -346,8 +345,12 @@ def main() -> None:
     rows = []
     try:
         for case in CASES:
-            rows.append(compare(case, server.url, arguments.rounds))
-            print(_row(rows[-1]), flush=True)
+            try:
+                rows.append(compare(case, server.url, arguments.rounds))
+            except UnsteadyMachine as error:
+                print(f"{case}: not measured: {error}", flush=True)
+            else:
+                print(_row(rows[-1]), flush=True)
     finally:
         server.close()
     if arguments.json is not None:
