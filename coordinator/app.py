@@ -294,26 +294,8 @@ def _end(app: App, ended: State, why: str = "") -> None:
 def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     """Connect the parts of a run."""
     config, inputs = app.config, app.inputs
-    weights = WeightSync(
-        trainer=services.trainer,
-        fleet=services.fleet,
-        group=group,
-        settings=config.sync,
-        lead=lead,
-        min_replicas=config.rollout.min_replicas,
-        rejoin_timeout_s=config.rollout.rejoin_timeout_s,
-        observed=app.observed,
-        forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
-        disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
-    )
-    rollouts = Rollouts(
-        services.fleet,
-        max_groups_per_call=config.rollout.max_groups_per_call,
-        timeout_s=config.rollout.generate_timeout_s,
-        patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
-        seed=weights.seed_late_joiners,
-        tell=partial(_warn_of_fleet, app.events),
-    )
+    weights = _weights(app, services, group, lead)
+    rollouts = _rollouts(app, services, weights)
     scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     loop = GrpoLoop(
         grpo=config.grpo,
@@ -343,6 +325,34 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         events=app.events,
         state=inputs.state,
         resumed=inputs.resumed,
+    )
+
+
+def _weights(app: App, services: Services, group: Group, lead: Lead) -> WeightSync:
+    config = app.config
+    return WeightSync(
+        trainer=services.trainer,
+        fleet=services.fleet,
+        group=group,
+        settings=config.sync,
+        lead=lead,
+        min_replicas=config.rollout.min_replicas,
+        rejoin_timeout_s=config.rollout.rejoin_timeout_s,
+        observed=app.observed,
+        forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
+        disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
+    )
+
+
+def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
+    config = app.config
+    return Rollouts(
+        services.fleet,
+        max_groups_per_call=config.rollout.max_groups_per_call,
+        timeout_s=config.rollout.generate_timeout_s,
+        patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
+        seed=weights.seed_late_joiners,
+        tell=partial(_warn_of_fleet, app.events),
     )
 
 

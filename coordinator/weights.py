@@ -177,13 +177,7 @@ class WeightSync:
         rollout.min_replicas others serve.
         Raises: TandemError: too few serve, and not enough came within the deadline.
         """
-        try:
-            announced = await self._fleet.look()
-        except Unavailable as error:  # the registry is away, which those who serve need not notice
-            if not self._fleet.serving():
-                raise
-            log.warning("nobody can be looked for", error=str(error))
-            return None
+        announced = await self._announced()
         serving = self._fleet.serving()
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
@@ -201,6 +195,16 @@ class WeightSync:
                 raise
             log.warning("late joiners could not be seeded", error=str(error))
             return None
+
+    async def _announced(self) -> tuple[Replica, ...]:
+        """Who is announced; who serves, while the registry is away. Raises: Unavailable: nobody serves either."""
+        try:
+            return await self._fleet.look()
+        except Unavailable as error:
+            if not self._fleet.serving():
+                raise
+            log.warning("nobody can be looked for", error=str(error))
+            return self._fleet.serving()
 
     async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
         """The joiners that have loaded this version from disk, as our last round has published it."""
