@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch.distributed as dist
 
@@ -51,10 +52,24 @@ class Liveness:
         self._store.set("stop", why)
 
     def report(self, error: BaseException) -> None:
-        """Leave word of why this rank ends."""
-        order = self._store.add("failures", 1)
-        text = {"order": order, "error": f"{type(error).__name__}: {error}"}
-        self._store.set(f"failure/{self._rank}", json.dumps(text))
+        """Leave word of why this rank ends. Raises: RuntimeError: rank 0 is gone, or does not answer within GRACE_S."""
+        left: Future[None] = Future()
+        # In a thread of its own: calls to the store of a frozen rank 0 have no deadline.
+        threading.Thread(target=self._leave_word, args=(error, left), name="last word", daemon=True).start()
+        try:
+            left.result(GRACE_S)
+        except TimeoutError:
+            raise RuntimeError(f"rank 0 has not answered for {GRACE_S:g} s") from None
+
+    def _leave_word(self, error: BaseException, left: Future[None]) -> None:
+        try:
+            order = self._store.add("failures", 1)
+            text = {"order": order, "error": f"{type(error).__name__}: {error}"}
+            self._store.set(f"failure/{self._rank}", json.dumps(text))
+        except RuntimeError as failure:
+            left.set_exception(failure)
+        else:
+            left.set_result(None)
 
     def diagnose(self, error: BaseException) -> str:
         """On rank 0, after an error: which rank failed first, and how. Takes SILENT_S if no other rank left word."""

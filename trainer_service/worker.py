@@ -86,8 +86,8 @@ class Worker:
             self.liveness.report(error)
             if self._settings.place.rank == 0 and not isinstance(error, TandemError):
                 return TrainerFailed(self.liveness.diagnose(error))
-        except RuntimeError:  # the store went with rank 0
-            log.warning("no word left for the other ranks: rank 0 is gone")
+        except RuntimeError as gone:
+            log.warning("no word left for the other ranks", error=str(gone))
         return error
 
     def _work(self) -> None:

@@ -129,6 +129,10 @@ class ChaosFleet:
         assert pid is not None
         return pid
 
+    def has_ended(self, name: str) -> bool:
+        """Whether a process that was started is no more."""
+        return self.processes[name].exitcode is not None
+
     def _config(self) -> dict[str, Any]:
         sync = {
             "bucket_mib": 0.004,

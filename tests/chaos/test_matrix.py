@@ -51,6 +51,8 @@ def run_cell(cell: Cell, fleet: ChaosFleet) -> None:
         assert said["outcomes"] == expected
     assert [fleet.mixture(name) for name in living] == [""] * len(living)
     make_whole(cell, fleet, living if cell.harms_replica else None)
+    if cell.process == "coordinator" and not cell.killed and cell.phase != "commit":
+        assert "error" in fleet.result_of(result)  # it woke after its successor's round, and was told so
 
 
 def harm(cell: Cell, fleet: ChaosFleet) -> Path:

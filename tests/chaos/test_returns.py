@@ -135,13 +135,39 @@ def test_a_restarted_trainer_takes_over_replicas_that_are_ahead_of_its_checkpoin
 
 def lose_in_transfer(fleet: ChaosFleet, name: str) -> None:
     """A process dies mid-transfer, and the publication with it."""
+    assert "error" in fleet.result_of(stop_in_transfer(fleet, name, signal.SIGKILL))
+
+
+def stop_in_transfer(fleet: ChaosFleet, name: str, how: signal.Signals) -> Path:
+    """A process gets a signal at its fifth message. Returns: the file that the publication's result will be in."""
     gate = fleet.gate(name)
     gate.arm("transfer", 4)
     result = fleet.start_coordinator()
     gate.wait_reached(20.0)
-    fleet.send_signal(name, signal.SIGKILL)
+    fleet.send_signal(name, how)
     gate.open()
-    assert "error" in fleet.result_of(result)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", TRAINERS)
+def test_a_trainer_rank_that_wakes_after_it_was_given_up_ends_and_harms_nobody(fleets: Fleets, rank: str) -> None:
+    with fleets.whole() as fleet:
+        fleet.train_step()
+        fleet.use(install="in_place", transport="collective")
+        result = stop_in_transfer(fleet, rank, signal.SIGSTOP)
+        assert "error" in fleet.result_of(result)
+        (other,) = set(TRAINERS) - {rank}
+        until(lambda: fleet.has_ended(other), 30.0)  # by itself: it does not wait for the frozen one for ever
+        assert not fleet.has_ended(rank)
+        fleet.send_signal(rank, signal.SIGCONT)
+        until(lambda: fleet.has_ended(rank), 30.0)
+        assert set(versions(fleet).values()) == {(pb.REPLICA_STATE_POISONED, fleet.version - 1)}
+        fleet.start_trainer()
+        fleet.wait_announced()
+        assert fleet.publish()["serving"] == list(REPLICAS)
+        assert versions(fleet) == all_serve(fleet.version)
+        assert [fleet.mixture(name) for name in REPLICAS] == [""] * 3
 
 
 def test_when_all_replicas_are_lost_the_error_says_so_after_the_deadline(fleets: Fleets) -> None:
