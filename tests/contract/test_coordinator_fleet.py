@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from coordinator.fleet.watched import WatchedFleet
@@ -164,6 +165,7 @@ async def test_a_run_outlives_all_of_its_replicas(
     """In the middle of an iteration: groups that were finished are kept, those that come do the rest."""
     config = with_settings(config, run={"iterations": 4}, sync={"probe_timeout_s": 1.0, "lease_ttl_s": 1.0})
     back = FakeRollout(name="rollout-1")
+    told = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "replicas"}) or 0.0
     async with announced_fleet(environment.redis_url, environment.run_id) as services, served(back) as address:
         for service in services.rollout_services:
             # The first call is the evaluation; of the first iteration's groups, each finishes two and fails then.
@@ -178,6 +180,8 @@ async def test_a_run_outlives_all_of_its_replicas(
         assert [len(request.groups) for request in back.requests[:2]] == [2, 2]  # of eight, four were finished
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4]
     assert rows(environment)[0]["retried_calls"] == 4
+    # That nobody was left, and who has come.
+    assert REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "replicas"}) == told + 2
 
 
 async def test_a_second_coordinator_is_refused_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
