@@ -16,11 +16,11 @@ CALL_S = 60.0
 Checksums = dict[str, dict[str, str]]  # by slot, by parameter
 
 
-def configuration(model: Path, run_id: str, **sections: dict[str, Any]) -> RunConfig:
+def configuration(model: Path, run_id: str, dtype: str = "float32", **sections: dict[str, Any]) -> RunConfig:
     """A run's configuration around a model folder."""
     fixed: dict[str, Any] = {
         "run": {"name": run_id},
-        "model": {"path": model},
+        "model": {"path": model, "dtype": dtype},
         "data": {"train": model / "unused.jsonl"},
         "sync": {"bucket_mib": 0.01},
     }
@@ -28,9 +28,9 @@ def configuration(model: Path, run_id: str, **sections: dict[str, Any]) -> RunCo
 
 
 class Replicas:
-    """Replica processes by name; `layouts` are their parallel sizes."""
+    """Replica processes by name; `layouts` are their parallel sizes, `dtype` what they hold."""
 
-    def __init__(self, services: Services, model: Path, layouts: dict[str, Parallel]) -> None:
+    def __init__(self, services: Services, model: Path, layouts: dict[str, Parallel], dtype: str = "float32") -> None:
         self._services = services
         self.model = model
         self.redis_url = services.redis_url
@@ -42,7 +42,7 @@ class Replicas:
                 "expert_parallel": layout.expert,
                 "max_total_tokens": 1024,
             }
-            services.start_rollout(name, configuration(model, services.run_id, rollout=rollout))
+            services.start_rollout(name, configuration(model, services.run_id, dtype, rollout=rollout))
 
     def wait_up(self) -> None:
         """Returns once all are announced. Raises: RuntimeError, with the log's end: a process has ended instead."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -49,19 +50,45 @@ def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], servi
     save_model(kind, model)
     replicas = Replicas(services, model, BOTH)
     for name in layouts:
-        processes = services.start_trainer(configuration(model, services.run_id, trainer=LAYOUTS[name]))
-        replicas.wait_up()
-        with grpc.insecure_channel(services.address_of("trainer", "trainer")) as channel:
-            trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-            exported = tmp_path / f"hf-{name}"
-            trainer.ExportModel(trainer_pb2.ExportModelRequest(path=str(exported)), timeout=CALL_S)
-            assert same(load_file(exported / "model.safetensors"), load_file(model / "model.safetensors")) == []
-            truth = replicas.truth(exported)
-            replicas.poison()
-            received = run_round([publisher(trainer)], sizes(LAYOUTS[name]), replicas, FRESH_VERSION)
-        assert replicas.checksums() == truth
-        assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
-        assert services.stop(processes) == [0] * len(processes)
+        sync_from(name, services, replicas, "float32", tmp_path / f"hf-{name}")
+
+
+@pytest.mark.slow
+def test_a_bfloat16_trainer_sends_the_bytes_that_it_trains_with(services: Services, tmp_path: Path) -> None:
+    """And not those of its optimizer's float32 masters."""
+    model = tmp_path / "model"
+    save_model("qwen3", model)
+    replicas = Replicas(services, model, BOTH, "bfloat16")
+    received = sync_from("tp2-pp2", services, replicas, "bfloat16", tmp_path / "hf")
+    assert {checksum.partition(":")[0] for each in replicas.checksums().values() for checksum in each.values()} == {
+        "bfloat16"
+    }
+    weights = load_file(model / "model.safetensors").values()
+    assert received[0].shard_bytes == 2 * sum(tensor.numel() for tensor in weights)
+
+
+def sync_from(
+    layout: str, services: Services, replicas: Replicas, dtype: str, exported: Path
+) -> list[weights_pb2.PhaseReport]:
+    """A trainer of this layout from its start to its end, and a round that is compared with SGLang's own loader.
+
+    Returns: TRANSFER's reports of the receivers.
+    """
+    processes = services.start_trainer(configuration(replicas.model, services.run_id, dtype, trainer=LAYOUTS[layout]))
+    replicas.wait_up()
+    with grpc.insecure_channel(services.address_of("trainer", "trainer")) as channel:
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        trainer.ExportModel(trainer_pb2.ExportModelRequest(path=str(exported)), timeout=CALL_S)
+        imported = load_file(replicas.model / "model.safetensors")
+        cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in imported.items()}
+        assert same(load_file(exported / "model.safetensors"), cast) == []
+        truth = replicas.truth(exported)
+        replicas.poison()
+        received = run_round([publisher(trainer)], sizes(LAYOUTS[layout]), replicas, FRESH_VERSION)
+    assert replicas.checksums() == truth
+    assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
+    assert services.stop(processes) == [0] * len(processes)
+    return received
 
 
 def publisher(trainer: trainer_pb2_grpc.TrainerServiceStub) -> RunPhase:
