@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,9 @@ class Replica:
 
     module = "rollout_service"
 
-    def __init__(self, folder: Path, model: Path, redis_url: str, **rollout: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, redis_url: str, variables: dict[str, str] | None = None, **rollout: Any
+    ) -> None:
         self.name = "rollout-0"
         self.run_id = f"test-{uuid.uuid4().hex[:8]}"
         self.redis_url = redis_url
@@ -58,22 +60,21 @@ class Replica:
         }
         self.config = path = folder / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-        variables = {"REDIS_URL": redis_url, "TANDEM_RUN_ID": self.run_id, "TANDEM_RUN_DIR": str(folder)}
+        own = {"REDIS_URL": redis_url, "TANDEM_RUN_ID": self.run_id, "TANDEM_RUN_DIR": str(folder)}
         # Another name of where it listens, so that a test sees which of the two is announced.
-        variables["TANDEM_ADVERTISE_HOST"] = "localhost"
-        self._variables = variables | {"OMP_NUM_THREADS": "1", "TANDEM_TEST_HOOKS": "1"}
+        own["TANDEM_ADVERTISE_HOST"] = "localhost"
+        self._variables = own | (variables or {}) | {"OMP_NUM_THREADS": "1", "TANDEM_TEST_HOOKS": "1"}
         self.process = self._start(self.log, {})
 
-    def start_worker(self, host: int, address: str) -> "Worker":
-        """A further host of the engine, at another loopback address."""
+    def start_worker(self, host: int, address: str, within: Sequence[str] = ()) -> "Worker":
+        """A further host of the engine, at another address of this machine; `within`: a command that runs its own."""
         log = self.log.with_name(f"{self.name}-host-{host}.log")
-        places = {"TANDEM_BIND_HOST": address, "TANDEM_ADVERTISE_HOST": address}
-        return Worker(self._start(log, places | {"TANDEM_HOST_INDEX": str(host)}), log)
+        return Worker(self._start(log, at(address) | {"TANDEM_HOST_INDEX": str(host)}, within), log)
 
-    def _start(self, path: Path, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
+    def _start(self, path: Path, variables: dict[str, str], within: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
         with path.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", self.module, "--config", str(self.config), "--name", self.name],
+                [*within, sys.executable, "-m", self.module, "--config", str(self.config), "--name", self.name],
                 env=os.environ | self._variables | variables,
                 stdout=log,
                 stderr=log,
@@ -149,6 +150,11 @@ class Worker:
         end(self.process)
 
 
+def at(address: str) -> dict[str, str]:
+    """The environment of a process that listens, and is reached, at an address."""
+    return {"TANDEM_BIND_HOST": address, "TANDEM_ADVERTISE_HOST": address}
+
+
 def end(process: "subprocess.Popen[bytes]") -> None:
     """SIGTERM, and SIGKILL to its whole session if that does not help."""
     if process.poll() is None:
@@ -161,9 +167,9 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Trainer:
-    """Rank 0 of a trainer without parallelism, with a checkpoint's weights."""
+    """Rank 0 of a trainer without parallelism, with a checkpoint's weights; the others reach it at `host`."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, host: str = "127.0.0.1") -> None:
         self._replica = replica
         self._group = f"tandem:{replica.run_id}"
         self._spec = ModelSpec.from_folder(replica.model)
@@ -177,6 +183,7 @@ class Trainer:
             tensors=self._tensors,
             redis_url=replica.redis_url,
             group=self._group,
+            host=host,
             lease_ttl_s=15.0,
         )
         self.member.start()
