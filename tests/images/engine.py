@@ -46,6 +46,16 @@ class Engine:
         """`docker ARGUMENTS`. Returns: its output. Raises: AssertionError: it failed; with what it said."""
         return checked([self.docker, *arguments], self.environ, timeout_s)
 
+    def obtain(self, image: str) -> str:
+        """Makes sure that the engine has an image, if it can. Returns: where it came from; "": it cannot be had."""
+        with contextlib.suppress(AssertionError):
+            self.run("image", "inspect", image)
+            return "the engine had it"
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            self.run("pull", "--quiet", image)
+            return "pulled"
+        return ""
+
     def answers(self) -> bool:
         """Whether it is there."""
         done = subprocess.run([self.docker, "version"], env=self.environ, capture_output=True, check=False)
@@ -124,12 +134,8 @@ def provide_base(docker: Engine, name: str) -> str:
 
     Returns: where it came from. Raises: Unavailable.
     """
-    with contextlib.suppress(AssertionError):
-        docker.run("image", "inspect", name)
-        return "the engine had it"
-    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-        docker.run("pull", "--quiet", name)
-        return "pulled"
+    if source := docker.obtain(name):
+        return source
     if not BASE_ARCHIVE.is_file():
         _bootstrap(BASE_ARCHIVE)
     docker.run("import", "--change", 'CMD ["python3"]', str(BASE_ARCHIVE), name, timeout_s=300)

@@ -3,10 +3,8 @@
 A stand-in of the image, not of the program: the server that runs is a real one.
 """
 
-import contextlib
 import importlib.util
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,12 +44,8 @@ def provide_prometheus(docker: Engine, name: str, base: str) -> str:
 
 def _provide(docker: Engine, name: str, base: str, programs: Sequence[Path], lines: str) -> str:
     """programs: files of this machine, statically linked or for the base's C library; lines: of a Dockerfile."""
-    with contextlib.suppress(AssertionError):
-        docker.run("image", "inspect", name)
-        return "the engine had it"
-    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-        docker.run("pull", "--quiet", name)
-        return "pulled"
+    if source := docker.obtain(name):
+        return source
     if not programs:
         raise Unavailable(f"{name} cannot be pulled, and its program is not on this machine")
     with tempfile.TemporaryDirectory(prefix="tandem-stand-in-") as folder:
