@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,7 +55,10 @@ CELLS = [
 
 
 class HarmingTrainer(Trainer):
-    """Does harm once a phase is under way everywhere: all participants are called at the same time."""
+    """Does harm once a phase is under way everywhere: all participants are called at the same time.
+
+    In TRANSFER, once the first replica has got some of its bytes and still lacks others.
+    """
 
     def __init__(self, address: str, fleet: "RealFleet", victim: str, phase: int, harm: signal.Signals) -> None:
         super().__init__(address)
@@ -68,9 +71,15 @@ class HarmingTrainer(Trainer):
         call = asyncio.create_task(super().run_phase(phase, sync_round, timeout_s=timeout_s))
         if phase == self._phase and not self.done:
             self.done = True
-            await asyncio.sleep(0.02)  # hundreds of messages take longer: some have arrived by now, and not all
-            self._fleet.send_signal(self._victim, self._harm)
+            await asyncio.to_thread(self._strike)
         return await call
+
+    def _strike(self) -> None:
+        if self._phase == TRANSFER:
+            with self._fleet.halted_mid_transfer():
+                self._fleet.send_signal(self._victim, self._harm)
+        else:
+            self._fleet.send_signal(self._victim, self._harm)
 
 
 class RealFleet:
@@ -86,6 +95,7 @@ class RealFleet:
             self.services.start_rollout(name, self.config())
         self.wait_up()
         self.truth = self._load_with_sglang()
+        self.poisoned: dict[str, dict[str, str]] = {}  # checksums by replica, since the last poison()
 
     def config(self) -> RunConfig:
         sync = {
@@ -151,6 +161,23 @@ class RealFleet:
     def poison(self) -> None:
         for stub in self._receivers().values():
             stub.PoisonWeights(pb.PoisonWeightsRequest(), timeout=CALL_S)
+        self.poisoned = {name: self.checksums(name) for name in REPLICAS}
+
+    @contextmanager
+    def halted_mid_transfer(self) -> Iterator[None]:
+        """Trainer rank 0 is frozen once a byte has come to the first replica; seen to be not all that it must send."""
+        before, stub = self.poisoned["rollout-0"], self._receivers()["rollout-0"]
+
+        def unwritten() -> list[str]:
+            now = stub.GetChecksums(pb.GetChecksumsRequest(), timeout=CALL_S).checksums
+            return [name for name in before if now[name] == before[name]]
+
+        until(lambda: len(unwritten()) < len(before), START_S)
+        self.send_signal("trainer-0", STOP)
+        assert unwritten() != [], "the transfer was over before it could be harmed"
+        yield
+        with contextlib.suppress(ProcessLookupError):  # it was the one that was harmed
+            self.send_signal("trainer-0", signal.SIGCONT)
 
     def checksums(self, name: str) -> dict[str, str]:
         return dict(self._receivers()[name].GetChecksums(pb.GetChecksumsRequest(), timeout=CALL_S).checksums)
@@ -220,20 +247,22 @@ def fleet() -> Iterator[RealFleet]:
 )
 async def test_cell(fleet: RealFleet, victim: str, phase: int, harm: signal.Signals) -> None:
     fleet.poison()
-    poisoned = {name: fleet.checksums(name) for name in REPLICAS}
     address = fleet.services.address_of("trainer", "trainer")
     trainer = HarmingTrainer(address, fleet, victim, phase, harm)
     living = [name for name in REPLICAS if name != victim]
     if victim in TRAINERS:
         with pytest.raises(TandemError):
             await fleet.publish(trainer)
+        await check_without_a_trainer(fleet, phase)
     else:
         result = await fleet.publish(trainer)
         assert {name: result.outcomes[name].name for name in living} == dict.fromkeys(living, "COMMITTED")
+        # Who is lost before COMMIT costs the others a round; from PAUSE on nobody needs Redis.
+        assert (result.attempts > 1) == (victim in REPLICAS and phase != COMMIT)
     assert trainer.done
     if victim == "redis":
         fleet.bring_back(victim, harm)
-    await check_no_mixture(fleet, living, poisoned)
+    await check_no_mixture(fleet, living)
     if victim != "redis":
         fleet.bring_back(victim, harm)
     fleet.wait_up()
@@ -272,7 +301,20 @@ async def wait_answers(fleet: RealFleet) -> None:
             await trainer.close()
 
 
-async def check_no_mixture(fleet: RealFleet, living: list[str], poisoned: dict[str, dict[str, str]]) -> None:
+async def check_without_a_trainer(fleet: RealFleet, phase: int) -> None:
+    """Lost in TRANSFER, it leaves the replicas with some of its bytes, and refusing; before, with what they had."""
+    states = await fleet.states()
+    untouched = {name for name in REPLICAS if fleet.checksums(name) == fleet.poisoned[name]}
+    assert all(fleet.checksums(name) != fleet.truth for name in REPLICAS)
+    if phase == TRANSFER:
+        assert states == dict.fromkeys(REPLICAS, pb.REPLICA_STATE_POISONED)
+        assert "rollout-0" not in untouched
+    else:
+        assert pb.REPLICA_STATE_POISONED not in states.values()
+        assert untouched == set(REPLICAS)
+
+
+async def check_no_mixture(fleet: RealFleet, living: list[str]) -> None:
     """A replica that serves holds the new weights, or what it had before."""
     states: dict[str, int] = {}
     async with asyncio.timeout(START_S):
@@ -280,7 +322,7 @@ async def check_no_mixture(fleet: RealFleet, living: list[str], poisoned: dict[s
             states = await fleet.states()
     for name in living:
         if states[name] == pb.REPLICA_STATE_SERVING:
-            assert fleet.checksums(name) in (fleet.truth, poisoned[name])
+            assert fleet.checksums(name) in (fleet.truth, fleet.poisoned[name])
 
 
 async def heal(fleet: RealFleet) -> None:
