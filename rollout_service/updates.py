@@ -16,8 +16,9 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
 | no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
-Each phase needs those of NEEDS (phases.py) to be done. A phase that is done, or under way, answers its repetitions with the same
-reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an open one.
+Each phase needs those of NEEDS (phases.py) to be done. A phase that is done, or under way, answers its repetitions with
+the same reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an
+open one.
 """
 
 import asyncio
