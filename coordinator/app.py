@@ -106,8 +106,9 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         observed=Observed(),
     )
     async with AsyncExitStack() as stack:
-        await _serve_page(app, stack)
-        server = await _serve(app, stop)
+        overview = await _overview(app, stack)
+        await _serve_page(app, overview, stack)
+        server = await _serve(app, overview, stop)
         try:
             return await _run_or_stop(app, stop)
         finally:
@@ -133,7 +134,7 @@ def _build_reward(config: RunConfig) -> Reward:
         raise ConfigError(str(error)) from error
 
 
-async def _serve(app: App, stop: asyncio.Event) -> GrpcServer:
+async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees what the run waits for."""
     environment = app.environment
     export_disk_of(environment.run_dir)
@@ -148,6 +149,7 @@ async def _serve(app: App, stop: asyncio.Event) -> GrpcServer:
         events=app.events,
         progress=app.inputs.state,
         fleet=app.view,
+        overview=overview.snapshot,
     )
     server.add(add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
     address = await server.start()
@@ -163,15 +165,13 @@ async def _serve(app: App, stop: asyncio.Event) -> GrpcServer:
     return server
 
 
-async def _serve_page(app: App, stack: AsyncExitStack) -> None:
-    """The run's web page, if a port is set. Its address goes to the registry, where the launcher looks for it."""
+async def _overview(app: App, stack: AsyncExitStack) -> Source:
+    """The run at a glance, from now on: for the web page and for `tandem top`."""
     environment, state = app.environment, app.inputs.state
-    if environment.web_port is None:
-        return
     rows = await asyncio.to_thread(MetricsFile(environment.run_dir / METRICS_FILE).rows)
     history = History([numeric(row) for row in rows if (row["iteration"] or 0) <= state.iteration])
-    stack.push_async_callback(cancel, asyncio.create_task(history.follow(app.events), name="history of the page"))
-    source = Source(
+    stack.push_async_callback(cancel, asyncio.create_task(history.follow(app.events), name="history"))
+    return Source(
         run=app.config.run.name,
         total_iterations=app.config.run.iterations,
         logprob_diff_limit=app.config.grpo.logprob_diff_limit,
@@ -182,7 +182,14 @@ async def _serve_page(app: App, stack: AsyncExitStack) -> None:
         observed=app.observed,
         troubles=app.view.troubles,
     )
-    page = PageServer(environment.bind_host, environment.web_port, source.snapshot)
+
+
+async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None:
+    """The run's web page, if a port is set. Its address goes to the registry, where the launcher looks for it."""
+    environment = app.environment
+    if environment.web_port is None:
+        return
+    page = PageServer(environment.bind_host, environment.web_port, overview.snapshot)
     stack.push_async_callback(asyncio.to_thread, page.close)
     url = f"http://{environment.advertised(page.port)}/"
     await asyncio.to_thread(app.registry.set_value, PAGE_URL, url)

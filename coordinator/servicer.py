@@ -1,8 +1,9 @@
 """CoordinatorService: watch the run, pause it, stop it. Translates between the wire and `RunControl`/`EventLog`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from google.protobuf.json_format import ParseDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.control import RunControl, State
@@ -38,6 +39,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         run: the run's name.
         total_iterations: what the run is configured for.
         progress, fleet: read only, changed by the run.
+        overview: takes a snapshot of the run for people.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         events: EventLog,
         progress: RunState,
         fleet: FleetView,
+        overview: Callable[[], dict[str, Any]],
     ) -> None:
         self._run = run
         self._total_iterations = total_iterations
@@ -56,6 +59,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._events = events
         self._progress = progress
         self._fleet = fleet
+        self._overview = overview
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """Where the run stands."""
@@ -70,6 +74,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             serving_replicas=self._fleet.serving(),
             troubles=self._fleet.troubles(),
         )
+
+    async def GetOverview(self, request: pb.GetOverviewRequest, context: Any) -> pb.GetOverviewResponse:
+        """The run at a glance."""
+        return ParseDict({"overview": self._overview()}, pb.GetOverviewResponse())
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """Events after a sequence number, then new ones."""

@@ -21,6 +21,7 @@ app = typer.Typer(
     tandem check -c my.yaml          everything wrong with a configuration
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  go on after Ctrl-C or a crash
+    tandem top                       watch the run that goes on, live
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -133,6 +134,25 @@ def status(
     from launcher.commands import status_command
 
     raise typer.Exit(status_command(run_dir))
+
+
+@app.command()
+def top(
+    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Draw it once, as without a terminal.")] = False,
+) -> None:
+    """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Ctrl-C ends it.
+
+    In a pod or container of the run it needs no folder: `python -m launcher top`.
+
+    \b
+    Examples:
+        tandem top
+        tandem top runs/arithmetic --once
+    """
+    from launcher.commands import top_command
+
+    raise typer.Exit(top_command(run_dir, once=once))
 
 
 @app.command()

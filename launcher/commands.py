@@ -12,14 +12,14 @@ from launcher.preflight_resume import note_model
 from launcher.report import headline, print_problems
 from launcher.run_folder import RESOLVED_CONFIG, claimed, locked
 from launcher.view import RunView, make_console
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, TandemError
 from servicekit.files import write_bytes_atomic
 from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 from weightsync.model_spec import ModelSpec
 
-BAD_CONFIGURATION = 2
+FAILED, BAD_CONFIGURATION = 1, 2
 
 
 def check_command(config: Path, overrides: Sequence[str]) -> int:
@@ -75,6 +75,23 @@ def status_command(run_dir: Path | None) -> int:
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
         console.print(Text(f"{name.rjust(width)}  {text}"))
+    return 0
+
+
+def top_command(run_dir: Path | None, *, once: bool) -> int:
+    """`tandem top`."""
+    from launcher.status import current_run
+    from launcher.top import show
+
+    complaints = make_console(stderr=True)
+    try:
+        show(current_run() if run_dir is None else run_dir, make_console(), once=once)
+    except ConfigError as error:
+        complaints.print(Text(str(error), style="bold red"))
+        return BAD_CONFIGURATION
+    except TandemError as error:
+        complaints.print(Text(str(error), style="bold red"))
+        return FAILED
     return 0
 
 

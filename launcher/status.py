@@ -46,18 +46,27 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(own) if own else newest_run(Path("runs"))
 
 
-def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """(name, text) pairs. Raises: ConfigError: the folder is not a run's, or the environment is not a service's."""
-    failures: list[Failure] = []
+def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, list[Failure]]:
+    """Where the run's coordinator answers, and the run's state without its word; services that have ended, and why.
+
+    Returns: an empty address where nobody would answer.
+    Raises: ConfigError: the folder is not a run's, or the environment is not a service's.
+    """
     if _is_a_services(run_dir, environ):
-        address, state, failures = _announced(ServiceEnvironment.from_env(environ))
-    elif (run_dir / RESOLVED_CONFIG).is_file():
-        notes = read_notes(run_dir)
-        address = notes.coordinator if notes is not None and is_locked(run_dir) else ""
-        state = "running" if is_locked(run_dir) else "not running"
-    else:
+        return _announced(ServiceEnvironment.from_env(environ))
+    if not (run_dir / RESOLVED_CONFIG).is_file():
         raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
-    answer = asyncio.run(_ask(address)) if address else [("state", state), *_last_words(run_dir)]
+    running, notes = is_locked(run_dir), read_notes(run_dir)
+    address = notes.coordinator if notes is not None and running else ""
+    return address, "running" if running else "not running", []
+
+
+def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """(name, text) pairs. Raises: ConfigError: as find_coordinator."""
+    address, state, failures = find_coordinator(run_dir, environ)
+    answer = asyncio.run(_ask(address)) if address else [("state", state)]
+    if not address and (words := last_words(run_dir)):
+        answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
     complete = list_complete(run_dir)
     if complete:
@@ -69,13 +78,13 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     return lines + _last_row(rows)
 
 
-def _last_words(run_dir: Path) -> list[tuple[str, str]]:
-    """How the coordinator has left the run, if it is not there any more."""
+def last_words(run_dir: Path) -> str:
+    """How the coordinator has left the run, `failed: why`, for when it is not there any more; "" if it has not said."""
     try:
         state = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []
-    return [("ended", ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text))]
+        return ""
+    return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
 
 
 def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import StringIO
 
 import grpc
 import pytest
+from rich.console import Console
 
 from coordinator.app import conduct
+from launcher.top import overview_at, show
 from servicekit.channel import open_channel
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError, Unavailable
 from servicekit.registry import Registry
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
@@ -17,6 +21,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet
+from tests.polling import until
 
 DEADLINE_S = 10.0
 
@@ -152,3 +157,30 @@ async def test_a_log_prob_difference_above_its_limit_is_a_warning(
         assert "differ by 0.003, more than grpo.logprob_diff_limit = 0.0001" in event.message
         await run.until(is_state("finished"))
     assert saved_state(environment)["totals"]["warnings"] == 6
+
+
+async def test_top_draws_a_run_until_its_end(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", environment.redis_url)
+    monkeypatch.setenv("TANDEM_RUN_ID", environment.run_id)
+    monkeypatch.setenv("TANDEM_RUN_DIR", str(environment.run_dir))
+    monkeypatch.setenv("TERM", "xterm")
+    once, live = (Console(file=StringIO(), width=160, force_terminal=terminal) for terminal in (False, True))
+    async with watched_run(config, environment) as run:
+        await asyncio.to_thread(show, environment.run_dir, once, once=True)
+        watching = asyncio.create_task(asyncio.to_thread(show, environment.run_dir, live, once=False))
+        await asyncio.to_thread(until, lambda: "starting" in live.file.getvalue())
+        assert not watching.done()
+        run.fleet.rollout_services[0].hold.set()
+        await asyncio.wait_for(watching, DEADLINE_S)
+    assert once.file.getvalue().startswith(f"{config.run.name}  starting  iteration 0 of 6, policy version 0\n")
+    assert "\x1b" not in once.file.getvalue()
+    assert "finished" in live.file.getvalue().rpartition("\x1b[?1049l")[2]
+
+
+async def test_top_names_what_it_does_not_find(environment: ServiceEnvironment) -> None:
+    with pytest.raises(Unavailable, match=r"the coordinator at 127\.0\.0\.1:1"):
+        await overview_at("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        await asyncio.to_thread(show, environment.run_dir / "no-such-run", Console(file=StringIO()), once=True)

@@ -59,6 +59,9 @@ def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start) -> None:
     status = tandem("status")
     assert status.wait_end() == 0
     assert any(line.split() == ["state", "running"] for line in status.lines), status.output()
+    top = tandem("top", "--once")
+    assert top.wait_end() == 0, top.output()
+    assert any(line.split()[:2] == ["rollout-0", "serving"] for line in top.lines), top.output()
     run.process.send_signal(signal.SIGINT)
     assert run.wait_end() == 130, run.output()
     assert run.lines[-1].startswith("stopped by Ctrl-C after iteration "), run.output()

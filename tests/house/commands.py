@@ -23,6 +23,7 @@ RUN_BY = {
     "make demo": ("tests/e2e/test_demo.py", 'tandem("demo")'),
     "tandem check": ("tests/house/test_command.py", 'tandem("check"'),
     "tandem run": ("tests/e2e/test_run.py", 'tandem("run", "--resume"'),
+    "tandem top": ("tests/e2e/test_run.py", 'tandem("top", "--once")'),
     "tandem status": ("tests/e2e/test_run.py", 'tandem("status")'),
     "tandem plan": ("tests/unit/launcher/test_plan_command.py", '["plan", *arguments]'),
     "tandem version": ("tests/house/test_command.py", 'tandem("version"'),

@@ -25,6 +25,7 @@ SLEEPERS = {
     "trainer_service/liveness.py": "waits for other ranks to leave word of an error, or to miss a beat; has a deadline",
     "trainer_service/world.py": "connects again to a store whose rank 0 is still starting; has a deadline",
     "launcher/redis_server.py": "pings a server that says nothing when it is ready; has a deadline",
+    "launcher/top.py": "draws a run once a second until it is over; gives up where nobody answers for a minute",
 }
 SLEEPS = {"time.sleep", "asyncio.sleep", "anyio.sleep"}
 

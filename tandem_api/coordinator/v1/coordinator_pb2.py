@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+tandem_api/coordinator/v1/coordinator.proto\x12\x19tandem_api.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n\x10GetStatusRequest\"\x87\x02\n\x11GetStatusResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\x12\x11\n\titeration\x18\x03 \x01(\x04\x12\x18\n\x10total_iterations\x18\x04 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x31\n\rlast_progress\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x18\n\x10serving_replicas\x18\x08 \x03(\t\x12\x10\n\x08troubles\x18\t \x03(\t\",\n\x12WatchEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\"\x91\x02\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.tandem_api.coordinator.v1.EventKind\x12\x0f\n\x07message\x18\x04 \x01(\t\x12J\n\x06values\x18\x05 \x03(\x0b\x32:.tandem_api.coordinator.v1.WatchEventsResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0cPauseRequest\"C\n\rPauseResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\"\x0f\n\rResumeRequest\"D\n\x0eResumeResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\"\x16\n\x14StopAfterStepRequest\"*\n\x15StopAfterStepResponse\x12\x11\n\titeration\x18\x01 \x01(\x04*\xb3\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x19\n\x15RUN_STATE_INTERRUPTED\x10\x06*\xa3\x01\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45VENT_KIND_STATE\x10\x01\x12\x18\n\x14\x45VENT_KIND_ITERATION\x10\x02\x12\x17\n\x13\x45VENT_KIND_PROGRESS\x10\x03\x12\x19\n\x15\x45VENT_KIND_EVALUATION\x10\x04\x12\x16\n\x12\x45VENT_KIND_WARNING\x10\x05\x32\x9b\x04\n\x12\x43oordinatorService\x12\x66\n\tGetStatus\x12+.tandem_api.coordinator.v1.GetStatusRequest\x1a,.tandem_api.coordinator.v1.GetStatusResponse\x12n\n\x0bWatchEvents\x12-.tandem_api.coordinator.v1.WatchEventsRequest\x1a..tandem_api.coordinator.v1.WatchEventsResponse0\x01\x12Z\n\x05Pause\x12\'.tandem_api.coordinator.v1.PauseRequest\x1a(.tandem_api.coordinator.v1.PauseResponse\x12]\n\x06Resume\x12(.tandem_api.coordinator.v1.ResumeRequest\x1a).tandem_api.coordinator.v1.ResumeResponse\x12r\n\rStopAfterStep\x12/.tandem_api.coordinator.v1.StopAfterStepRequest\x1a\x30.tandem_api.coordinator.v1.StopAfterStepResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+tandem_api/coordinator/v1/coordinator.proto\x12\x19tandem_api.coordinator.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n\x10GetStatusRequest\"\x87\x02\n\x11GetStatusResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\x12\x11\n\titeration\x18\x03 \x01(\x04\x12\x18\n\x10total_iterations\x18\x04 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x31\n\rlast_progress\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x18\n\x10serving_replicas\x18\x08 \x03(\t\x12\x10\n\x08troubles\x18\t \x03(\t\"\x14\n\x12GetOverviewRequest\"@\n\x13GetOverviewResponse\x12)\n\x08overview\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x12WatchEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\"\x91\x02\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.tandem_api.coordinator.v1.EventKind\x12\x0f\n\x07message\x18\x04 \x01(\t\x12J\n\x06values\x18\x05 \x03(\x0b\x32:.tandem_api.coordinator.v1.WatchEventsResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0cPauseRequest\"C\n\rPauseResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\"\x0f\n\rResumeRequest\"D\n\x0eResumeResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.coordinator.v1.RunState\"\x16\n\x14StopAfterStepRequest\"*\n\x15StopAfterStepResponse\x12\x11\n\titeration\x18\x01 \x01(\x04*\xb3\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x19\n\x15RUN_STATE_INTERRUPTED\x10\x06*\xa3\x01\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45VENT_KIND_STATE\x10\x01\x12\x18\n\x14\x45VENT_KIND_ITERATION\x10\x02\x12\x17\n\x13\x45VENT_KIND_PROGRESS\x10\x03\x12\x19\n\x15\x45VENT_KIND_EVALUATION\x10\x04\x12\x16\n\x12\x45VENT_KIND_WARNING\x10\x05\x32\x89\x05\n\x12\x43oordinatorService\x12\x66\n\tGetStatus\x12+.tandem_api.coordinator.v1.GetStatusRequest\x1a,.tandem_api.coordinator.v1.GetStatusResponse\x12l\n\x0bGetOverview\x12-.tandem_api.coordinator.v1.GetOverviewRequest\x1a..tandem_api.coordinator.v1.GetOverviewResponse\x12n\n\x0bWatchEvents\x12-.tandem_api.coordinator.v1.WatchEventsRequest\x1a..tandem_api.coordinator.v1.WatchEventsResponse0\x01\x12Z\n\x05Pause\x12\'.tandem_api.coordinator.v1.PauseRequest\x1a(.tandem_api.coordinator.v1.PauseResponse\x12]\n\x06Resume\x12(.tandem_api.coordinator.v1.ResumeRequest\x1a).tandem_api.coordinator.v1.ResumeResponse\x12r\n\rStopAfterStep\x12/.tandem_api.coordinator.v1.StopAfterStepRequest\x1a\x30.tandem_api.coordinator.v1.StopAfterStepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +35,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._loaded_options = None
   _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=956
-  _globals['_RUNSTATE']._serialized_end=1135
-  _globals['_EVENTKIND']._serialized_start=1138
-  _globals['_EVENTKIND']._serialized_end=1301
-  _globals['_GETSTATUSREQUEST']._serialized_start=107
-  _globals['_GETSTATUSREQUEST']._serialized_end=125
-  _globals['_GETSTATUSRESPONSE']._serialized_start=128
-  _globals['_GETSTATUSRESPONSE']._serialized_end=391
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=393
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=437
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=440
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=713
-  _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._serialized_start=668
-  _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._serialized_end=713
-  _globals['_PAUSEREQUEST']._serialized_start=715
-  _globals['_PAUSEREQUEST']._serialized_end=729
-  _globals['_PAUSERESPONSE']._serialized_start=731
-  _globals['_PAUSERESPONSE']._serialized_end=798
-  _globals['_RESUMEREQUEST']._serialized_start=800
-  _globals['_RESUMEREQUEST']._serialized_end=815
-  _globals['_RESUMERESPONSE']._serialized_start=817
-  _globals['_RESUMERESPONSE']._serialized_end=885
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=887
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=909
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=911
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=953
-  _globals['_COORDINATORSERVICE']._serialized_start=1304
-  _globals['_COORDINATORSERVICE']._serialized_end=1843
+  _globals['_RUNSTATE']._serialized_start=1074
+  _globals['_RUNSTATE']._serialized_end=1253
+  _globals['_EVENTKIND']._serialized_start=1256
+  _globals['_EVENTKIND']._serialized_end=1419
+  _globals['_GETSTATUSREQUEST']._serialized_start=137
+  _globals['_GETSTATUSREQUEST']._serialized_end=155
+  _globals['_GETSTATUSRESPONSE']._serialized_start=158
+  _globals['_GETSTATUSRESPONSE']._serialized_end=421
+  _globals['_GETOVERVIEWREQUEST']._serialized_start=423
+  _globals['_GETOVERVIEWREQUEST']._serialized_end=443
+  _globals['_GETOVERVIEWRESPONSE']._serialized_start=445
+  _globals['_GETOVERVIEWRESPONSE']._serialized_end=509
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=511
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=555
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=558
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=831
+  _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._serialized_start=786
+  _globals['_WATCHEVENTSRESPONSE_VALUESENTRY']._serialized_end=831
+  _globals['_PAUSEREQUEST']._serialized_start=833
+  _globals['_PAUSEREQUEST']._serialized_end=847
+  _globals['_PAUSERESPONSE']._serialized_start=849
+  _globals['_PAUSERESPONSE']._serialized_end=916
+  _globals['_RESUMEREQUEST']._serialized_start=918
+  _globals['_RESUMEREQUEST']._serialized_end=933
+  _globals['_RESUMERESPONSE']._serialized_start=935
+  _globals['_RESUMERESPONSE']._serialized_end=1003
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=1005
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=1027
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=1029
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=1071
+  _globals['_COORDINATORSERVICE']._serialized_start=1422
+  _globals['_COORDINATORSERVICE']._serialized_end=2071
 # @@protoc_insertion_point(module_scope)

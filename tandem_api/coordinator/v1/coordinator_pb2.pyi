@@ -6,6 +6,7 @@ The conductor: watch it, pause it, stop it."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -145,6 +146,45 @@ class GetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class GetOverviewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverviewRequest: _TypeAlias = GetOverviewRequest  # noqa: Y015
+
+@_typing.final
+class GetOverviewResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERVIEW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def overview(self) -> _struct_pb2.Struct:
+        """State, curves, replicas, last syncs, alerts, messages: fields as coordinator/web/snapshot.py names them. It follows
+        what people want to see, and programs should not rely on it: they have GetStatus, WatchEvents and the metrics.
+        """
+
+    def __init__(
+        self,
+        *,
+        overview: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverviewResponse: _TypeAlias = GetOverviewResponse  # noqa: Y015
 
 @_typing.final
 class WatchEventsRequest(_message.Message):

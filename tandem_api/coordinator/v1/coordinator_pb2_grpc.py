@@ -39,6 +39,11 @@ class CoordinatorServiceStub:
                 request_serializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetOverview = channel.unary_unary(
+                '/tandem_api.coordinator.v1.CoordinatorService/GetOverview',
+                request_serializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/tandem_api.coordinator.v1.CoordinatorService/WatchEvents',
                 request_serializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.WatchEventsRequest.SerializeToString,
@@ -66,6 +71,13 @@ class CoordinatorServiceServicer:
 
     def GetStatus(self, request, context):
         """Idempotent. Longest deadline: 10 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOverview(self, request, context):
+        """The run at a glance, for people: what the web page and `tandem top` show. Idempotent. Longest deadline: 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,6 +119,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusRequest.FromString,
                     response_serializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetOverview': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverview,
+                    request_deserializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewRequest.FromString,
+                    response_serializer=tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -156,6 +173,33 @@ class CoordinatorService:
             '/tandem_api.coordinator.v1.CoordinatorService/GetStatus',
             tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
             tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOverview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.coordinator.v1.CoordinatorService/GetOverview',
+            tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewRequest.SerializeToString,
+            tandem__api_dot_coordinator_dot_v1_dot_coordinator__pb2.GetOverviewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,8 @@ class CoordinatorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStatusRequest, _coordinator_pb2.GetStatusResponse]
     """Idempotent. Longest deadline: 10 s."""
+    GetOverview: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetOverviewRequest, _coordinator_pb2.GetOverviewResponse]
+    """The run at a glance, for people: what the web page and `tandem top` show. Idempotent. Longest deadline: 10 s."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchEventsRequest, _coordinator_pb2.WatchEventsResponse]
     """Every event after after_sequence, then new ones as they come; ends when the run has ended.
     Longest deadline: 86400 s (ask again with the last sequence). Idempotent.
@@ -49,6 +51,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStatusRequest, _coordinator_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Idempotent. Longest deadline: 10 s."""
+    GetOverview: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetOverviewRequest, _coordinator_pb2.GetOverviewResponse]  # type: ignore[assignment]
+    """The run at a glance, for people: what the web page and `tandem top` show. Idempotent. Longest deadline: 10 s."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchEventsRequest, _coordinator_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Every event after after_sequence, then new ones as they come; ends when the run has ended.
     Longest deadline: 86400 s (ask again with the last sequence). Idempotent.
@@ -68,6 +72,14 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetStatusResponse, _abc.Awaitable[_coordinator_pb2.GetStatusResponse]]:
         """Idempotent. Longest deadline: 10 s."""
+
+    @_abc_1.abstractmethod
+    def GetOverview(
+        self,
+        request: _coordinator_pb2.GetOverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetOverviewResponse, _abc.Awaitable[_coordinator_pb2.GetOverviewResponse]]:
+        """The run at a glance, for people: what the web page and `tandem top` show. Idempotent. Longest deadline: 10 s."""
 
     @_abc_1.abstractmethod
     def WatchEvents(

@@ -1,0 +1,92 @@
+"""`tandem top`'s picture of a run, from overviews as the coordinator makes them."""
+
+from typing import Any
+
+from rich.console import Console
+
+from launcher.top_view import draw, sparkline
+
+OVERVIEW: dict[str, Any] = {
+    "now_s": 1000.0,
+    "run": "sums",
+    "state": "running",
+    "error": "",
+    "part": "generate",
+    "part_since_s": 988.0,
+    "iteration": 3.0,
+    "total_iterations": 40.0,
+    "policy_version": 4.0,
+    "curves": [
+        {"field": "reward_mean", "title": "Reward", "unit": "", "points": [[1, 0.2], [2, 0.4], [3, 0.9]]},
+        {"field": "kl_old", "title": "KL(old || new)", "unit": "nats", "points": []},
+    ],
+    "replicas": [
+        {"name": "rollout-0", "there": True, "serving": True, "starts": 1, "policy_version": 4, "sync_s": 0.041,
+         "outcome": "committed"},
+        {"name": "rollout-1", "there": True, "serving": False, "starts": 2, "policy_version": None, "sync_s": None,
+         "outcome": "poisoned"},
+        {"name": "rollout-2", "there": False, "serving": False, "starts": 1, "policy_version": 3, "sync_s": 0.05,
+         "outcome": ""},
+    ],
+    "syncs": [
+        {"policy_version": 3, "total_s": 0.050, "stages": {"transfer": 0.02, "verify": 0.004}, "bytes_received": 2**21,
+         "attempts": 1, "error": ""},
+        {"policy_version": 4, "total_s": 0.0, "stages": {}, "bytes_received": 0, "attempts": 1, "error": "lost"},
+    ],
+    "alerts": [{"name": "TandemReplicaPoisoned", "text": "rollout-1 holds partly written weights."}],
+    "messages": [{"time_s": 990.0, "kind": "warning", "text": "rollout-2 left"}],
+}  # fmt: skip
+
+
+def picture(**changes: Any) -> list[str]:
+    console = Console(width=160, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(draw(OVERVIEW | changes))
+    return captured.get().splitlines()
+
+
+def line(lines: list[str], beginning: str) -> list[str]:
+    return next(each.split() for each in lines if each.startswith(beginning))
+
+
+def test_the_head_says_where_the_run_stands() -> None:
+    assert picture()[0] == "sums  running  iteration 3 of 40, policy version 4, generate for 12 s"
+    assert "the trainer is gone" in "\n".join(picture(state="failed", error="the trainer is gone"))
+
+
+def test_curves_show_their_newest_value_and_only_those_that_were_measured() -> None:
+    lines = picture()
+    assert line(lines, "Reward") == ["Reward", "0.9", "▁▃█"]
+    assert not any(each.startswith("KL") for each in lines)
+
+
+def test_every_replica_has_its_state() -> None:
+    lines = picture()
+    assert line(lines, "rollout-0") == ["rollout-0", "serving", "4", "0.041", "committed", "1"]
+    assert line(lines, "rollout-1") == ["rollout-1", "no", "work", "-", "-", "poisoned", "2"]
+    assert line(lines, "rollout-2") == ["rollout-2", "gone", "3", "0.050", "-", "1"]
+
+
+def test_syncs_are_shown_by_stage_the_newest_first() -> None:
+    lines = picture()
+    heading = next(each for each in lines if each.startswith("weight sync"))
+    assert heading.split()[2:] == ["total", "ms", "transfer", "ms", "verify", "ms", "MiB", "tries"]
+    given_up, committed = [each.split() for each in lines if each.startswith("version ")]
+    assert given_up[:4] == ["version", "4", "given", "up"]
+    assert committed == ["version", "3", "50.0", "20.0", "4.0", "2.0", "1"]
+
+
+def test_alerts_and_messages_are_there() -> None:
+    text = "\n".join(picture())
+    assert "! TandemReplicaPoisoned: rollout-1 holds partly written weights." in text
+    assert "rollout-2 left" in text
+
+
+def test_a_run_that_has_just_begun_is_drawn_too() -> None:
+    lines = picture(curves=[], replicas=[], syncs=[], alerts=[], messages=[], state="starting", part="", iteration=0.0)
+    assert lines[0] == "sums  starting  iteration 0 of 40, policy version 4"
+
+
+def test_a_level_curve_is_level() -> None:
+    assert sparkline([(1, 2.0), (2, 2.0)]) == "▁▁"
+    assert len(sparkline([(i, float(i)) for i in range(100)], width=10)) == 10
