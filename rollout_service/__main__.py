@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")
     arguments = parser.parse_args()
 
-    from rollout_service.hosts.share import Share, process_name
+    from rollout_service.hosts.share import HOST_INDEX, Share, process_name
     from servicekit.lifecycle import run_main
 
     process = process_name(arguments.name, os.environ)
@@ -37,7 +37,7 @@ def main() -> int:
         from tandem_config.loading import load_config
         from tandem_config.problems import ConfigErrors
 
-        configure_logging(role, name=process)
+        configure_logging(role, replica=arguments.name, host=os.environ.get(HOST_INDEX))
         try:
             config = load_config(arguments.config)
         except ConfigErrors as error:

@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     async def hosts(stop: asyncio.Event) -> int:
-        configure_logging("rollout-hosts", name=options.name)
+        configure_logging("rollout-hosts", replica=options.name)
         config = _load(options.config)
         command = [sys.executable, "-P", "-m", "rollout_service", "--config", str(options.config)]
         environments = host_environments(config.rollout.nodes, os.environ)

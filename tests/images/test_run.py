@@ -121,7 +121,7 @@ def test_log_lines_say_which_run_and_which_service(endless: Project, name: str) 
     assert said == {(name.partition("-")[0], "compose")}
     assert [line for line in lines if not line.keys() >= {"time", "level", "message", "logger"}] == []
     if name.startswith("rollout"):
-        assert {line["name"] for line in lines if line["message"] == "weights committed"} == {name}
+        assert {line["replica"] for line in lines if line["message"] == "weights committed"} == {name}
     if name == "coordinator":
         within = [line for line in lines if line["message"] == "iteration done"]
         assert [line["iteration"] for line in within] == list(range(1, len(within) + 1))
