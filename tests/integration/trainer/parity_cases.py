@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,8 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
 def _launch(size: int, folder: Path) -> None:
     """Raises: RuntimeError: with the last output of the rank that failed."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.parity_worker"]
-    files = [str(folder / f"store-{size}"), str(folder / f"cases-{size}.json"), str(folder)]
+    # Another group's processes have met at a store of their own, which would send these to them.
+    files = [str(folder / f"store-{uuid.uuid4().hex}"), str(folder / f"cases-{size}.json"), str(folder)]
     logs = [folder / f"world{size}-rank{rank}.log" for rank in range(size)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
