@@ -106,14 +106,14 @@ def test_a_round_given_up_after_its_transfer_poisons_until_the_next_sync(replica
 
 
 class LongCall:
-    """400 tokens for each of four completions, under way."""
+    """400 tokens for each of four completions, under way; more completions take longer."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, num_completions: int = 4) -> None:
         self._replica = replica
         self.version = replica.status().policy_version
         self._pool = ThreadPoolExecutor(1)
         self._groups = self._pool.submit(
-            replica.generate, [PROMPT], n=4, max_new_tokens=NUM_TOKENS, version=self.version
+            replica.generate, [PROMPT], n=num_completions, max_new_tokens=NUM_TOKENS, version=self.version
         )
         wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
 
@@ -141,6 +141,9 @@ def test_frozen_requests_go_on_with_the_new_version(
     replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
 ) -> None:
     call = LongCall(replica)
+    # Frozen at once, and not when the round comes to it: on a busy machine the call could have ended by then.
+    pause = rollout_pb2.PauseGenerationRequest(mode=pb.PAUSE_MODE_KEEP_KV)
+    assert replica.stub.PauseGeneration(pause, timeout=CALL_S).state == pb.REPLICA_STATE_PAUSED
     trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
     for completion in call.completions():
         spans = spans_of(completion)
@@ -163,7 +166,7 @@ def test_drained_requests_end_with_the_version_that_they_began_with(
 def test_aborted_requests_are_of_the_old_version_and_can_be_asked_for_again(
     replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
 ) -> None:
-    call = LongCall(replica)
+    call = LongCall(replica, num_completions=32)  # still under way when a round on a busy machine comes to its pause
     trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE, install_mode=install)
     for completion in call.completions():
         assert completion.finish_reason == rollout_pb2.FINISH_REASON_ABORT
