@@ -59,6 +59,12 @@ def test_the_users_interface_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert engine_environment(config(), share, "127.0.0.1", tmp_path, True)["GLOO_SOCKET_IFNAME"] == "rdma0"
 
 
+def test_only_engines_on_gpus_compile(tmp_path: Path) -> None:
+    on_gpu, on_cpu = (engine_environment(config(), Share(), "127.0.0.1", tmp_path, cuda) for cuda in (True, False))
+    assert on_cpu["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in on_gpu
+
+
 def test_each_rank_gets_a_core_and_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 7})
     assert cpu_binding(range(2), {}) == "3|5"
