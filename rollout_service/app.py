@@ -35,6 +35,8 @@ _log = get_logger(__name__)
 
 # How long a stopping replica lets running groups finish; a pod's grace period must be longer.
 DRAIN_S = 20.0
+# How long a read of the store of an engine over several hosts waits.
+STORE_READ_S = 300.0
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
@@ -135,9 +137,10 @@ class _Replica:
             await self._engine.shutdown()
 
     async def _open_store(self, share: Share) -> Share:
-        from rollout_service.hosts.store import open_store  # imports torch
+        from weightsync.tcp_store import bound_store  # imports torch
 
-        self._store, port = await asyncio.to_thread(open_store, self._environment.bind_host)
+        # SGLang sets a timeout of its own on its connections.
+        self._store, port = await asyncio.to_thread(bound_store, self._environment.bind_host, STORE_READ_S)
         return share.meeting_at(self._environment.advertised(port))
 
     async def _serve(self, engine: RolloutEngine) -> None:

@@ -32,7 +32,8 @@ from weightsync.round_plan import source_layout
 from weightsync.sglang_layout import sglang_layout
 from weightsync.simulate import Scene, simulate
 from weightsync.simulate_phases import Stage
-from weightsync.transports.communicator import Communicator, form, host_store, join_store
+from weightsync.tcp_store import bound_store
+from weightsync.transports.communicator import Communicator, form, join_store
 
 BUCKET_BYTES = 4 * 2**20
 PHASES = ("prepare", "pause", "transfer", "verify", "commit")
@@ -190,10 +191,10 @@ def pair() -> Iterator[list[list[Communicator]]]:
     """Two pairs of connected ranks."""
     pairs = []
     for number in range(2):
-        store = host_store("127.0.0.1", 10)
+        store, port = bound_store("127.0.0.1", 10)
 
-        def joined(rank: int, store: Any = store, number: int = number) -> Communicator:
-            mine = store if rank == 0 else join_store(f"127.0.0.1:{store.port}", 10)
+        def joined(rank: int, store: Any = store, port: int = port, number: int = number) -> Communicator:
+            mine = store if rank == 0 else join_store(f"127.0.0.1:{port}", 10)
             return form(
                 mine,
                 name=f"speed{number}",

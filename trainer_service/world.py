@@ -15,6 +15,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, DeadlineExceeded
 from servicekit.logs import get_logger
 from servicekit.registry import Registry
+from weightsync.tcp_store import bound_store
 
 STORE_KEY = "trainer/store"
 CONNECT_TIMEOUT_S = 3.0
@@ -83,9 +84,10 @@ def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
     address, port = place.master or ("", 0)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 or by_agent:
-        serves = not by_agent
+        if not by_agent:
+            return bound_store(address, timeout_s, port=port, world_size=place.world_size)[0]
         timeout = timedelta(seconds=timeout_s)
-        return dist.TCPStore(address, port, place.world_size, serves, timeout, wait_for_workers=False)
+        return dist.TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
     return _retry(
         lambda _: _try_store(place, address, port, timeout_s), timeout_s, f"rank {place.rank}: {address}:{port}"
     )
@@ -95,18 +97,7 @@ def _publish_store(
     place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float
 ) -> dist.TCPStore:
     """Binds a free port here, then publishes it: no other process can take it in between."""
-    host = environment.bind_host
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        place.world_size,
-        True,
-        timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store, port = bound_store(environment.bind_host, timeout_s, world_size=place.world_size)
     incarnation = secrets.token_hex(8)
     store.set("incarnation", incarnation)
     registry.set_value(STORE_KEY, f"{environment.advertise_host} {port} {incarnation}")

@@ -9,7 +9,8 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.facts import check_facts
 from weightsync.participants import Participants, trainer_slot
 from weightsync.rendezvous import Evicted, Lease, Membership
-from weightsync.transports.communicator import Communicator, form, host_store, join_store
+from weightsync.tcp_store import bound_store
+from weightsync.transports.communicator import Communicator, form, join_store
 
 log = get_logger(__name__)
 
@@ -85,8 +86,8 @@ class CommunicatorCache:
         """The epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
         rendezvous = self._lease.rendezvous
         if self._lease.slot == trainer_slot(0):
-            store = host_store(self._host, round_.formation_timeout_s)
-            endpoint = f"{self._host}:{store.port} {round_.round_id}"
+            store, port = bound_store(self._host, round_.formation_timeout_s)
+            endpoint = f"{self._host}:{port} {round_.round_id}"
             rendezvous.bind_endpoint(self._lease.slot, self._lease.worker_id, round_.epoch, endpoint)
             return store
         bound = rendezvous.wait_until(

@@ -143,11 +143,6 @@ class Communicator:
         work.wait()  # raises what NCCL has noticed
 
 
-def host_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """A TCP store on a port that the system picks. Returns: the store; its address is host:store.port."""
-    return dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
 def join_store(endpoint: str, timeout_s: float) -> dist.TCPStore:
     """Connects to a store at "host:port". Raises: PeerLost: nobody listens there."""
     host, _, port = endpoint.rpartition(":")

@@ -1,0 +1,30 @@
+"""Stores listen where they are told, and nowhere else."""
+
+import ast
+from pathlib import Path
+
+from tests.house.repository import name_of, python_files
+from weightsync.tcp_store import bound_store
+
+
+def test_a_store_listens_on_its_host_alone() -> None:
+    store, port = bound_store("127.0.0.1", 5)
+    store.set("key", "value")
+    assert listening(port) == {"0100007F"}
+
+
+def listening(port: int) -> set[str]:
+    """Addresses of this network namespace that are listened on at a port, as /proc/net/tcp writes them."""
+    text = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    sockets = [fields[1].rsplit(":", 1) for fields in map(str.split, text.splitlines()) if fields[3] == "0A"]
+    return {address for address, number in sockets if int(number, 16) == port}
+
+
+def test_no_other_code_serves_a_store_of_its_own() -> None:
+    """TCPStore(host, port, size, True, ...) alone binds the wildcard address, whatever its host is."""
+    serving = set()
+    for path in python_files("weightsync", "trainer_service", "rollout_service"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        stores = [call for call in calls if ast.unparse(call.func).endswith("TCPStore") and len(call.args) > 3]
+        serving |= {name_of(path) for call in stores if ast.unparse(call.args[3]) != "False"}
+    assert serving == {"weightsync/tcp_store.py"}
