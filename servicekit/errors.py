@@ -74,6 +74,13 @@ class Poisoned(TandemError):
     reason = "POISONED"
 
 
+class Fenced(TandemError):
+    """The caller no longer leads the run: a newer coordinator has taken over. It must end, and change nothing more."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FENCED"
+
+
 class ReleaseSkew(TandemError):
     """The services of a run are of different releases; it may pass while the run is being upgraded."""
 
@@ -159,6 +166,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     WrongVersion,
     PhaseOrder,
     Poisoned,
+    Fenced,
     ReleaseSkew,
     AlreadyExists,
     TooLarge,

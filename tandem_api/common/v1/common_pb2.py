@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tandem_api/common/v1/common.proto\x12\x14tandem_api.common.v1\"A\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"\x8b\x01\n\x10SoftwareVersions\x12\x46\n\x08packages\x18\x01 \x03(\x0b\x32\x34.tandem_api.common.v1.SoftwareVersions.PackagesEntry\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tandem_api/common/v1/common.proto\x12\x14tandem_api.common.v1\"A\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"4\n\x10\x43oordinatorFence\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x04\"\x8b\x01\n\x10SoftwareVersions\x12\x46\n\x08packages\x18\x01 \x03(\x0b\x32\x34.tandem_api.common.v1.SoftwareVersions.PackagesEntry\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SOFTWAREVERSIONS_PACKAGESENTRY']._serialized_options = b'8\001'
   _globals['_VERSIONSPAN']._serialized_start=59
   _globals['_VERSIONSPAN']._serialized_end=124
-  _globals['_SOFTWAREVERSIONS']._serialized_start=127
-  _globals['_SOFTWAREVERSIONS']._serialized_end=266
-  _globals['_SOFTWAREVERSIONS_PACKAGESENTRY']._serialized_start=219
-  _globals['_SOFTWAREVERSIONS_PACKAGESENTRY']._serialized_end=266
+  _globals['_COORDINATORFENCE']._serialized_start=126
+  _globals['_COORDINATORFENCE']._serialized_end=178
+  _globals['_SOFTWAREVERSIONS']._serialized_start=181
+  _globals['_SOFTWAREVERSIONS']._serialized_end=320
+  _globals['_SOFTWAREVERSIONS_PACKAGESENTRY']._serialized_start=273
+  _globals['_SOFTWAREVERSIONS_PACKAGESENTRY']._serialized_end=320
 # @@protoc_insertion_point(module_scope)

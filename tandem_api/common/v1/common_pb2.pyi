@@ -46,6 +46,34 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class CoordinatorFence(_message.Message):
+    """Who conducts the run. Every call that changes something carries it; a service refuses one that is older than the newest
+    it has seen (reason FENCED), and none at all once it has seen one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Of the coordinator's process, for messages."""
+    token: _builtins.int
+    """Grows whenever another process becomes the run's coordinator."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoordinatorFence: _TypeAlias = CoordinatorFence  # noqa: Y015
+
+@_typing.final
 class SoftwareVersions(_message.Message):
     """What a process runs, compared at rendezvous and written to summary.json."""
 

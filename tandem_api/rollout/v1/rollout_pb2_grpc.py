@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,6 +35,11 @@ class RolloutServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.TakeOver = channel.unary_unary(
+                '/tandem_api.rollout.v1.RolloutService/TakeOver',
+                request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
         self.GenerateGroups = channel.unary_stream(
                 '/tandem_api.rollout.v1.RolloutService/GenerateGroups',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
@@ -72,7 +78,16 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
+
+    def TakeOver(self, request, context):
+        """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+        answers. Longest deadline: 3600 s. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GenerateGroups(self, request, context):
         """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
@@ -134,6 +149,11 @@ class RolloutServiceServicer:
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.FromString,
+                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.SerializeToString,
+            ),
             'GenerateGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateGroups,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.FromString,
@@ -178,7 +198,35 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.rollout.v1.RolloutService/TakeOver',
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.SerializeToString,
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GenerateGroups(request,

@@ -27,10 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.TakeOverRequest, _rollout_pb2.TakeOverResponse]
+    """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+    answers. Longest deadline: 3600 s. Idempotent.
+    """
     GenerateGroups: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]
     """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
     Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
@@ -59,7 +65,13 @@ class RolloutServiceStub:
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
+    TakeOver: _aio.UnaryUnaryMultiCallable[_rollout_pb2.TakeOverRequest, _rollout_pb2.TakeOverResponse]  # type: ignore[assignment]
+    """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+    answers. Longest deadline: 3600 s. Idempotent.
+    """
     GenerateGroups: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]  # type: ignore[assignment]
     """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
     Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
@@ -87,6 +99,18 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Digests of every parameter, by rank. Idempotent. Longest deadline: 60 s."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _rollout_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.TakeOverResponse, _abc.Awaitable[_rollout_pb2.TakeOverResponse]]:
+        """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+        answers. Longest deadline: 3600 s. Idempotent.
+        """
+
     @_abc_1.abstractmethod
     def GenerateGroups(
         self,

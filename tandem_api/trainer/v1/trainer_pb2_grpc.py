@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,6 +35,11 @@ class TrainerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.TakeOver = channel.unary_unary(
+                '/tandem_api.trainer.v1.TrainerService/TakeOver',
+                request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
         self.TrainStep = channel.stream_unary(
                 '/tandem_api.trainer.v1.TrainerService/TrainStep',
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
@@ -72,7 +78,16 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
+
+    def TakeOver(self, request, context):
+        """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+        answers. Longest deadline: 3600 s. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request_iterator, context):
         """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
@@ -133,6 +148,11 @@ class TrainerServiceServicer:
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverRequest.FromString,
+                    response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverResponse.SerializeToString,
+            ),
             'TrainStep': grpc.stream_unary_rpc_method_handler(
                     servicer.TrainStep,
                     request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
@@ -177,7 +197,35 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's.
+    """
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.trainer.v1.TrainerService/TakeOver',
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverRequest.SerializeToString,
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.TakeOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def TrainStep(request_iterator,

@@ -27,10 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TakeOverRequest, _trainer_pb2.TakeOverResponse]
+    """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+    answers. Longest deadline: 3600 s. Idempotent.
+    """
     TrainStep: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]
     """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
     Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
@@ -59,7 +65,13 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
+    TakeOver: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TakeOverRequest, _trainer_pb2.TakeOverResponse]  # type: ignore[assignment]
+    """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+    answers. Longest deadline: 3600 s. Idempotent.
+    """
     TrainStep: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]  # type: ignore[assignment]
     """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
     Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
@@ -87,6 +99,18 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Idempotent. Longest deadline: 10 s."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Calls that change something carry the coordinator's fence: FAILED_PRECONDITION (reason FENCED) if it is an older one's."""
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _trainer_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.TakeOverResponse, _abc.Awaitable[_trainer_pb2.TakeOverResponse]]:
+        """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
+        answers. Longest deadline: 3600 s. Idempotent.
+        """
+
     @_abc_1.abstractmethod
     def TrainStep(
         self,

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tandem_api.common.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -37,7 +38,9 @@ class _RoundPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundPhase
     ROUND_PHASE_COMMIT: _RoundPhase.ValueType  # 5
     """The version flips, the prefix cache is flushed, generation goes on."""
     ROUND_PHASE_ABORT: _RoundPhase.ValueType  # 6
-    """Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned."""
+    """Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned. Of a round that
+    is not the open one it changes nothing.
+    """
 
 class RoundPhase(_RoundPhase, metaclass=_RoundPhaseEnumTypeWrapper): ...
 
@@ -53,7 +56,9 @@ ROUND_PHASE_VERIFY: RoundPhase.ValueType  # 4
 ROUND_PHASE_COMMIT: RoundPhase.ValueType  # 5
 """The version flips, the prefix cache is flushed, generation goes on."""
 ROUND_PHASE_ABORT: RoundPhase.ValueType  # 6
-"""Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned."""
+"""Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned. Of a round that
+is not the open one it changes nothing.
+"""
 Global___RoundPhase: _TypeAlias = RoundPhase  # noqa: Y015
 
 class _InstallMode:
@@ -258,6 +263,8 @@ class Round(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     DISK_FOLDER_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    FAILED_ROUNDS_FIELD_NUMBER: _builtins.int
     round_id: _builtins.str
     policy_version: _builtins.int
     """Version that the rollouts serve once the round has committed."""
@@ -276,11 +283,17 @@ class Round(_message.Message):
     """Type that the bytes travel and arrive in ("bfloat16"); empty: the trainer's own. The trainer casts at the source."""
     disk_folder: _builtins.str
     """Where the transport DISK writes; every participant reaches it under this path."""
+    failed_rounds: _builtins.int
+    """Rounds that this coordinator has given up so far: no communicator outlives a round that failed anywhere."""
     @_builtins.property
     def trainer(self) -> Global___ParallelSizes: ...
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaSpec]:
         """In chain order: replica k passes its bytes on to replica k + 1 of the same layout."""
+
+    @_builtins.property
+    def fence(self) -> _common_pb2.CoordinatorFence:
+        """Whose round it is."""
 
     def __init__(
         self,
@@ -299,10 +312,12 @@ class Round(_message.Message):
         transport: Global___SyncTransport.ValueType = ...,
         wire_dtype: _builtins.str = ...,
         disk_folder: _builtins.str = ...,
+        fence: _common_pb2.CoordinatorFence | None = ...,
+        failed_rounds: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "failed_rounds", b"failed_rounds", "fence", b"fence", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,21 +623,25 @@ class LoadPublishedRequest(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ROUND_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """Of all published versions."""
     policy_version: _builtins.int
     round_id: _builtins.str
     """The round that has published it."""
+    @_builtins.property
+    def fence(self) -> _common_pb2.CoordinatorFence: ...
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         round_id: _builtins.str = ...,
+        fence: _common_pb2.CoordinatorFence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "policy_version", b"policy_version", "round_id", b"round_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "folder", b"folder", "policy_version", b"policy_version", "round_id", b"round_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
