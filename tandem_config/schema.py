@@ -114,7 +114,9 @@ class GrpoSection(Section):
         16, description="Completions per prompt; 1 would make every advantage 0."
     )
     updates_per_iteration: PositiveInt = Field(
-        4, description="Optimizer updates in an iteration, each on an equal share of the groups' samples."
+        4,
+        description="Optimizer updates in an iteration, each on an equal share of the groups' samples. More than 1: a "
+        "trainer rank keeps 12 bytes per parameter that it holds in (page-locked) host memory, to undo a step.",
     )
     max_new_tokens: PositiveInt = Field(256, description="Longest completion, in tokens.")
     temperature: PositiveFloat = Field(

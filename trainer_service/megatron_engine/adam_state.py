@@ -1,12 +1,52 @@
-"""AdamW's state by parameter name: what a checkpoint holds, and a copy to go back to."""
+"""AdamW's state by parameter name: what a checkpoint holds, and a copy to go back to.
+
+Two optimizers, one form on disk (a step count per parameter), so that each reads what the other has written:
+
+    torch.optim.AdamW                      its step count is a tensor in each parameter's state
+    TransformerEngine's (and apex's)       it is a number in each parameter group, `group["step"]`; mcore takes this one
+    FusedAdam                              wherever TransformerEngine is installed
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from servicekit.errors import ConfigError
+
 _STATES = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupSteps:
+    """A parameter group that counts its steps itself, and the tensors (of its parameters) that stand for the count."""
+
+    group: dict[str, Any]
+    tensors: list[Tensor]
+
+    def read(self) -> None:
+        """Bring the tensors to the group's count; there is none before its first step."""
+        count = int(self.group.get("step", 0))
+        for tensor in self.tensors:
+            tensor.fill_(count)
+
+    def write(self) -> None:
+        """Bring the group to the tensors' count. Raises: ConfigError: its parameters have different ones."""
+        counts = sorted({int(tensor) for tensor in self.tensors})
+        if len(counts) > 1:
+            raise ConfigError(
+                f"AdamW's step counts differ among parameters ({', '.join(map(str, counts))}), and this optimizer has "
+                "one for all: resume with the optimizer that wrote the checkpoint (with TransformerEngine, or without)"
+            )
+        held = self.group.get("step")
+        # capturable: a tensor on the GPU, which CUDA graphs have the address of
+        if isinstance(held, Tensor):
+            held.fill_(counts[0])
+        else:
+            self.group["step"] = counts[0]
 
 
 class AdamState:
@@ -14,22 +54,45 @@ class AdamState:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: ChainedOptimizer) -> None:
         self._tensors: dict[str, Tensor] = {}
+        # bfloat16 parameters and their masters, whose rounding they always are
+        self._rounded: list[tuple[Tensor, Tensor]] = []
+        self._remembered: list[Tensor] = []
         states = _states_by_parameter(optimizer)
+        counting = _groups_that_count(optimizer)
+        in_counting = {trained for group in counting for trained in group["params"]}
+        steps = {t: _fill_in(state, t, counts=t not in in_counting) for t, state in states.items()}
+        self._group_steps = [
+            _GroupSteps(group=group, tensors=[steps[trained] for trained in group["params"]]) for group in counting
+        ]
         for name, parameter in parameters.items():
             # mcore hangs the float32 copy of a bfloat16 parameter on the parameter
             main = getattr(parameter, "main_param", None)
             trained = parameter if main is None else main
-            state = states[trained]
-            _fill_in(state, trained)
-            self._tensors[f"weights/{name}"] = parameter.data
+            kept = {"exp_avg": states[trained]["exp_avg"], "exp_avg_sq": states[trained]["exp_avg_sq"]}
+            kept |= {"step": steps[trained], "weights" if main is None else "main": trained.data}
+            self._remembered += kept.values()
+            self._tensors |= {f"{kind}/{name}": tensor for kind, tensor in kept.items()}
             if main is not None:
-                self._tensors[f"main/{name}"] = main.data
-            self._tensors |= {f"{kind}/{name}": state[kind] for kind in _STATES}
+                self._tensors[f"weights/{name}"] = parameter.data
+                self._rounded.append((parameter.data, main.data))
         self._copies: list[Tensor] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and the parameter's name."""
+        """Live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and the parameter's name.
+
+        Whoever writes to them calls `written` afterwards.
+        """
+        for steps in self._group_steps:
+            steps.read()
         return dict(self._tensors)
+
+    def written(self) -> None:
+        """The optimizer goes on from what was written to `tensors`.
+
+        Raises: ConfigError: step counts that this optimizer cannot hold.
+        """
+        for steps in self._group_steps:
+            steps.write()
 
     def forget(self) -> None:
         """As before the first step."""
@@ -37,20 +100,30 @@ class AdamState:
             for name, tensor in self._tensors.items():
                 if name.partition("/")[0] in _STATES:
                     tensor.zero_()
+        self.written()
 
     def remember(self) -> None:
-        """Copy everything, to host memory, so that a step of several updates can be undone."""
-        live = list(self._tensors.values())
+        """Copy everything to host memory, so that a step of several updates can be undone.
+
+        12 bytes per parameter of this rank (a master or a float32 parameter, two moments; a bfloat16 parameter is its
+        master, rounded), taken once and used again: page-locked with a GPU, which copies to nothing else at full speed.
+        """
+        for steps in self._group_steps:
+            steps.read()
         if self._copies is None:
-            self._copies = [torch.empty_like(t, device="cpu") for t in live]
-        torch._foreach_copy_(self._copies, live)
+            self._copies = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in self._remembered]
+        # In the order of the GPU's stream, as everything that changes these tensors: there is nothing to wait for.
+        torch._foreach_copy_(self._copies, self._remembered, non_blocking=True)
 
     def restore(self) -> None:
         """Undo everything since `remember`."""
         if self._copies is None:
             raise RuntimeError("restore without remember")
         with torch.no_grad():
-            torch._foreach_copy_(list(self._tensors.values()), self._copies)
+            torch._foreach_copy_(self._remembered, self._copies, non_blocking=True)
+            for weights, main in self._rounded:
+                weights.copy_(main)
+        self.written()
 
 
 def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
@@ -63,12 +136,30 @@ def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, 
     }
 
 
-def _fill_in(state: dict[str, Tensor], trained: Tensor) -> None:
-    """AdamW makes its state at the first step; make it now, so that it can be saved and restored at any time."""
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"] = torch.zeros_like(trained)
-        state["exp_avg_sq"] = torch.zeros_like(trained)
+def _groups_that_count(optimizer: ChainedOptimizer) -> list[dict[str, Any]]:
+    """Parameter groups with a step count of their own: of every optimizer that is not torch's."""
+    return [
+        group
+        for each in optimizer.chained_optimizers
+        if not isinstance(each.optimizer, torch.optim.Adam)
+        for group in each.optimizer.param_groups
+        if group["params"]
+    ]
+
+
+def _fill_in(state: dict[str, Tensor], trained: Tensor, *, counts: bool) -> Tensor:
+    """AdamW makes its state at the first step; make it now, so that it can be saved and restored at any time.
+
+    Args:
+        counts: the optimizer keeps the parameter's step count in `state`.
+    Returns: the tensor of the parameter's step count.
+    """
+    step = state.get("step", torch.zeros((), dtype=torch.float32))
+    state.setdefault("exp_avg", torch.zeros_like(trained))
+    state.setdefault("exp_avg_sq", torch.zeros_like(trained))
+    if counts:
+        state["step"] = step
+    return step
 
 
 def masters_from_weights(parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -138,6 +138,7 @@ class MegatronEngine:
     def load_checkpoint(self, folder: Path) -> None:
         """The reverse of save, at the same layout."""
         saved = checkpoint.load(folder, self._adam.tensors(), self._identity())
+        self._adam.written()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
 
