@@ -13,6 +13,7 @@ from rollout_service.ranks import Ranks
 from rollout_service.sampling import read_request
 from rollout_service.updates import WeightUpdates
 from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
+from servicekit.fence import FenceGuard
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
@@ -52,12 +53,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._admission = admission
         self._updates = updates
         self._metrics = metrics
+        self._fence = FenceGuard()
         self._generated_tokens = 0
         self._draining = False
 
     def refuse_new_calls(self) -> None:
         """From now on GenerateGroups answers UNAVAILABLE."""
         self._draining = True
+
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
+        self._fence.admit(request.fence)
+        await self._updates.take_over()
+        return pb.TakeOverResponse(policy_version=self._updates.policy_version)
 
     async def GenerateGroups(
         self, request: pb.GenerateGroupsRequest, context: Any
@@ -97,6 +104,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
+        self._fence.admit(request.round.fence)
         reports, state = await self._updates.run_phase(request.phase, request.round)
         return pb.ReloadWeightsResponse(ranks=reports, state=state)
 
@@ -105,17 +113,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> pb.LoadPublishedWeightsResponse:
         if not request.folder or not request.round_id:
             raise InvalidRequest("folder and round_id must be set")
+        self._fence.admit(request.fence)
         published = weights_pb2.LoadPublishedRequest(
-            folder=request.folder, policy_version=request.policy_version, round_id=request.round_id
+            folder=request.folder,
+            policy_version=request.policy_version,
+            round_id=request.round_id,
+            fence=request.fence,
         )
         await self._updates.load_published(published)
         return pb.LoadPublishedWeightsResponse(state=self._updates.state)
 
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
+        self._fence.admit(request.fence)
         await self._updates.pause(request.mode)
         return pb.PauseGenerationResponse(state=self._updates.state)
 
     async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
+        self._fence.admit(request.fence)
         await self._updates.resume()
         return pb.ResumeGenerationResponse(state=self._updates.state)
 

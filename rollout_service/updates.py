@@ -92,6 +92,13 @@ class WeightUpdates:
         if self._pauses.paused:
             raise NotReady("generation is paused; it goes on after the weight sync, or after ResumeGeneration (PAUSED)")
 
+    async def take_over(self) -> None:
+        """Another coordinator leads: give up the round of the one before, and wait for what it has begun here."""
+        if self._round is not None:
+            await self.run_phase(ABORT, self._round.message)
+        async with self._lock:
+            self._tell()
+
     async def pause(self, mode: pb.PauseMode.ValueType) -> None:
         """PauseGeneration."""
         async with self._lock:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError
+from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
@@ -40,6 +41,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._commander = commander
         self._max_samples = max_samples
         self._engine: TrainerEngine | None = None
+        self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
 
     def serve_engine(self, engine: TrainerEngine) -> None:
@@ -53,6 +55,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise NotReady("the trainer is still loading its model")
         return self._engine
 
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
+        """Another coordinator leads from now on; answers when what older ones have begun is done."""
+        engine = self._ready
+        self._fence.admit(request.fence)
+        await self._command(Command.NOOP, b"")  # one command at a time: it comes behind theirs
+        return pb.TakeOverResponse(policy_version=engine.policy_version)
+
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
     ) -> pb.TrainStepResponse:
@@ -60,11 +69,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         engine = self._ready
         step = await receive_header(request_iterator, self._max_samples)
         step_id = step.header.step_id
+        self._fence.admit(step.header.fence)
         if step_id not in self._steps:
             check_version(step.header.policy_version, engine.policy_version)
             await receive_batches(request_iterator, step)
             # in a thread: a large batch must not hold up health checks
             await asyncio.to_thread(_check_step, step, engine)
+            self._fence.admit(step.header.fence)  # another may have taken over while the samples came
         if step_id not in self._steps:  # nor did another call bring it meanwhile
             self._steps[step_id] = asyncio.create_task(self._train(step), name=f"step-{step_id}")
             while len(self._steps) > KEPT_REPLIES:
@@ -111,6 +122,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._ready  # noqa: B018
         if request.phase not in weights_pb2.RoundPhase.values() or request.phase == 0:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
+        self._fence.admit(request.round.fence)
         phase = weights_pb2.RoundPhase.Name(request.phase).removeprefix("ROUND_PHASE_").lower()
         with metrics.PUBLISH_SECONDS.labels(phase=phase).time():
             # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
@@ -124,6 +136,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Weights, optimizer and random states."""
         self._ready  # noqa: B018
         _check_folder(request.path)
+        self._fence.admit(request.fence)
         with metrics.CHECKPOINT_SECONDS.time():
             replies = await self._command(Command.SAVE, request.SerializeToString())
         response = pb.SaveCheckpointResponse.FromString(replies[0])
@@ -134,6 +147,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """A Hugging Face folder."""
         self._ready  # noqa: B018
         _check_folder(request.path)
+        self._fence.admit(request.fence)
         replies = await self._command(Command.EXPORT, request.SerializeToString())
         response = pb.ExportModelResponse.FromString(replies[0])
         log.info("model exported", path=request.path, policy_version=response.policy_version)
@@ -146,6 +160,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
             _check_folder(request.path)
+        self._fence.admit(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])
         metrics.POLICY_VERSION.set(response.policy_version)

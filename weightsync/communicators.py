@@ -22,18 +22,18 @@ class CommunicatorCache:
         self._lease = lease
         self._host = host
         self._device = device
-        self._key: tuple[int, tuple[str, ...]] | None = None
+        self._key: tuple[int, int, tuple[str, ...]] | None = None
         self._current: Communicator | None = None
 
     def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
-        """The communicator of the round's epoch and participants.
+        """The communicator of the round's epoch and participants; another one after each round that failed.
 
         Raises: Aborted: the epoch is over; ConfigError: ranks that cannot work together, by name and values;
             DeadlineExceeded: a rank did not come, by name.
         """
         now = self._lease.rendezvous.snapshot()
         self._check_epoch(now, round_)
-        key = (round_.epoch, participants.slots)
+        key = (round_.epoch, round_.failed_rounds, participants.slots)
         if self._current is not None and self._key == key:
             return self._current
         self.drop()

@@ -9,13 +9,15 @@
 | COMMIT   | VERIFIED (trainer: TRANSFERRED) | staging and parameters change places; version flips    | IDLE          |
 | ABORT    | any                   | drops staging and the communicator                               | IDLE          |
 
-A phase that was done is answered again with its report. A failed phase leaves the state where it was, except TRANSFER,
-which leaves FAILED: only ABORT helps then.
+ABORT of a round that is not the open one changes nothing, but that the round cannot begin any more. A coordinator that
+was replaced is refused in every phase. A phase that was done is answered again with its report. A failed phase leaves
+the state where it was, except TRANSFER, which leaves FAILED: only ABORT helps then.
 """
 
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -23,7 +25,9 @@ from pathlib import Path
 import torch
 
 from servicekit.errors import Aborted, ConfigError, DigestMismatch, NotReady, PhaseOrder, TandemError
+from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
+from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
 from weightsync.coverage import Coverage
@@ -101,7 +105,9 @@ class SyncMember:
         self._packers = Packers(self._layout, "dst" if self._is_receiver else "src")
         self._spare = SpareShard(self._tensors)
         self._state = _State.IDLE
+        self._fence = FenceGuard()
         self._round_id = ""
+        self._over: deque[str] = deque(maxlen=64)  # a PREPARE that comes behind its ABORT must not begin
         self._epoch = 0
         self._plan: RoundPlan | None = None
         self._participants: Participants | None = None
@@ -129,16 +135,20 @@ class SyncMember:
         """Fills every tensor with NaN (tests of coverage). Returns: the number of tensors."""
         return poison_tensors(self._tensors)
 
-    def load_published(self, folder: Path, *, at_least: int, round_id: str = "") -> int:
+    def load_published(
+        self, folder: Path, *, at_least: int, round_id: str = "", fence: common_pb2.CoordinatorFence | None = None
+    ) -> int:
         """Fills the parameters from the newest version in a folder of the disk transport, and checks them.
 
         For late joiners and cold starts; not while a round is open. round_id: that must have published it, if given.
+        fence: whose wish it is; None: of nobody who leads a run.
 
         Returns: the policy version.
-        Raises: NotReady: nothing is published, or by another round; StaleVersion: it is older than at_least;
-            DigestMismatch: a file is torn.
+        Raises: Fenced: a coordinator that was replaced; NotReady: nothing is published, or by another round;
+            StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
         """
         with self._lock:
+            self._fence.admit(fence or common_pb2.CoordinatorFence())
             self._require(_State.IDLE)
             published = open_latest(folder, self._spec.fingerprint(), at_least)
             if round_id not in ("", published.round_id):
@@ -156,11 +166,14 @@ class SyncMember:
     def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.PhaseReport:
         """Runs one phase; blocks until it is done, at most the round's deadlines.
 
-        Raises: a TandemError, by the table in the module's docstring; Evicted: another process has the slot.
+        Raises: a TandemError, by the table in the module's docstring; Fenced: its coordinator was replaced; Evicted:
+            another process has the slot.
         """
+        self._fence.admit(round_.fence)
         if phase == pb.ROUND_PHASE_ABORT and round_.round_id == self._round_id:
             self._communicators.interrupt()  # a transfer that waits for a lost peer holds the lock
         with self._lock:
+            self._fence.admit(round_.fence)  # it may have waited behind the phase of a newer one
             done = self._done.get((round_.round_id, phase))
             if done is not None:
                 return done
@@ -194,6 +207,8 @@ class SyncMember:
     # ---- phases ----
 
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
+        if round_.round_id in self._over:
+            raise PhaseOrder(f"{self._slot}: round {round_.round_id} is over; start a new one")
         if self._state is not _State.IDLE and round_.round_id != self._round_id:
             if round_.epoch < self._epoch:
                 raise Aborted(
@@ -201,6 +216,7 @@ class SyncMember:
                 )
             # Its coordinator is gone: it would have ended the round before it began another.
             log.warning("round superseded", slot=self._slot, old=self._round_id, state=self._state.value)
+            self._over.append(self._round_id)
             self._drop()
             self._end_round()
         started = time.monotonic()
@@ -282,9 +298,10 @@ class SyncMember:
         return report
 
     def _abort(self, round_: pb.Round) -> pb.PhaseReport:
-        # Everyone drops its communicator, also who had no trouble: the next round builds a new one together.
-        self._drop()
+        self._over.append(round_.round_id)
+        # Another round's may be in use. Nobody uses this one's again: the next round counts one more that has failed.
         if self._round_id == round_.round_id:
+            self._drop()
             self._end_round()
         return pb.PhaseReport()
 

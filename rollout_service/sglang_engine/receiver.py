@@ -81,7 +81,9 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
         version = request.policy_version
-        loaded = self._member.load_published(Path(request.folder), at_least=version, round_id=request.round_id)
+        loaded = self._member.load_published(
+            Path(request.folder), at_least=version, round_id=request.round_id, fence=request.fence
+        )
         if loaded != version:
             raise NotReady(f"{request.folder} holds version {loaded} by now, not {version}")
         return pb.LoadPublishedResponse()

@@ -9,12 +9,13 @@ from rollout_service import servicer as servicer_module
 from rollout_service.admission import Admission
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.pauses import Pauses
-from rollout_service.phases import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from rollout_service.servicer import RolloutServicer
 from rollout_service.updates import WeightUpdates
 from servicekit.channel import open_channel
 from servicekit.errors import REASON_KEY
 from servicekit.server import GrpcServer
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
@@ -34,7 +35,7 @@ class Served:
         self.server = GrpcServer("rollout")
         admission = Admission()
         metrics = RolloutMetrics(self.registry)
-        ranks = FakeRanks()
+        ranks = self.ranks = FakeRanks()
         self.updates = WeightUpdates(
             self.engine, ranks, Pauses(self.engine, admission), metrics.observe_state, metrics.observe_reports
         )
@@ -139,3 +140,34 @@ async def test_replies_stay_below_a_token_limit(served: Served, monkeypatch: pyt
     monkeypatch.setattr(servicer_module, "MAX_TOKENS_PER_REPLY", 12)
     replies = await served.generate(num_groups=4)
     assert [len(reply.groups) for reply in replies] == [1, 1, 1, 1]
+
+
+OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
+FENCED: dict[str, Any] = {
+    "TakeOver": pb.TakeOverRequest(fence=OLD),
+    "ReloadWeights": pb.ReloadWeightsRequest(phase=ABORT, round=a_round("open", fence=OLD)),
+    "LoadPublishedWeights": pb.LoadPublishedWeightsRequest(folder="/f", round_id="r", policy_version=9, fence=OLD),
+    "PauseGeneration": pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN, fence=OLD),
+    "ResumeGeneration": pb.ResumeGenerationRequest(fence=OLD),
+}
+
+
+@pytest.mark.parametrize("call", FENCED)
+async def test_a_replaced_coordinator_is_refused(served: Served, call: str) -> None:
+    await served.stub.TakeOver(pb.TakeOverRequest(fence=NEW), timeout=5.0)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await getattr(served.stub, call)(FENCED[call], timeout=5.0)
+    assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == "FENCED"
+    assert (served.updates.state, served.updates.policy_version) == (weights_pb2.REPLICA_STATE_SERVING, 1)
+
+
+async def test_whoever_takes_over_finds_no_round_of_its_predecessor(served: Served) -> None:
+    prepare = pb.ReloadWeightsRequest(phase=PREPARE, round=a_round("open", fence=OLD))
+    await served.stub.ReloadWeights(prepare, timeout=5.0)
+    taken = await served.stub.TakeOver(pb.TakeOverRequest(fence=NEW), timeout=5.0)
+    assert taken.policy_version == 1
+    new = a_round("new", fence=NEW)
+    for phase in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT):
+        await served.stub.ReloadWeights(pb.ReloadWeightsRequest(phase=phase, round=new), timeout=5.0)
+    assert served.updates.policy_version == 2
+    assert served.ranks.phases[-5:] == ["ABORT", "PREPARE", "TRANSFER", "VERIFY", "COMMIT"]

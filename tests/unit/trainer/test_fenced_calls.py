@@ -1,0 +1,130 @@
+"""A coordinator that was replaced commands no rank, whatever it asks for; its successor waits for what it had begun."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servicekit.errors import Fenced
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2
+from tests.unit.trainer.batches import LIMITS, message
+from trainer_service.ranks import Command, Commander
+from trainer_service.servicer import TrainerServicer
+
+OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
+HEADER = pb.TrainStepHeader(step_id="s", num_updates=1, num_samples=2, fence=OLD)
+ABORT = weights_pb2.ROUND_PHASE_ABORT
+
+
+class FakeEngine:
+    policy_version = 0
+    limits = LIMITS
+
+
+class FakeCommander(Commander):
+    """Remembers the commands; they are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.replies: list[Future[list[bytes]]] = []
+        self.submitted: asyncio.Queue[Command] = asyncio.Queue()
+
+    def submit(
+        self, command: Command, parts: Sequence[bytes] = (), timeout_s: float | None = None
+    ) -> "Future[list[bytes]]":
+        self.commands.append(command)
+        self.replies.append(Future())
+        self.submitted.put_nowait(command)
+        return self.replies[-1]
+
+
+@pytest.fixture
+def commander() -> FakeCommander:
+    return FakeCommander()
+
+
+@pytest.fixture
+def servicer(commander: FakeCommander) -> TrainerServicer:
+    made = TrainerServicer(commander, max_samples=8)
+    made._engine = FakeEngine()  # type: ignore[assignment]
+    return made
+
+
+async def taken_over(servicer: TrainerServicer, commander: FakeCommander) -> pb.TakeOverResponse:
+    asked = asyncio.create_task(servicer.TakeOver(pb.TakeOverRequest(fence=NEW), None))
+    assert await commander.submitted.get() is Command.NOOP
+    assert not asked.done()
+    commander.replies[-1].set_result([b""])
+    return await asked
+
+
+def step(header: pb.TrainStepHeader, taken: asyncio.Event | None = None) -> AsyncIterator[pb.TrainStepRequest]:
+    """The stream of a TrainStep; its samples come when `taken` is set."""
+
+    async def requests() -> AsyncIterator[pb.TrainStepRequest]:
+        yield pb.TrainStepRequest(header=header)
+        if taken is not None:
+            await taken.wait()
+        yield pb.TrainStepRequest(micro_batch=message())
+
+    return requests()
+
+
+CALLS: dict[str, Any] = {
+    "TakeOver": pb.TakeOverRequest(fence=OLD),
+    "PublishWeights": pb.PublishWeightsRequest(phase=ABORT, round=weights_pb2.Round(round_id="r", fence=OLD)),
+    "SaveCheckpoint": pb.SaveCheckpointRequest(path="/run/x", fence=OLD),
+    "ExportModel": pb.ExportModelRequest(path="/run/x", fence=OLD),
+    "RestorePolicy": pb.RestorePolicyRequest(path="", policy_version=1, fence=OLD),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_replaced_coordinator_is_refused(
+    servicer: TrainerServicer, commander: FakeCommander, tmp_path: Path, call: str
+) -> None:
+    await taken_over(servicer, commander)
+    request = type(CALLS[call])()
+    request.CopyFrom(CALLS[call])
+    if "path" in request.DESCRIPTOR.fields_by_name and request.path:
+        request.path = str(tmp_path / "x")
+    with pytest.raises(Fenced, match=r"coordinator a \(token 7\)"):
+        await getattr(servicer, call)(request, None)
+    assert commander.commands == [Command.NOOP]
+
+
+async def test_a_replaced_coordinator_trains_no_step(servicer: TrainerServicer, commander: FakeCommander) -> None:
+    await taken_over(servicer, commander)
+    with pytest.raises(Fenced):
+        await servicer.TrainStep(step(HEADER), None)
+    assert commander.commands == [Command.NOOP]
+
+
+async def test_a_step_whose_samples_came_too_late_is_not_trained(
+    servicer: TrainerServicer, commander: FakeCommander
+) -> None:
+    late = asyncio.Event()
+    training = asyncio.create_task(servicer.TrainStep(step(HEADER, late), None))
+    await asyncio.sleep(0)
+    await taken_over(servicer, commander)
+    late.set()
+    with pytest.raises(Fenced):
+        await training
+    assert commander.commands == [Command.NOOP]
+
+
+async def test_a_step_that_had_begun_is_done_before_the_successor_goes_on(
+    servicer: TrainerServicer, commander: FakeCommander
+) -> None:
+    training = asyncio.create_task(servicer.TrainStep(step(HEADER), None))
+    assert await commander.submitted.get() is Command.TRAIN_STEP
+    await taken_over(servicer, commander)
+    assert commander.commands == [Command.TRAIN_STEP, Command.NOOP]  # one at a time, in this order
+    done = pb.TrainStepResponse(policy_version=1, metrics={"loss": 0.0, "grad_norm": 0.0})
+    commander.replies[0].set_result([done.SerializeToString()])
+    assert (await training).policy_version == 1
