@@ -7,11 +7,20 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigErrors, ConfigProblem
+from weightsync.model_config import UnsupportedModel
 from weightsync.model_spec import ModelSpec
 from weightsync.presets import CONFIGS, preset
 
 # They change what a model computes, not which parameters it has.
-_NO_MATTER = ("rope_scaling", "rope_parameters", "use_sliding_window")
+_NO_MATTER = (
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "use_sliding_window",
+    "layer_types",
+    "hidden_act",
+)
 
 
 def model_spec(model: str) -> ModelSpec:
@@ -26,11 +35,15 @@ def model_spec(model: str) -> ModelSpec:
     if not file.is_file():
         raise ConfigErrors([_unknown(model)])
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return ModelSpec.from_config({key: value for key, value in config.items() if key not in _NO_MATTER})
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            config = {key: value for key, value in config.items() if key not in _NO_MATTER}
+        return ModelSpec.from_config(config)
+    except UnsupportedModel as error:
+        raise ConfigErrors([_problem(model, error.problem, error.advice)]) from None
     except ConfigError as error:
         raise ConfigErrors([_problem(model, str(error), "")]) from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "give the config.json that `save_pretrained` writes"
         raise ConfigErrors([_problem(model, f"cannot be read as a model's config.json: {error}", hint)]) from None
 

@@ -8,6 +8,7 @@ from launcher.preflight_weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from weightsync.model_config import UnsupportedModel
 from weightsync.model_spec import ModelSpec
 
 _LAYERS_SHOWN = 8
@@ -21,8 +22,8 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
         return None, [missing]
     try:
         spec = ModelSpec.from_folder(folder)
-    except (ConfigError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
-        return None, [_problem(folder, _unusable_config(error), _unusable_hint(error))]
+    except ConfigError as error:
+        return None, [_unusable(folder, error)]
     problems = list(check_weights(folder, spec))
     problems += check_trainer_sizes(spec, config.trainer, usable)
     problems += _check_dense_layers(folder, spec)
@@ -44,14 +45,14 @@ def _missing_folder(folder: Path) -> ConfigProblem | None:
     return _problem(folder, "no such folder", hint)
 
 
-def _unusable_config(error: Exception) -> str:
-    return str(error) if isinstance(error, ConfigError) else f"its config.json cannot be used: {error}"
-
-
-def _unusable_hint(error: Exception) -> str:
-    if "model_type" in str(error):
-        return "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama 3 models can be trained"
-    return "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json"
+def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:
+    if isinstance(error, UnsupportedModel):
+        return _problem(folder, error.problem, error.advice)
+    return _problem(
+        folder,
+        str(error),
+        "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json",
+    )
 
 
 def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:

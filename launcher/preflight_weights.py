@@ -4,13 +4,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.safetensors_header import DamagedFile, TensorInfo, read_header
+import numpy as np
+
 from tandem_config.problems import ConfigProblem
 from weightsync.hf_layout import hf_layout
+from weightsync.mapping import EMBEDDING, LM_HEAD
+from weightsync.model_config import UntiedHead
 from weightsync.model_spec import ModelSpec
+from weightsync.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
 
 _INDEX = "model.safetensors.index.json"
-_TRAINABLE = ("F32", "BF16", "F16")
+_COMPARED_BYTES = 2**24
 _SHOWN = 3
 
 
@@ -31,10 +35,13 @@ def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
         yield _problem(folder, "has no *.safetensors file", _conversion_hint(folder))
         return
     tensors: dict[str, TensorInfo] = {}
+    homes: dict[str, Path] = {}
     damaged = False
     for file in files:
         try:
-            tensors.update(read_header(file))
+            header = read_header(file)
+            tensors.update(header)
+            homes.update(dict.fromkeys(header, file))
         except (DamagedFile, OSError) as error:
             damaged = True
             yield _problem(file, str(error), "download or copy the file again")
@@ -42,6 +49,8 @@ def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
     # What a damaged or missing file would have held is not worth a second problem.
     if not damaged:
         yield from _check_tensors(folder, spec, tensors, unread)
+        if spec.tied and {EMBEDDING, LM_HEAD} <= homes.keys():
+            yield from _check_tied(folder, [(homes[name], tensors[name]) for name in (EMBEDDING, LM_HEAD)])
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -76,12 +85,26 @@ def _check_tensors(
         first = f"{wrong[0]} is {list(found[wrong[0]].shape)}, config.json implies {list(expected[wrong[0]])}"
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
         yield _problem(folder, f"{first}{more}", "config.json and weights do not belong together")
-    odd = [name for name in expected if name in found and found[name].dtype not in _TRAINABLE]
+    odd = [name for name in expected if name in found and found[name].dtype not in TRAINABLE]
     if odd:
         kind = found[odd[0]].dtype
         yield _problem(
-            folder, f"{_listed('tensor', odd)} of type {kind}", f"quantized weights cannot be trained; use {_TRAINABLE}"
+            folder, f"{_listed('tensor', odd)} of type {kind}", f"quantized weights cannot be trained; use {TRAINABLE}"
         )
+
+
+def _check_tied(folder: Path, tensors: list[tuple[Path, TensorInfo]]) -> Iterator[ConfigProblem]:
+    """Compares bytes; tensors of two types are left to the trainer, which compares numbers when it loads."""
+    (_, embedding), (_, head) = tensors
+    if embedding.dtype != head.dtype:
+        return
+    first, second = (
+        np.memmap(file, np.uint8, "r", offset=info.begin, shape=info.end - info.begin) for file, info in tensors
+    )
+    cuts = range(0, max(len(first), len(second)), _COMPARED_BYTES)
+    if not all(np.array_equal(first[cut : cut + _COMPARED_BYTES], second[cut : cut + _COMPARED_BYTES]) for cut in cuts):
+        untied = UntiedHead()
+        yield _problem(folder, untied.problem, untied.advice)
 
 
 def _listed(noun: str, names: list[str]) -> str:

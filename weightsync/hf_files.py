@@ -19,11 +19,14 @@ from servicekit.errors import ConfigError
 from weightsync.coverage import check_coverage, zero_padding
 from weightsync.hf_layout import hf_layout
 from weightsync.layout import Layout, Parallel
+from weightsync.mapping import EMBEDDING, LM_HEAD
 from weightsync.megatron_layout import megatron_layout
 from weightsync.megatron_names import in_local_spelling
 from weightsync.messages import Message, cut_messages
+from weightsync.model_config import UntiedHead
 from weightsync.model_spec import ModelSpec
 from weightsync.plan import make_plan
+from weightsync.safetensors_header import TRAINABLE
 from weightsync.transports.packing import Packer
 
 GATHER_ELEMENTS = 2**24
@@ -39,7 +42,8 @@ def load_shards(
         layout: where the rank keeps its slices (megatron_layout or sglang_layout).
         tensors: the rank's parameters by engine name, Megatron's in either spelling; written in place, cast to their
             dtype.
-    Raises: ConfigError: a tensor is missing, has another shape or is cut off; the parameters do not fit the layout.
+    Raises: ConfigError: a tensor is missing, has another shape or type, is cut off or not finite; a tied model's file
+        has another output layer; the parameters do not fit the layout.
     """
     tensors = in_local_spelling(spec, tensors)
     check_coverage(layout, rank, tensors, f"rank {rank}")
@@ -51,8 +55,11 @@ def load_shards(
             canonical = plan.source.tensors[op["tensor"]]
             rows = slice(int(op["src_row"]), int(op["src_row"] + op["rows"]))
             cols = slice(int(op["src_col"]), int(op["src_col"] + op["cols"]))
-            block = reader.read(canonical, tuple(plan.source.param_shapes[op["src_param"]]), rows, cols)
+            shape = tuple(plan.source.param_shapes[op["src_param"]])
+            block = reader.read(canonical, shape, rows, cols)
             target = tensors[name].detach()
+            if spec.tied and canonical == EMBEDDING and LM_HEAD in reader:
+                _check_tied(block, reader.read(LM_HEAD, shape, rows, cols), target.dtype)
             # a stack of experts' matrices is one tall matrix
             matrix = target.view(-1, 1) if target.dim() == 1 else target.view(-1, target.shape[-1])
             row, col = int(op["dst_row"]), int(op["dst_col"])
@@ -60,12 +67,17 @@ def load_shards(
     zero_padding(layout, rank, tensors)
 
 
+def _check_tied(embedding: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> None:
+    if not torch.equal(embedding.to(dtype), head.to(dtype)):
+        raise UntiedHead
+
+
 class CheckpointReader:
     """Slices of the tensors of a safetensors checkpoint, in one file or several."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ConfigError(f"{folder} has no *.safetensors file")
@@ -74,18 +86,31 @@ class CheckpointReader:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
-            self._files.update(dict.fromkeys(file.keys(), file))
+            self._files.update(dict.fromkeys(file.keys(), (path, file)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], rows: slice, cols: slice) -> torch.Tensor:
         """[rows, cols] block of a tensor; a vector has one column. Raises: ConfigError, naming the tensor."""
         if name not in self._files:
             raise ConfigError(f"{self._folder} has no tensor {name}")
-        stored = self._files[name].get_slice(name)
+        path, file = self._files[name]
+        stored = file.get_slice(name)
+        dtype = stored.get_dtype()
+        if dtype not in TRAINABLE:
+            raise ConfigError(
+                f"{name} in {path} is of type {dtype}: quantized weights cannot be trained; use {TRAINABLE}"
+            )
         if tuple(stored.get_shape()) != shape:
             raise ConfigError(
                 f"{name} in {self._folder} has shape {stored.get_shape()}, config.json says {list(shape)}"
             )
         block: torch.Tensor = stored[rows].view(-1, 1) if len(shape) == 1 else stored[rows, cols]
+        # A sum costs a tenth of a look at each element, and is finite only if they all are (but for an overflow).
+        if not block.sum(dtype=torch.float32).isfinite() and not block.isfinite().all():
+            count = int((~block.isfinite()).sum())
+            raise ConfigError(f"{name} in {path} has {count} values that are not finite; the file is damaged")
         return block
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+from weightsync.model_config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
+from weightsync.model_rope import read_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,18 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
         """Reads a config.json.
 
-        Raises: ConfigError: the model_type is not supported, or a size is missing.
+        Raises: ConfigError: the model_type is not supported, a size is missing or none, or the model computes something
+            that our engines do not (UnsupportedModel).
         """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json holds a {type(config).__name__}, not a table")
         family = str(config.get("model_type"))
         if family not in FAMILIES:
-            raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+            known = ", ".join(FAMILIES)
+            raise UnsupportedModel(
+                f"model_type {family!r} is not supported; supported: {known}",
+                "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 3",
+            )
         try:
             return cls._from_supported(family, config)
         except KeyError as missing:
@@ -76,33 +83,30 @@ class ModelSpec:
 
     @classmethod
     def _from_supported(cls, family: str, config: Mapping[str, Any]) -> "ModelSpec":
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        head_dim = config.get("head_dim")
-        rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
-        for switch in ("attention_bias", "mlp_bias"):
-            if not FAMILIES[family].qkv_bias and config.get(switch):
-                raise ConfigError(
-                    f"a {family} model with {switch}: true is not supported (its output layers have biases too)"
-                )
-        if config.get("use_sliding_window"):
-            raise ConfigError("use_sliding_window: true is not supported")
+        check_computation(config, qkv_bias=FAMILIES[family].qkv_bias)
+        rope_theta, rope_factor = read_rope(config)
+        heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+        kv_heads = heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
+        if heads % kv_heads != 0:
+            raise ConfigError(
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
         return cls(
             family=family,
-            num_layers=int(config["num_hidden_layers"]),
+            num_layers=whole(config, "num_hidden_layers"),
             hidden_size=hidden,
-            ffn_size=int(config["intermediate_size"]),
+            ffn_size=whole(config, "intermediate_size"),
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim) if head_dim is not None else hidden // heads,
-            vocab_size=int(config["vocab_size"]),
+            num_kv_heads=kv_heads,
+            head_dim=_head_dim(config, hidden, heads),
+            vocab_size=whole(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=FAMILIES[family].qkv_bias,
             qk_norm=FAMILIES[family].qk_norm,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-            max_positions=int(config["max_position_embeddings"]),
-            rope_factor=_rope_factor(rope),
+            norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            max_positions=whole(config, "max_position_embeddings"),
+            rope_factor=rope_factor,
             **(_experts(config) if FAMILIES[family].experts else {}),
         )
 
@@ -142,32 +146,39 @@ class ModelSpec:
         return json.dumps(asdict(self), sort_keys=True)
 
 
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        head_dim = whole(config, "head_dim")
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise ConfigError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if head_dim % 2 != 0:
+        raise ConfigError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
+    return head_dim
+
+
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """A layer has experts unless it is listed, or is left out by the step (every step-th layer has them)."""
-    step = int(config.get("decoder_sparse_step", 1))
-    listed = set(config.get("mlp_only_layers") or [])
-    layers = range(int(config["num_hidden_layers"]))
+    step = whole(config, "decoder_sparse_step", default=1)
+    listed = [layer for layer in entries(config, "mlp_only_layers") if is_whole(layer)]
+    layers = range(whole(config, "num_hidden_layers"))
+    # transformers 5 writes num_local_experts
+    experts = whole(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    chosen = whole(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than the {experts} experts")
+    norm_topk_prob = bool(config.get("norm_topk_prob", False))
+    if chosen == 1 and norm_topk_prob:
+        raise UnsupportedModel(
+            "num_experts_per_tok 1 with norm_topk_prob: true is not supported (the one expert's weight is always 1, so "
+            "nothing trains the router)",
+            "use a model that chooses several experts, or does not normalise",
+        )
     return {
-        # transformers 5 writes num_local_experts
-        "num_experts": int(config["num_experts"] if "num_experts" in config else config["num_local_experts"]),
-        "experts_per_token": int(config["num_experts_per_tok"]),
-        "expert_ffn_size": int(config["moe_intermediate_size"]),
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": whole(config, "moe_intermediate_size"),
         "dense_layers": tuple(i for i in layers if i in listed or (i + 1) % step != 0),
-        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "norm_topk_prob": norm_topk_prob,
     }
-
-
-def _rope_factor(rope: Mapping[str, Any]) -> float:
-    """Of Llama 3's scaling, whose other constants megatron-core has built in.
-
-    Raises: ConfigError: any other scaling.
-    """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return 1.0
-    if kind != "llama3":
-        raise ConfigError(f"rotary embeddings of type {kind!r} (rope_scaling) are not supported; llama3 ones are")
-    for name, built_in in _LLAMA3_ROPE.items():
-        if float(rope[name]) != built_in:
-            raise ConfigError(f"rope_scaling of type llama3 with {name} {rope[name]} is not supported, only {built_in}")
-    return float(rope["factor"])

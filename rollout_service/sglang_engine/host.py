@@ -21,6 +21,9 @@ from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.logs import get_logger
 from tandem_config.schema import RunConfig
+from weightsync.layout import Parallel
+from weightsync.model_spec import ModelSpec
+from weightsync.sglang_layout import sglang_layout
 
 _log = get_logger(__name__)
 
@@ -72,6 +75,7 @@ class SglangProcesses:
     def _start_blocking(self) -> None:
         import torch
 
+        _check_model(self._config)
         cuda = torch.cuda.is_available()
         os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
         os.environ.update(self._receiver.to_env())
@@ -115,6 +119,12 @@ class SglangProcesses:
         if self.engine is not None:
             engine, self.engine = self.engine, None
             engine.shutdown()
+
+
+def _check_model(config: RunConfig) -> None:
+    """Raises: ConfigError: what the ranks would refuse only after they have built the model."""
+    sizes = Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel)
+    sglang_layout(ModelSpec.from_folder(config.model.path), sizes)
 
 
 def _join_children(timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from servicekit.errors import ConfigError
-from weightsync.mapping.dense import ATTENTION_RULES, MLP_RULES
+from weightsync.mapping.dense import ATTENTION_RULES, EMBEDDING, LM_HEAD, MLP_RULES
 from weightsync.mapping.experts import EXPERT_RULES
 from weightsync.mapping.rule import Part, Placement, Rule
 from weightsync.model_spec import ModelSpec
@@ -17,7 +17,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": _DENSE + EXPERT_RULES,
 }
 
-__all__ = ["TABLES", "Part", "Placement", "Rule", "rules_for"]
+__all__ = ["EMBEDDING", "LM_HEAD", "TABLES", "Part", "Placement", "Rule", "rules_for"]
 
 
 def rules_for(spec: ModelSpec) -> tuple[Rule, ...]:

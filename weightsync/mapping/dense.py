@@ -2,6 +2,8 @@
 
 from weightsync.mapping.rule import Part, Placement, Rule
 
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 _LAYER = "model.layers.{layer}."
 _MCORE = "decoder.layers.{layer}."
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -9,9 +11,9 @@ _QKV_ROWS = ("q", "kv", "kv")
 
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
-        parts=(Part(name="model.embed_tokens.weight", rows="vocab", cols="hidden"),),
+        parts=(Part(name=EMBEDDING, rows="vocab", cols="hidden"),),
         megatron=("embedding.word_embeddings.weight",),
-        sglang="model.embed_tokens.weight",
+        sglang=EMBEDDING,
         placement=Placement.VOCABULARY,
         stage="first",
     ),
@@ -73,9 +75,9 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         stage="last",
     ),
     Rule(
-        parts=(Part(name="lm_head.weight", rows="vocab", cols="hidden"),),
+        parts=(Part(name=LM_HEAD, rows="vocab", cols="hidden"),),
         megatron=("output_layer.weight",),
-        sglang="lm_head.weight",
+        sglang=LM_HEAD,
         placement=Placement.VOCABULARY,
         stage="last",
         when="untied",

@@ -157,7 +157,7 @@ def run(cases: list[Case], folder: Path) -> None:
         of_size = [case for case in cases if case.world_size == size]
         described = [_describe(case, folder, _before(case, of_size)) for case in of_size]
         (folder / f"cases-{size}.json").write_text(json.dumps(described))
-        _launch(size, folder)
+        launch(size, folder)
 
 
 def _before(case: Case, cases: list[Case]) -> str:
@@ -179,7 +179,7 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
     }
 
 
-def _launch(size: int, folder: Path) -> None:
+def launch(size: int, folder: Path) -> None:
     """Raises: RuntimeError: with the last output of the rank that failed."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.parity_worker"]
     # Another group's processes have met at a store of their own, which would send these to them.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -69,10 +70,10 @@ INDEX = "model.safetensors.index.json"
 BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
     ("no config.json", lambda m: (m / "config.json").unlink(), "config.json does not exist", "save_pretrained"),
     ("config.json is no JSON", lambda m: (m / "config.json").write_text("{"), "is not valid JSON", "save_pretrained"),
-    ("config.json is a list", lambda m: (m / "config.json").write_text("[]"), "cannot be used", "save_pretrained"),
+    ("config.json is a list", lambda m: (m / "config.json").write_text("[]"), "holds a list, not a table", "save"),
     ("unsupported architecture", lambda m: write_model(m, model_type="gpt2"), "'gpt2' is not supported", "Qwen3"),
     ("size missing", lambda m: write_model(m, hidden_size=None), "has no 'hidden_size'", ""),
-    ("size is text", lambda m: write_model(m, hidden_size="big"), "cannot be used", ""),
+    ("size is text", lambda m: write_model(m, hidden_size="big"), "hidden_size is 'big'", ""),
     ("no weights", lambda m: (m / "model.safetensors").unlink(), "has no *.safetensors file", "an index names"),
     ("truncated weights", lambda m: truncate(m / "model.safetensors"), "is truncated", "copy the file again"),
     ("empty weights", lambda m: (m / "model.safetensors").write_bytes(b""), "not a safetensors file", "again"),
@@ -84,6 +85,12 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
     ("missing shard", lambda m: (write_sharded(m) / "model-2.safetensors").unlink(), "is missing; ", "download"),
     ("bad index", lambda m: (write_sharded(m) / INDEX).write_text("{}"), "not a valid index", ""),
     ("index leads outside", lambda m: rewrite(write_sharded(m) / INDEX, "model-1", "../m"), "outside", ""),
+    ("another output layer", lambda m: resave(m, lm_head__weight=np.ones((16, 16), np.float32)), "lm_head", "false"),
+    ("gelu", lambda m: write_model(m, hidden_act="gelu"), "hidden_act 'gelu' is not supported", "SwiGLU"),
+    ("YaRN", lambda m: write_model(m, rope_scaling={"type": "yarn", "factor": 4.0}), "'yarn'", "remove the entry"),
+    ("GPTQ", lambda m: write_model(m, quantization_config={"quant_method": "gptq"}), "quantized (gptq)", "unquantized"),
+    ("sliding", lambda m: write_model(m, use_sliding_window=True, sliding_window=4, max_window_layers=0),
+     "use_sliding_window: true", "full attention"),
     ("no tokenizer", lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json does not exist", "save_pretrained"),
     ("corrupt tokenizer", lambda m: (m / "tokenizer.json").write_text("{}"), "is not a tokenizer", ""),
     ("tokenizer too large", lambda m: write_tokenizer(m, [str(n) for n in range(40)]), "id 39", "trained with"),
@@ -122,6 +129,12 @@ def test_a_mixture_with_dense_layers_is_refused_since_rollouts_cannot_hold_it(
     found = [problem.message for problem in check(file) if "mlp_only_layers" in problem.message]
     assert len(found) == (layers is not None)
     assert all(f"leave layers {layers} without experts" in message for message in found)
+
+
+def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    resave(tmp_path / "model", lm_head__weight=np.zeros((16, 16), np.float32))
+    assert check(file) == []
 
 
 def test_a_missing_model_folder_lists_models_beside_it(tmp_path: Path) -> None:

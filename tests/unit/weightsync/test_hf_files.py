@@ -83,3 +83,51 @@ def test_what_is_wrong_with_a_folder_is_named(fault: str, folder: Path, tmp_path
     expected = {"missing": name, "shape": name, "truncated": "model.safetensors", "empty": "no .*safetensors"}[fault]
     with pytest.raises(ConfigError, match=expected):
         load_shards(out, spec, layout, 0, empty_like_rank(layout, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
+def test_quantized_weights_are_refused_by_tensor_file_and_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    spec = tiny_spec()
+    full, name = canonical_tensors(spec), "model.layers.2.mlp.up_proj.weight"
+    save_file(full | {name: full[name].to(dtype)}, tmp_path / "model.safetensors")
+    layout = megatron_layout(spec, Parallel())
+    with pytest.raises(ConfigError, match=rf"{name} in .*model\.safetensors is of type (F8_E4M3|I8|F64)"):
+        load_shards(tmp_path, spec, layout, 0, empty_like_rank(layout, 0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    spec = tiny_spec()
+    full, name = canonical_tensors(spec), "model.layers.2.mlp.up_proj.weight"
+    full[name][3, 4] = value
+    save_file(full, tmp_path / "model.safetensors")
+    layout = megatron_layout(spec, Parallel())
+    with pytest.raises(ConfigError, match=f"{name} in .* has 1 values that are not finite"):
+        load_shards(tmp_path, spec, layout, 0, empty_like_rank(layout, 0))
+
+
+def test_a_large_sum_of_finite_weights_is_no_damage(tmp_path: Path) -> None:
+    spec = tiny_spec()
+    full, name = canonical_tensors(spec), "model.layers.2.mlp.up_proj.weight"
+    full[name][:] = 3e38
+    save_file(full, tmp_path / "model.safetensors")
+    layout = megatron_layout(spec, Parallel())
+    tensors = empty_like_rank(layout, 0)
+    load_shards(tmp_path, spec, layout, 0, tensors)
+    assert same(tensors, cut(layout, 0, full)) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tied_model_may_have_a_copy_of_its_embedding_and_nothing_else(rank: int, tmp_path: Path) -> None:
+    spec = tiny_spec(tie_word_embeddings=True)
+    full = canonical_tensors(spec)
+    layout = megatron_layout(spec, Parallel(tensor=2))
+    head = full["model.embed_tokens.weight"].clone()
+    save_file(full | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    tensors = empty_like_rank(layout, rank)
+    load_shards(tmp_path, spec, layout, rank, tensors)
+    assert same(tensors, cut(layout, rank, full)) == []
+    head[20 * rank] += 1  # a row of this rank
+    save_file(full | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="tie_word_embeddings is true, but lm_head"):
+        load_shards(tmp_path, spec, layout, rank, tensors)

@@ -14,6 +14,8 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
+# What a model can be trained from. Quantized types need scales, which are tensors of their own.
+TRAINABLE = ("F32", "BF16", "F16")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -23,10 +25,12 @@ class DamagedFile(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """A tensor of the file."""
+    """A tensor of the file; begin, end: its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -43,19 +47,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(raw)
     except ValueError as error:
         raise DamagedFile("is corrupt: its header is not JSON") from error
-    return _check(header, data_bytes=size - 8 - header_bytes, size=size)
+    return _check(header, data_at=8 + header_bytes, size=size)
 
 
-def _check(header: Any, *, data_bytes: int, size: int) -> dict[str, TensorInfo]:
+def _check(header: Any, *, data_at: int, size: int) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise DamagedFile("is corrupt: its header is not a JSON object")
-    tensors: dict[str, TensorInfo] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            tensors[name], span = _entry(name, entry)
-            spans.append((*span, name))
-    expected = max((end for _, end, _ in spans), default=0)
+    tensors = {name: _entry(name, entry, data_at) for name, entry in header.items() if name != "__metadata__"}
+    spans = [(tensor.begin - data_at, tensor.end - data_at, name) for name, tensor in tensors.items()]
+    data_bytes, expected = size - data_at, max((end for _, end, _ in spans), default=0)
     if data_bytes < expected:
         raise DamagedFile(f"is truncated: {size} bytes, but its header describes {size - data_bytes + expected}")
     if data_bytes > expected:
@@ -68,7 +68,7 @@ def _check(header: Any, *, data_bytes: int, size: int) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _entry(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+def _entry(name: str, entry: Any, data_at: int) -> TensorInfo:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
         start, end = (int(offset) for offset in entry["data_offsets"])
@@ -76,4 +76,4 @@ def _entry(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
         raise DamagedFile(f"is corrupt: the header entry of tensor {name} is malformed") from error
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise DamagedFile(f"is corrupt: tensor {name} of {dtype} {list(shape)} has {end - start} bytes")
-    return TensorInfo(dtype=dtype, shape=shape), (start, end)
+    return TensorInfo(dtype=dtype, shape=shape, begin=data_at + start, end=data_at + end)

@@ -1,0 +1,39 @@
+"""A replica refuses what its ranks would refuse, by name, before it starts any of them or imports SGLang."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.host import SglangProcesses
+from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
+from tests.unit.launcher.model_folder import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("entries", "rollout", "named"),
+    [
+        ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized"),
+        ({"intermediate_size": 13}, {"tensor_parallel": 2}, "FFN size = 13"),
+    ],
+)
+def test_a_model_that_ranks_would_refuse_starts_none(
+    entries: dict[str, Any], rollout: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | entries))
+    config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "rollout": rollout})
+
+    async def start() -> None:
+        processes = SglangProcesses(config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1")
+        try:
+            await processes.start()
+        finally:
+            await processes.shutdown()
+
+    with pytest.raises(ConfigError, match=named):
+        asyncio.run(start())

@@ -1,0 +1,144 @@
+"""Reads config.json entry by entry, and refuses by name what our engines would compute otherwise than transformers.
+
+Transformers 5 decides what a config.json means. What Megatron or SGLang cannot compute so is refused here, in the one
+place that checks, planner, trainer and rollouts all read a model through: a switch that is ignored is another model.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from servicekit.errors import ConfigError
+
+# Beyond any model, and small enough that no product of two of them overflows.
+_LARGEST = 2**30
+_SLIDING = "sliding_attention"
+# Qwen's own defaults (transformers' Qwen2Config)
+_WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
+
+
+class UnsupportedModel(ConfigError):
+    """A config.json that is understood and cannot be trained. `problem` and `advice` are the message's two halves."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(f"config.json: {problem}; {advice}")
+        self.problem, self.advice = problem, advice
+
+
+class UntiedHead(UnsupportedModel):
+    """A tied model whose file holds another output layer: transformers would compute with it, SGLang without it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight",
+            "set it to false, or remove the tensor from the file",
+        )
+
+
+def whole(config: Mapping[str, Any], key: str, *, least: int = 1, default: int | None = None) -> int:
+    """A size. Raises: KeyError: it is missing and has no default; ConfigError: it is no such number, with its value."""
+    value = config[key] if default is None else config.get(key, default)
+    if not is_whole(value) or not least <= value <= _LARGEST:
+        raise ConfigError(f"config.json: {key} is {value!r}, not a whole number from {least} to {_LARGEST}")
+    return int(value)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether JSON wrote it as a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def entries(config: Mapping[str, Any], key: str) -> list[Any]:
+    """A list; a missing or null one is empty. Raises: ConfigError: it is something else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise ConfigError(f"config.json: {key} is {value!r}, not a list")
+    return value or []
+
+
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A real number. Raises: ConfigError: it is not above 0, or not finite, with its value."""
+    value = config.get(key)
+    number = default if value is None else math.nan
+    if is_whole(value):
+        number = float(min(value, _LARGEST**2))  # a longer one has no float
+    elif isinstance(value, float):
+        number = value
+    if not 0 < number < math.inf:
+        raise ConfigError(f"config.json: {key} is {value!r}, not a number above 0")
+    return number
+
+
+def check_computation(config: Mapping[str, Any], *, qkv_bias: bool) -> None:
+    """Everything but rotary embeddings and experts. qkv_bias: the family's projections have biases.
+
+    Raises: UnsupportedModel: by the entry's name and value.
+    """
+    _check_quantization(config.get("quantization_config"))
+    _check_activation(config.get("hidden_act", "silu"))
+    for switch in ("attention_bias", "mlp_bias"):
+        if not qkv_bias and config.get(switch):
+            raise UnsupportedModel(
+                f"{switch}: true is not supported in a {config['model_type']} model (output layers have biases, too)",
+                "use a model without these biases",
+            )
+    _check_windows(config)
+
+
+def _check_quantization(settings: Any) -> None:
+    if not settings:
+        return
+    kind = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    raise UnsupportedModel(
+        f"quantization_config says that the weights are quantized ({kind or settings})",
+        "use the model's unquantized checkpoint (bfloat16, float16 or float32)",
+    )
+
+
+def _check_activation(name: Any) -> None:
+    if name == "silu":
+        return
+    same = name == "swish"
+    raise UnsupportedModel(
+        f"hidden_act {name!r} is not supported, only 'silu' is",
+        "write 'silu', which is the same function" if same else "use a model whose MLPs are SwiGLU",
+    )
+
+
+def _check_windows(config: Mapping[str, Any]) -> None:
+    """Sliding windows, as transformers finds them; a window that no sequence outgrows slides nowhere."""
+    types = entries(config, "layer_types")
+    listed = [layer for layer, kind in enumerate(types) if kind == _SLIDING]
+    other = sorted({str(kind) for kind in types} - {_SLIDING, "full_attention"})
+    if other:
+        raise UnsupportedModel(f"layer_types has {other[0]!r}", "use a model whose layers all have full attention")
+    if not config.get("use_sliding_window"):
+        if listed:
+            raise UnsupportedModel(
+                f"layer_types says that layer {listed[0]} has {_SLIDING}, but use_sliding_window is not true",
+                "write full_attention, or use a model without sliding windows",
+            )
+        return
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return
+    window = whole(config, "sliding_window", default=_WINDOW)
+    if window >= whole(config, "max_position_embeddings"):
+        return
+    if sliding := _sliding_layers(config, listed):
+        raise UnsupportedModel(
+            f"use_sliding_window: true is not supported (sliding_window {window}, from layer {sliding[0]} on)",
+            "use a model whose layers all have full attention; sequences that the window holds train the same with "
+            "use_sliding_window: false",
+        )
+
+
+def _sliding_layers(config: Mapping[str, Any], listed: list[int]) -> list[int]:
+    layers = range(whole(config, "num_hidden_layers"))
+    if config["model_type"] == "llama":
+        return []  # LlamaConfig has no windows
+    if config["model_type"] == "qwen3_moe":
+        return list(layers)  # no layer is exempt
+    if config.get("layer_types"):
+        return listed
+    first = whole(config, "max_window_layers", least=0, default=_FIRST_SLIDING_LAYER)
+    return [layer for layer in layers if layer >= first]
