@@ -112,7 +112,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         try:
             return await _run_or_stop(app, stop)
         finally:
-            reward.close()
+            await reward.close()
             events.close()
             await server.drain(_DRAIN_S)
             await asyncio.to_thread(registry.close)

@@ -115,6 +115,12 @@ DISPATCH_JOINERS = Counter(
     "tandem_dispatch_joiners_total", "Replicas that came, were seeded and got work while groups were being generated."
 )
 REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.")
+REWARD_TIMEOUTS = Counter(
+    "tandem_reward_timeouts_total", "Completions that scored 0 because scoring took longer than reward.timeout_s."
+)
+UNREADABLE_ANSWERS = Counter(
+    "tandem_unreadable_answers_total", "Completions that scored 0 because their reference answer cannot be read."
+)
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
 # Row field of metrics.jsonl to its gauge.
@@ -149,7 +155,16 @@ for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
 for _outcome in Outcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
-for _kind in ("logprob_difference", "nothing_to_train", "reward_error", "generate_retry", "replicas", "kubernetes"):
+for _kind in (
+    "logprob_difference",
+    "nothing_to_train",
+    "reward_error",
+    "reward_timeout",
+    "unreadable_answer",
+    "generate_retry",
+    "replicas",
+    "kubernetes",
+):
     WARNINGS.labels(kind=_kind)
 
 

@@ -91,6 +91,8 @@ def build_row(record: IterationRecord, heldout_accuracy: float | None, timing: T
         "truncated_ratio": sum(completion.truncated for completion in completions) / len(completions),
         "dropped_groups": int(record.dropped_P.sum()),
         "reward_errors": record.scored.num_errors,
+        "reward_timeouts": record.scored.num_timeouts,
+        "unreadable_answers": record.scored.num_unreadable,
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
         "generated_tokens": num_tokens,

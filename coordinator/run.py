@@ -17,6 +17,7 @@ from coordinator.control import RunControl
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
 from coordinator.loop import GrpoLoop
+from coordinator.remarks import remarks
 from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
 from coordinator.state import STATE_FILE, RunState
 from coordinator.stopwatch import Stopwatch
@@ -58,6 +59,8 @@ class Run:
     resumed: bool = False
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
+    # Rows of data.train whose answers have been complained about.
+    _remarked_rows: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -141,7 +144,8 @@ class Run:
         start_s = time.perf_counter()
         row = build_row(record, accuracy, timing)
         self._advance(record, row)
-        self._warn_about(record, row)
+        for kind, message in remarks(record, self.logprob_diff_limit, self._remarked_rows):
+            self._warn(kind, message)
         self._rows.append(row)
         self._save_state("running")
         if checkpoint:
@@ -169,6 +173,8 @@ class Run:
         totals.dropped_groups += dropped
         totals.skipped_steps += record.step is None
         totals.reward_errors += record.scored.num_errors
+        totals.reward_timeouts += record.scored.num_timeouts
+        totals.unreadable_answers += record.scored.num_unreadable
         totals.retried_calls += record.generation.retried_calls
         difference = row["logprob_abs_diff_max"]
         if difference is not None:
@@ -181,25 +187,9 @@ class Run:
         metrics.TRAINED_SAMPLES.inc(trained)
         metrics.DROPPED_GROUPS.inc(dropped)
         metrics.REWARD_ERRORS.inc(record.scored.num_errors)
+        metrics.REWARD_TIMEOUTS.inc(record.scored.num_timeouts)
+        metrics.UNREADABLE_ANSWERS.inc(record.scored.num_unreadable)
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
-
-    def _warn_about(self, record: IterationRecord, row: Row) -> None:
-        difference = row["logprob_abs_diff_max"]
-        if difference is not None and difference > self.logprob_diff_limit:
-            self._warn(
-                "logprob_difference",
-                f"iteration {record.iteration}: trainer and engine log-probs differ by {difference:.3g}, more than "
-                f"grpo.logprob_diff_limit = {self.logprob_diff_limit:g}",
-            )
-        if record.step is None:
-            self._warn("nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step")
-        if record.scored.num_errors:
-            error = record.scored.first_error
-            self._warn("reward_error", f"scoring failed for {record.scored.num_errors} completions; first: {error}")
-        if record.generation.retried_calls:
-            self._warn(
-                "generate_retry", f"{record.generation.retried_calls} generate calls failed and were made up for"
-            )
 
     async def _evaluate(self, iteration: int, policy_version: int) -> float | None:
         if self.evaluator is None:

@@ -1,12 +1,13 @@
 """Step 4: groups to rewards. Decodes completions, scores them, and keeps the budget of failed scores."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.rewards.base import Reward, ScoredText
+from coordinator.rewards.base import Reward, ScoredText, Scores
+from coordinator.rewards.work import MAX_LATE_SHARE
 from coordinator.samples import Group
 from coordinator.tokenizer import TextCodec
 from servicekit.errors import Internal
@@ -14,6 +15,8 @@ from servicekit.errors import Internal
 # Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
 # not end a run, a reward that is broken must not train on zeros.
 MAX_ERROR_SHARE = 0.05
+# Likewise of those that take longer than reward.timeout_s: a policy may well write a few of them.
+MAX_TIMEOUT_SHARE = MAX_LATE_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +27,13 @@ class Scored:
     rewards_PG: NDArray[np.float64]
     # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
-    num_errors: int
-    first_error: str
+    num_errors: int = 0
+    first_error: str = ""
+    num_timeouts: int = 0
+    # Completions whose prompt's answer cannot be read, so that none of them could score.
+    num_unreadable: int = 0
+    # Those answers: row of the data file -> why.
+    unreadable_rows: Mapping[int, str] = field(default_factory=dict)
 
 
 class Scorer:
@@ -39,9 +47,10 @@ class Scorer:
     async def score(self, groups: Sequence[Group]) -> Scored:
         """[P, G] rewards of P groups of G completions each.
 
-        Raises: Internal: scoring failed for more than 5 % of the samples.
+        Raises: Internal: scoring failed for more than 5 % of the samples, or took too long for more than 25 %.
         """
         texts = self._codec.decode(c.token_ids for group in groups for c in group.completions)
+        owners = [group.prompt.row for group in groups for _ in group.completions]
         answers = [(group.prompt.answer, c.truncated) for group in groups for c in group.completions]
         scores = await self._reward.score(
             [
@@ -49,19 +58,28 @@ class Scorer:
                 for text, (answer, truncated) in zip(texts, answers, strict=True)
             ]
         )
-        if scores.num_errors > MAX_ERROR_SHARE * len(texts):
-            raise Internal(
-                f"scoring failed for {scores.num_errors} of {len(texts)} completions, more than {MAX_ERROR_SHARE:.0%}; "
-                f"first failure: {scores.first_error}"
-            )
+        _check_budget(scores, len(texts))
         values = np.array(scores.values, dtype=np.float64)
         return Scored(
             rewards_PG=self._weight * values.reshape(len(groups), -1),
             accuracy=float(values.mean()),
             num_errors=scores.num_errors,
             first_error=scores.first_error,
+            num_timeouts=scores.num_timeouts,
+            num_unreadable=len(scores.unreadable),
+            unreadable_rows={owners[place]: why for place, why in scores.unreadable.items()},
         )
 
-    def close(self) -> None:
-        """Release the reward's processes."""
-        self._reward.close()
+
+def _check_budget(scores: Scores, total: int) -> None:
+    if scores.num_errors > MAX_ERROR_SHARE * total:
+        raise Internal(
+            f"scoring failed for {scores.num_errors} of {total} completions, more than {MAX_ERROR_SHARE:.0%}; "
+            f"first failure: {scores.first_error}"
+        )
+    if scores.num_timeouts > MAX_TIMEOUT_SHARE * total:
+        raise Internal(
+            f"scoring took longer than reward.timeout_s for {scores.num_timeouts} of {total} completions (the rest was "
+            f"not tried), more than {MAX_TIMEOUT_SHARE:.0%}: simplify reward.pattern (quantifiers within quantifiers "
+            "take exponential time), or raise reward.timeout_s and reward.workers"
+        )

@@ -23,6 +23,8 @@ class Totals(BaseModel):
     dropped_groups: int = 0
     skipped_steps: int = 0
     reward_errors: int = 0
+    reward_timeouts: int = 0
+    unreadable_answers: int = 0
     retried_calls: int = 0
     warnings: int = 0
     # Largest |log pi_trainer - log pi_engine| of any token; None before the first step.

@@ -55,6 +55,8 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "dropped_groups": totals.dropped_groups,
             "skipped_steps": totals.skipped_steps,
             "reward_errors": totals.reward_errors,
+            "reward_timeouts": totals.reward_timeouts,
+            "unreadable_answers": totals.unreadable_answers,
             "retried_calls": totals.retried_calls,
             "warnings": totals.warnings,
         },

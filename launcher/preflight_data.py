@@ -3,10 +3,10 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 from coordinator.rows import Row, read_rows
 from coordinator.tokenizer import TextCodec
+from launcher.preflight_answers import check_answers
 from launcher.preflight_lengths import check_lengths, check_limits
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -21,6 +21,7 @@ def check_data(
 ) -> list[ConfigProblem]:
     """Problems of the rows; with a tokenizer also of their lengths, with a model also of its limits."""
     problems: list[ConfigProblem] = []
+    reward_problems = list(_check_reward(config.reward.kind)) if usable("reward.kind") else []
     longest = 0
     for part in ("train", "heldout"):
         path = config.data.train if part == "train" else config.data.heldout
@@ -28,6 +29,12 @@ def check_data(
             continue
         rows, found = _check_rows(config, f"data.{part}", path)
         problems += found
+        if (
+            config.reward.kind == "math_verify"
+            and not reward_problems
+            and usable("reward.kind", "reward.workers", "reward.timeout_s")
+        ):
+            problems += check_answers(config, path, rows, key=f"data.{part}")
         if part == "train" and rows and usable("grpo.prompts_per_iteration"):
             problems += _check_enough(config, len(rows))
         if codec is not None and usable("data.max_prompt_tokens", "data.overlong_prompts"):
@@ -36,9 +43,7 @@ def check_data(
             problems += found
     if usable("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length"):
         problems += check_limits(config, spec, longest)
-    if usable("reward.kind"):
-        problems += _check_reward(config.reward.kind)
-    return problems
+    return problems + reward_problems
 
 
 def _check_rows(config: RunConfig, key: str, path: Path) -> tuple[list[Row], list[ConfigProblem]]:
@@ -70,7 +75,7 @@ def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
         )
 
 
-def _check_reward(kind: Literal["exact_match", "regex", "math_verify"]) -> Iterator[ConfigProblem]:
+def _check_reward(kind: str) -> Iterator[ConfigProblem]:
     if kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
         yield ConfigProblem(
             key="reward.kind",

@@ -98,10 +98,27 @@ class RewardSection(Section):
         "exact_match", description="Registered reward function."
     )
     require_stop: bool = Field(
-        True, description="exact_match: 0 for a completion that was cut off by the length limit."
+        True, description="0 for a completion that was cut off by the length limit, whatever it says."
     )
     pattern: str | None = Field(
         None, description="regex: pattern searched in the completion; with a group, group 1 must equal the answer."
+    )
+    find_answer: Literal["anywhere", "anchored"] = Field(
+        "anywhere",
+        description=(
+            "math_verify: where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after "
+            "the word answer; anywhere: else the last expression or number of the text."
+        ),
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        3.0,
+        description=(
+            "regex, math_verify: CPU seconds for scoring one completion; one that takes longer scores 0 and is counted "
+            "(reward_timeouts)."
+        ),
+    )
+    workers: Annotated[int, Field(gt=0, le=1024)] = Field(
+        2, description="regex, math_verify: processes of the coordinator that score."
     )
     weight: float = Field(1.0, description="Factor on the score.")
 

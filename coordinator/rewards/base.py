@@ -1,7 +1,7 @@
 """What a reward is: texts with reference answers in, scores out."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -18,33 +18,49 @@ class ScoredText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """[S] scores, and how many of them are 0 only because scoring failed."""
+    """[S] scores, and which of them are 0 for another reason than a wrong completion."""
 
     values: list[float]
+    # Scoring failed.
     num_errors: int = 0
-    # The first failure, for the message that ends the run when the budget is spent.
+    # The first failure, for the message that ends the run when the budget is spent; quotes no completion.
     first_error: str = ""
+    # Scoring took longer than reward.timeout_s.
+    num_timeouts: int = 0
+    # Items whose *answer* cannot be read, so that no completion could score: item -> why.
+    unreadable: dict[int, str] = field(default_factory=dict)
 
 
 class Reward(Protocol):
     """Scores completions; does not block the event loop for longer than a few milliseconds."""
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """[S] scores, 1.0 for a right answer; a failure to score counts as 0.0 and in `num_errors`."""
+        """[S] scores, 1.0 for a right answer; what could not be scored is 0.0 and counted."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Releases processes; idempotent."""
 
 
-def score_each(function: Callable[[ScoredText], float], items: Sequence[ScoredText]) -> Scores:
-    """Apply a cheap scoring function to every item; an exception scores 0 and is counted."""
-    values: list[float] = []
-    num_errors, first_error = 0, ""
-    for item in items:
-        try:
-            values.append(function(item))
-        except Exception as error:  # the boundary of one item: counted here, budgeted by the caller
-            num_errors += 1
-            first_error = first_error or f"{type(error).__name__}: {error}"
-            values.append(0.0)
-    return Scores(values=values, num_errors=num_errors, first_error=first_error)
+class StoppedOnly:
+    """`reward.require_stop`: 0.0 for completions that were cut off by the length limit, whatever they say.
+
+    Args:
+        reward: scores the others.
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        """[S] scores."""
+        whole = [place for place, item in enumerate(items) if not item.truncated]
+        scores = await self._reward.score([items[place] for place in whole])
+        values = [0.0] * len(items)
+        for place, value in zip(whole, scores.values, strict=True):
+            values[place] = value
+        unreadable = {whole[place]: why for place, why in scores.unreadable.items()}
+        return replace(scores, values=values, unreadable=unreadable)
+
+    async def close(self) -> None:
+        """Close the reward."""
+        await self._reward.close()

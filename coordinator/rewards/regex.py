@@ -1,41 +1,38 @@
 """Reward 1 when a pattern is found in the completion and, if it has a group, group 1 is the answer."""
 
-import re
 from collections.abc import Sequence
 
-from coordinator.rewards.base import ScoredText, Scores, score_each
+from coordinator.rewards.base import ScoredText, Scores
+from coordinator.rewards.patterns import compiled
+from coordinator.rewards.tasks import REGEX
+from coordinator.rewards.work import score_with
+from coordinator.rewards.workers import Workers
 
 
 class RegexMatch:
     """1.0 if `pattern` is found and its group 1 (when it has groups) equals the answer, else 0.0.
 
-    The *last* match counts: a completion that reasons before it answers ends with its answer.
+    The *last* match counts: a completion that reasons before it answers ends with its answer. Patterns with nested
+    quantifiers can take exponential time, and Python's `re` holds the interpreter meanwhile: workers do the search.
 
     Args:
         pattern: a Python regular expression, searched from left to right.
+        num_workers: processes that search.
+        timeout_s: CPU seconds that one completion may take; it scores 0 then and is counted.
     Raises: ValueError: the pattern does not compile.
     """
 
-    def __init__(self, *, pattern: str) -> None:
+    def __init__(self, *, pattern: str, num_workers: int = 2, timeout_s: float = 3.0) -> None:
         try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"reward.pattern {pattern!r} is not a regular expression: {error}") from error
+            compiled(pattern)
+        except ValueError as error:
+            raise ValueError(f"reward.pattern {pattern!r} {error}") from error
+        self._workers = Workers(REGEX, {"pattern": pattern}, count=num_workers, timeout_s=timeout_s)
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """[S] scores of 0.0 or 1.0."""
-        return score_each(self._score_one, items)
+        return await score_with(self._workers, items)
 
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _score_one(self, item: ScoredText) -> float:
-        last = None
-        for match in self._pattern.finditer(item.completion):
-            last = match
-        if last is None:
-            return 0.0
-        if self._pattern.groups == 0:
-            return 1.0
-        found = last.group(1)
-        return float(found is not None and found.strip() == item.answer.strip())
+    async def close(self) -> None:
+        """End the worker processes, busy ones too."""
+        await self._workers.close()

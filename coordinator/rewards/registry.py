@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coordinator.rewards.base import Reward
+from coordinator.rewards.base import Reward, StoppedOnly
 from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.math_verify import MathVerify
 from coordinator.rewards.regex import RegexMatch
@@ -10,17 +10,17 @@ from tandem_config.schema import RewardSection
 
 
 def _exact_match(section: RewardSection) -> Reward:
-    return ExactMatch(require_stop=section.require_stop)
+    return ExactMatch()
 
 
 def _regex(section: RewardSection) -> Reward:
     if section.pattern is None:
         raise ValueError("reward.kind is 'regex', but reward.pattern is not set: give it a regular expression")
-    return RegexMatch(pattern=section.pattern)
+    return RegexMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
 
 
 def _math_verify(section: RewardSection) -> Reward:
-    return MathVerify()
+    return MathVerify(find=section.find_answer, num_workers=section.workers, timeout_s=section.timeout_s)
 
 
 REWARDS: dict[str, Callable[[RewardSection], Reward]] = {
@@ -37,4 +37,5 @@ def build_reward(section: RewardSection) -> Reward:
     """
     if section.kind not in REWARDS:
         raise ValueError(f"reward.kind {section.kind!r} is unknown; known are {', '.join(REWARDS)}")
-    return REWARDS[section.kind](section)
+    reward = REWARDS[section.kind](section)
+    return StoppedOnly(reward) if section.require_stop else reward

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Callable
 from types import FrameType
 
-_PR_SET_PDEATHSIG = 1
+from servicekit.children import die_with_parent
+
 SERVICE_PID = "TANDEM_SERVICE_PID"
 
 
@@ -18,10 +18,8 @@ def bind_to_service() -> None:
     SGLang asks for the parent-death signal too, but only after seconds of imports; a service killed before that
     would leave ranks that nobody ends.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     service = os.environ.get(SERVICE_PID)
-    if service is not None and os.getppid() != int(service):
-        os._exit(1)  # the service died before the line above
+    die_with_parent(os.getppid() if service is None else int(service))
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
 

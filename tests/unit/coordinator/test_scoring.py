@@ -14,15 +14,21 @@ from tests.fakes.tiny_task import EOS, encode, write_model
 
 
 class Failing:
-    """Fails for the first `count` items."""
+    """Fails for the first `count` items, is late for `late`, and cannot read the answer of the second."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, late: int = 0) -> None:
+        self.count, self.late = count, late
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        return Scores(values=[0.0] * len(items), num_errors=self.count, first_error="KeyError: 'x'")
+        return Scores(
+            values=[0.0] * len(items),
+            num_errors=self.count,
+            first_error="KeyError: 'x'",
+            num_timeouts=self.late,
+            unreadable={1: "is empty"},
+        )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
 
@@ -49,7 +55,7 @@ def scorer(codec: TextCodec, reward: Reward, weight: float = 1.0) -> Scorer:
 
 async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> None:
     groups = [group("12", "12", "13", "12"), group("7", "8", "7", "70")]
-    scored = await scorer(codec, ExactMatch(require_stop=True), weight=2.0).score(groups)
+    scored = await scorer(codec, ExactMatch(), weight=2.0).score(groups)
     assert scored.rewards_PG.tolist() == [[2.0, 0.0, 2.0], [0.0, 2.0, 0.0]]
     assert scored.accuracy == 0.5
 
@@ -59,3 +65,11 @@ async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:
     assert (await scorer(codec, Failing(5)).score(groups)).num_errors == 5
     with pytest.raises(Internal, match=r"scoring failed for 6 of 100 completions, more than 5%; .* KeyError: 'x'"):
         await scorer(codec, Failing(6)).score(groups)
+
+
+async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
+    groups = [group("1", *["1"] * 20) for _ in range(5)]
+    scored = await scorer(codec, Failing(0, late=25)).score(groups)
+    assert (scored.num_timeouts, scored.num_unreadable, scored.unreadable_rows) == (25, 1, {1: "is empty"})
+    with pytest.raises(Internal, match=r"longer than reward.timeout_s for 26 of 100 completions"):
+        await scorer(codec, Failing(0, late=26)).score(groups)

@@ -318,3 +318,28 @@ def test_a_redis_that_refuses_the_password_is_named(tmp_path: Path, redis_proces
     assert problem.key == "REDIS_URL"
     assert "wants a password" in problem.message
     assert check(write_config(tmp_path), redis_url=server.url) == []
+
+
+def with_answers(tmp_path: Path, answers: list[str]) -> list[ConfigProblem]:
+    rows = [json.dumps({"prompt": "12+34=", "answer": answer}) for answer in answers]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return check(write_config(tmp_path), "reward.kind=math_verify", "reward.workers=1", "data.heldout=null")
+
+
+def test_answers_that_math_verify_cannot_read_are_named(tmp_path: Path) -> None:
+    good = [r"3\sqrt{13}", "(-2, 7]", "so 9.\n#### 1,234", r"\boxed{4}"] * 20
+    found = [
+        each
+        for each in with_answers(tmp_path, [*good, " ", "18 dollars", "18 dollars", "x ####"])
+        if "answer" in each.message
+    ]
+    assert [(each.severity, each.value.rpartition(":")[2]) for each in found] == [("warning", "81"), ("warning", "82")]
+    empty, doubtful = (each.message for each in found)
+    assert empty == "the answer ' ' is empty: no completion can score there; 2 rows in all, also 84"
+    assert doubtful.startswith("the answer '18 dollars' holds the word 'dollars'")
+    assert "2 rows in all, also 83" in doubtful
+
+
+def test_a_column_without_any_answer_is_refused(tmp_path: Path) -> None:
+    (found,) = [each for each in with_answers(tmp_path, ["", "  "] * 40) if "answer" in each.message]
+    assert (found.severity, found.suggestion) == ("error", "correct data.answer_key or the rows")

@@ -1,0 +1,31 @@
+"""In a worker: the last match of a pattern, compared with an answer. `re` can take exponential time."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern. Raises: ValueError: it is not a regular expression that Python can use."""
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is not a regular expression: {error}") from error
+
+
+def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
+    """1.0 if the pattern is found and its group 1 (when it has groups) is the answer; the *last* match counts."""
+    wanted = compiled(pattern)
+
+    def score(job: dict[str, Any]) -> float:
+        last = None
+        for match in wanted.finditer(job["completion"]):
+            last = match
+        if last is None:
+            return 0.0
+        if wanted.groups == 0:
+            return 1.0
+        found = last.group(1)
+        return float(found is not None and found.strip() == job["answer"].strip())
+
+    return score

@@ -1,0 +1,18 @@
+"""A child process that must not outlive the process that started it. Linux; standard library only."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """In a child, first of all: the kernel kills it when the *thread* that started it ends.
+
+    Args:
+        parent: pid of the process that started it; if that one is gone already, this process ends here.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the line above
