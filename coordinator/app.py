@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
     from coordinator.fleet.kubernetes.returns import TrainerGuard
 
-WEIGHTS_FOLDER = "weights"
 # Long enough for watchers to read the last events, short enough not to be waited for.
 _DRAIN_S = 2.0
 # A trainer that is lost this often without an iteration in between will not be better next time.
@@ -347,7 +346,7 @@ def _weights(app: App, services: Services, group: Group, lead: Lead) -> WeightSy
         rejoin_timeout_s=config.rollout.rejoin_timeout_s,
         observed=app.observed,
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
-        disk_folder=str(config.sync.disk_folder or (app.environment.run_dir / WEIGHTS_FOLDER).absolute()),
+        disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
     )
 
 

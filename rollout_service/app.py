@@ -58,6 +58,7 @@ def make_sglang_engine(
         redis_url=environment.redis_url,
         group=f"tandem:{environment.run_id}",
         host=environment.advertise_host,
+        run_dir=environment.run_dir,
         on_terminate=stop.set,
         share=share,
     )

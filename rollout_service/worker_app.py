@@ -51,6 +51,7 @@ def make_sglang_processes(
         redis_url=environment.redis_url,
         group=f"tandem:{environment.run_id}",
         host=environment.advertise_host,
+        run_dir=environment.run_dir,
     )
 
 

@@ -346,6 +346,10 @@ class SyncSection(Section):
         15.0, description="Seconds without a heartbeat after which a rank loses its slot."
     )
 
+    def published_folder(self, run_dir: Path) -> Path:
+        """Where transport disk writes; the same for every process of a run."""
+        return (self.disk_folder or run_dir / "weights").absolute()
+
 
 class FleetSection(Section):
     """Who the rollout replicas are, and what the coordinator may do about them."""

@@ -1,7 +1,9 @@
 """A fleet for tests of weight sync: real SyncMembers over real Redis and gloo, with plain tensor stores, in threads."""
 
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -45,7 +47,13 @@ class Fleet:
         self._sizes[slot] = parallel
         self.stores[slot] = tensors
         self.members[slot] = SyncMember(
-            spec=self.spec, slot=slot, parallel=parallel, tensors=tensors, redis_url=self.redis_url, group=GROUP
+            spec=self.spec,
+            slot=slot,
+            parallel=parallel,
+            tensors=tensors,
+            redis_url=self.redis_url,
+            group=GROUP,
+            disk_folder=Path(tempfile.gettempdir()),
         )
         self.members[slot].start()
 

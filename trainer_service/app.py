@@ -66,7 +66,8 @@ class _RankZero:
         )
         grpo = self._settings.config.grpo
         commander = Commander()
-        servicer = TrainerServicer(commander, max_samples=grpo.prompts_per_iteration * grpo.group_size)
+        max_samples = grpo.prompts_per_iteration * grpo.group_size
+        servicer = TrainerServicer(commander, max_samples=max_samples, run_dir=self._environment.run_dir)
 
         def on_stop(why: str) -> None:
             log.info("stop requested by a rank", why=why)

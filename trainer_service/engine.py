@@ -50,6 +50,9 @@ class TrainerEngine(Protocol):
     def save(self, folder: Path) -> int:
         """Everything that a restart needs, atomically. Returns: bytes written by all ranks."""
 
+    def check_checkpoint(self, folder: Path) -> None:
+        """Changes nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""
+
     def load_checkpoint(self, folder: Path) -> None:
         """Raises: ConfigError: the folder is from another model or another parallel layout."""
 

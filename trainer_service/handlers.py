@@ -28,6 +28,7 @@ class CommandHandlers:
             Command.SAVE: self.save,
             Command.EXPORT: self.export,
             Command.RESTORE: self.restore,
+            Command.CHECK_CHECKPOINT: self.check_checkpoint,
         }
 
     def train_step(self, parts: Sequence[bytes]) -> bytes:
@@ -65,6 +66,13 @@ class CommandHandlers:
         """parts: ExportModelRequest."""
         size = self._engine.export(Path(pb.ExportModelRequest.FromString(parts[0]).path))
         return pb.ExportModelResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
+
+    def check_checkpoint(self, parts: Sequence[bytes]) -> bytes:
+        """parts: RestorePolicyRequest. Raises: ConfigError: restoring it would fail; nothing has changed."""
+        path = pb.RestorePolicyRequest.FromString(parts[0]).path
+        if path:
+            self._engine.check_checkpoint(Path(path))
+        return b""
 
     def restore(self, parts: Sequence[bytes]) -> bytes:
         """parts: RestorePolicyRequest. Raises: RuntimeError, which ends the trainer: half a policy is none."""

@@ -40,6 +40,7 @@ class Command(IntEnum):
     SAVE = 5
     EXPORT = 6
     RESTORE = 7
+    CHECK_CHECKPOINT = 8
 
 
 # (parts of the request, serialised) -> serialised reply

@@ -4,6 +4,7 @@ Nothing that can be wrong with a request reaches a collective: a refused request
 """
 
 import asyncio
+import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError
 from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
+from servicekit.run_paths import Written, inside, replaceable
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
@@ -25,20 +27,24 @@ from trainer_service.engine import TrainerEngine
 from trainer_service.handlers import check_version
 from trainer_service.ranks import Command, Commander
 from trainer_service.receive import ReceivedStep, receive_batches, receive_header
+from weightsync.hf_files import EXPORT_MARK
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
 PUBLISH_MARGIN_S = 5.0
+CHECKPOINT = Written(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
+EXPORT = Written(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Until `serve_engine` is called every RPC is refused with NOT_READY."""
+    """Until `serve_engine` is called every RPC is refused with NOT_READY. run_dir: where requests may write."""
 
-    def __init__(self, commander: Commander, *, max_samples: int) -> None:
+    def __init__(self, commander: Commander, *, max_samples: int, run_dir: Path) -> None:
         self._commander = commander
+        self._run_dir = run_dir
         self._max_samples = max_samples
         self._engine: TrainerEngine | None = None
         self._fence = FenceGuard()
@@ -135,7 +141,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         """Weights, optimizer and random states."""
         self._ready  # noqa: B018
-        _check_folder(request.path)
+        await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", CHECKPOINT)
         self._fence.admit(request.fence)
         with metrics.CHECKPOINT_SECONDS.time():
             replies = await self._command(Command.SAVE, request.SerializeToString())
@@ -146,7 +152,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """A Hugging Face folder."""
         self._ready  # noqa: B018
-        _check_folder(request.path)
+        await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", EXPORT)
         self._fence.admit(request.fence)
         replies = await self._command(Command.EXPORT, request.SerializeToString())
         response = pb.ExportModelResponse.FromString(replies[0])
@@ -159,7 +165,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.policy_version < own:
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
-            _check_folder(request.path)
+            await asyncio.to_thread(inside, request.path, self._run_dir, "path")
+        # Every rank looks before any of them touches a weight: half a policy is none.
+        await self._command(Command.CHECK_CHECKPOINT, request.SerializeToString())
         self._fence.admit(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])
@@ -190,15 +198,3 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 def _check_step(step: ReceivedStep, engine: TrainerEngine) -> None:
     samples = merge(step.micro_batches, engine.limits)
     check_updates(samples, step.header.num_updates, step.header.num_samples)
-
-
-def _check_folder(path: str) -> None:
-    """Raises: InvalidRequest: the path is relative, or a file is in the way."""
-    folder = Path(path)
-    if not folder.is_absolute():
-        raise InvalidRequest(f"path {path!r} is not absolute; trainer and caller have different working directories")
-    for each in (folder, *folder.parents):
-        if each.exists():
-            if not each.is_dir():
-                raise InvalidRequest(f"path {path!r}: {each} is a file")
-            break

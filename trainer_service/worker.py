@@ -149,6 +149,7 @@ class Worker:
             group=f"tandem:{environment.run_id}",
             host=environment.advertise_host,
             lease_ttl_s=self._settings.config.sync.lease_ttl_s,
+            disk_folder=self._settings.config.sync.published_folder(environment.run_dir),
         )
 
 

@@ -30,6 +30,8 @@ from weightsync.safetensors_header import TRAINABLE
 from weightsync.transports.packing import Packer
 
 GATHER_ELEMENTS = 2**24
+# Says that a folder is ours, and may be replaced by the next export.
+EXPORT_MARK = "tandem_export.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
@@ -177,6 +179,7 @@ def _copy_template(template: Path, scratch: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (scratch / EXPORT_MARK).write_text(json.dumps({"template": str(template)}) + "\n", encoding="utf-8")
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], scratch: Path) -> int:

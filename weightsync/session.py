@@ -24,9 +24,10 @@ from pathlib import Path
 
 import torch
 
-from servicekit.errors import Aborted, ConfigError, DigestMismatch, NotReady, PhaseOrder, TandemError
+from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidRequest, NotReady, PhaseOrder, TandemError
 from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
+from servicekit.run_paths import inside
 from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
@@ -73,6 +74,7 @@ class SyncMember:
             not aliases of them.
         group: rendezvous group in Redis.
         host: address that the other ranks reach this process at.
+        disk_folder: where the transport disk may write and read; None: nowhere.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class SyncMember:
         group: str,
         host: str = "127.0.0.1",
         lease_ttl_s: float = 15.0,
+        disk_folder: Path | None = None,
     ) -> None:
         self._spec = spec
+        self._disk_folder = disk_folder
         self._slot = slot
         self._role, _, rank = slot.rpartition("/")
         self._rank = int(rank)
@@ -150,6 +154,7 @@ class SyncMember:
         with self._lock:
             self._fence.admit(fence or common_pb2.CoordinatorFence())
             self._require(_State.IDLE)
+            self._check_folder(str(folder))
             published = open_latest(folder, self._spec.fingerprint(), at_least)
             if round_id not in ("", published.round_id):
                 raise NotReady(f"{published.folder} was published by round {published.round_id}, not {round_id}")
@@ -337,6 +342,8 @@ class SyncMember:
         self._coverage.check(self._tensors)
         if self._is_receiver and round_.install_mode == pb.INSTALL_MODE_STAGED:
             self._spare.reserve(self._slot)
+        if round_.transport == pb.SYNC_TRANSPORT_DISK:
+            self._check_folder(round_.disk_folder)
         dtype = self._wire_dtype(round_)
         rollouts = tuple(participants.chains())
         plan = plan_round(
@@ -353,6 +360,12 @@ class SyncMember:
             wire_dtype=str(dtype).removeprefix("torch."),
             is_trainer=not self._is_receiver,
         )
+
+    def _check_folder(self, folder: str) -> None:
+        """Raises: InvalidRequest: it is not the run's folder of published weights."""
+        if self._disk_folder is None:
+            raise InvalidRequest(f"{self._slot}: no folder for the transport disk is set here, and {folder!r} is asked")
+        inside(folder, self._disk_folder, "disk_folder", or_itself=True)
 
     def _wire_dtype(self, round_: pb.Round) -> torch.dtype:
         """What a trainer rank sends; a receiver takes what it holds, and its card says so."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, Group, Sampling
@@ -28,11 +29,14 @@ class SglangEngine:
         redis_url: str,
         group: str,
         host: str,
+        run_dir: Path,
         on_terminate: Callable[[], None],
         share: Share | None = None,
     ) -> None:
         here = Share(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
-        self._processes = SglangProcesses(config, name, here, redis_url=redis_url, group=group, host=host)
+        self._processes = SglangProcesses(
+            config, name, here, redis_url=redis_url, group=group, host=host, run_dir=run_dir
+        )
         self.rank_addresses = self._processes.rank_addresses
         self._name = name
         self._on_terminate = on_terminate

@@ -31,12 +31,15 @@ LEAVE_S = 5.0
 
 
 class SglangProcesses:
-    """See EngineProcesses. `redis_url` and `group` are where the ranks take their slots, `host` where they are reached.
+    """See EngineProcesses. `redis_url` and `group` are where the ranks take their slots, `host` where they are reached,
+    `run_dir` what a folder of published weights is below, unless the configuration names another.
 
     engine: SGLang's, once started; arguments: those it was started with.
     """
 
-    def __init__(self, config: RunConfig, name: str, share: Share, *, redis_url: str, group: str, host: str) -> None:
+    def __init__(
+        self, config: RunConfig, name: str, share: Share, *, redis_url: str, group: str, host: str, run_dir: Path
+    ) -> None:
         self.engine: Any = None
         self.arguments: dict[str, Any] = {}
         self._config = config
@@ -51,6 +54,7 @@ class SglangProcesses:
             redis_url=redis_url,
             group=group,
             host=host,
+            disk_folder=str(config.sync.published_folder(run_dir)),
             lease_ttl_s=config.sync.lease_ttl_s,
         )
         self.rank_addresses = [self._receiver.address(rank) for rank in share.ranks]

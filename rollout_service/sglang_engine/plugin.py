@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from rollout_service.sglang_cpu.experts import leave_out_foreign_experts
@@ -70,6 +71,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         group=settings.group,
         host=settings.host,
         lease_ttl_s=settings.lease_ttl_s,
+        disk_folder=Path(settings.disk_folder),
     )
     member.start()
     server = start_sync_server(

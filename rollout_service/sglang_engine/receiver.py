@@ -26,6 +26,7 @@ class ReceiverSettings:
     redis_url: str
     group: str
     host: str
+    disk_folder: str  # of the transport disk
     lease_ttl_s: float
 
     @classmethod

@@ -40,7 +40,13 @@ async def engine(
         {"model": {"path": str(model)}, "data": {"train": "unused"}, "rollout": {"max_total_tokens": 20000}}
     )
     made = SglangEngine(
-        config, "rollout-0", redis_url=server.url, group="contract", host="127.0.0.1", on_terminate=lambda: None
+        config,
+        "rollout-0",
+        redis_url=server.url,
+        group="contract",
+        host="127.0.0.1",
+        run_dir=model.parent,
+        on_terminate=lambda: None,
     )
     try:
         await made.start()

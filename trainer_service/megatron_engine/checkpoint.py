@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -119,9 +119,22 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {META}") from None
-    if meta.get("format") != FORMAT:
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / META} cannot be read: {error}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ConfigError(f"{folder} has checkpoint format {meta.get('format')!r}; this trainer reads {FORMAT}")
     return meta
+
+
+def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What load() checks before it fills anything; arguments, result and errors are its."""
+    saved = read_meta(folder)
+    for key, value in meta.items():
+        if saved.get(key) != value:
+            raise ConfigError(f"checkpoint {folder} is of another {key}: it has {saved.get(key)}, the run has {value}")
+    for file in _files(tensors):
+        _check_file(folder / file.name, file.tensors)
+    return saved
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,10 +145,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -
     Returns: the checkpoint's own meta.
     Raises: ConfigError: another model, layout or dtype, or a shard that lacks tensors.
     """
-    saved = read_meta(folder)
-    for key, value in meta.items():
-        if saved.get(key) != value:
-            raise ConfigError(f"checkpoint {folder} is of another {key}: it has {saved.get(key)}, the run has {value}")
+    saved = check(folder, tensors, meta)
     for file in _files(tensors):
         states = _read(folder / file.name, file.tensors)
         if states:
@@ -143,15 +153,26 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -
     return saved
 
 
-def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fills the tensors; returns the file's random states."""
+def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if not path.is_file():
         raise ConfigError(f"checkpoint {path.parent} has no {path.name}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in set(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    missing = sorted(set(tensors) - set(shapes))
+    if missing:
+        raise ConfigError(f"{path} lacks {len(missing)} tensors, {missing[0]} first")
+    for name, tensor in tensors.items():
+        if shapes[name] != tuple(tensor.shape):
+            raise ConfigError(f"{path}: {name} has shape {shapes[name]}, the run's has {tuple(tensor.shape)}")
+
+
+def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fills the tensors; returns the file's random states."""
     with safe_open(path, framework="pt") as file, torch.no_grad():
         held = set(file.keys())
-        missing = sorted(set(tensors) - held)
-        if missing:
-            raise ConfigError(f"{path} lacks {len(missing)} tensors, {missing[0]} first")
         for name, tensor in tensors.items():
             tensor.copy_(file.get_tensor(name))
         return {name: file.get_tensor(name) for name in held if name.startswith("rng/")}

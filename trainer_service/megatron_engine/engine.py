@@ -135,6 +135,10 @@ class MegatronEngine:
         meta = self._identity() | {"policy_version": self._version, "steps_done": self._steps_done}
         return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
 
+    def check_checkpoint(self, folder: Path) -> None:
+        """As load_checkpoint, up to the first change."""
+        checkpoint.check(folder, self._adam.tensors(), self._identity())
+
     def load_checkpoint(self, folder: Path) -> None:
         """The reverse of save, at the same layout."""
         saved = checkpoint.load(folder, self._adam.tensors(), self._identity())

@@ -5,12 +5,19 @@ from pathlib import Path
 
 import torch
 
-from servicekit.errors import Aborted, DigestMismatch, TandemError
+from servicekit.errors import Aborted, DigestMismatch, InvalidRequest, TandemError
 from weightsync.layout import Layout
 from weightsync.messages import Message, cut_messages
 from weightsync.plan import TransferPlan, make_plan
 from weightsync.transports.communicator import Communicator
-from weightsync.transports.disk_files import PublishedVersion, boxes_to_write, latest_folder, write_manifest, write_rank
+from weightsync.transports.disk_files import (
+    VERSION,
+    PublishedVersion,
+    boxes_to_write,
+    latest_folder,
+    write_manifest,
+    write_rank,
+)
 from weightsync.transports.packing import Packer
 from weightsync.transports.transport import TransferJob, TransferStats, message_digest
 
@@ -34,6 +41,8 @@ class DiskTransport:
         """See Transport."""
         start = time.monotonic()
         version = self._folder / f"v{job.policy_version}-{job.round_id}"
+        if not VERSION.fullmatch(version.name) or version.parent != self._folder:
+            raise InvalidRequest(f"round id {job.round_id!r} cannot be part of a folder's name; letters, digits, . _ -")
         trainers = job.participants.trainer.world_size
         stats = TransferStats()
         card = b""

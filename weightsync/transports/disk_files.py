@@ -25,11 +25,19 @@ import torch
 import xxhash
 
 from servicekit.errors import ConfigError, DigestMismatch, NotReady, StaleVersion
+from servicekit.run_paths import Written
 from weightsync.layout import SHARD_DTYPE, Ids, Layout
 
 FORMAT = 1
 BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
 KEEP_VERSIONS = 2  # the one that a late joiner may be reading, and the newest
+VERSION = re.compile(r"v\d+-[\w.-]+")  # of one round: its version and its id
+# A version that a round has not finished has no manifest.
+PUBLISHED = Written(
+    name="published weights",
+    mark="",
+    entry=re.compile(r"\.?(rank-\d+\.(json|safetensors)|manifest\.json)(-\d+)?"),
+)
 _LENGTH = struct.Struct("<Q")
 _KEY = re.compile(r"^(.+)\|(\d+)\+(\d+)\|(\d+)\+(\d+)$")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -128,7 +136,8 @@ def write_manifest(
     _write_atomically(latest, folder.name.encode())
     keep = {folder.name, before}
     for old in folder.parent.glob("v*-*"):
-        if old.name not in keep:
+        # The folder may be anybody's besides; what is not ours stays.
+        if old.name not in keep and VERSION.fullmatch(old.name) and PUBLISHED.is_in(old):
             shutil.rmtree(old, ignore_errors=True)
 
 

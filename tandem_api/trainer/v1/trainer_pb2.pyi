@@ -355,7 +355,7 @@ class SaveCheckpointRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Absolute path of the folder; it appears when it is complete."""
+    """Absolute path of the folder, below the run's (TANDEM_RUN_DIR); it appears when it is complete."""
     @_builtins.property
     def fence(self) -> _common_pb2.CoordinatorFence: ...
     def __init__(
@@ -448,6 +448,7 @@ class ExportModelRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    """As SaveCheckpointRequest.path."""
     @_builtins.property
     def fence(self) -> _common_pb2.CoordinatorFence: ...
     def __init__(

@@ -117,6 +117,7 @@ class TrainerServiceServicer:
 
     def SaveCheckpoint(self, request, context):
         """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +126,8 @@ class TrainerServiceServicer:
     def RestorePolicy(self, request, context):
         """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
         restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
-        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
+        run; every rank looks before a weight changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +135,7 @@ class TrainerServiceServicer:
 
     def ExportModel(self, request, context):
         """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that ExportModel has not written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

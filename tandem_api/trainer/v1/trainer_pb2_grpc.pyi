@@ -52,14 +52,19 @@ class TrainerServiceStub:
     Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+    """
     RestorePolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]
     """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
     restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
-    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
+    run; every rank looks before a weight changes.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
-    """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that ExportModel has not written.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]
     """Idempotent. Longest deadline: 10 s."""
 
@@ -87,14 +92,19 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+    """
     RestorePolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]  # type: ignore[assignment]
     """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
     restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
-    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+    INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
+    run; every rank looks before a weight changes.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
-    """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent."""
+    """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that ExportModel has not written.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetStatusRequest, _trainer_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Idempotent. Longest deadline: 10 s."""
 
@@ -149,7 +159,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent."""
+        """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+        """
 
     @_abc_1.abstractmethod
     def RestorePolicy(
@@ -159,7 +171,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.RestorePolicyResponse, _abc.Awaitable[_trainer_pb2.RestorePolicyResponse]]:
         """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
         restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
-        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder is not this run's.
+        INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
+        run; every rank looks before a weight changes.
         """
 
     @_abc_1.abstractmethod
@@ -168,7 +181,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ExportModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ExportModelResponse, _abc.Awaitable[_trainer_pb2.ExportModelResponse]]:
-        """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent."""
+        """Writes the policy as a Hugging Face folder, atomically. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that ExportModel has not written.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -282,7 +282,9 @@ class Round(_message.Message):
     wire_dtype: _builtins.str
     """Type that the bytes travel and arrive in ("bfloat16"); empty: the trainer's own. The trainer casts at the source."""
     disk_folder: _builtins.str
-    """Where the transport DISK writes; every participant reaches it under this path."""
+    """Where the transport DISK writes: sync.disk_folder, or weights/ in the run's folder, or below it; every participant
+    reaches it under this path. Elsewhere: INVALID_ARGUMENT.
+    """
     failed_rounds: _builtins.int
     """Rounds that this coordinator has given up so far: no communicator outlives a round that failed anywhere."""
     @_builtins.property

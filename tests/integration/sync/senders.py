@@ -1,5 +1,6 @@
 """A trainer of any layout without Megatron: real SyncMembers in threads, shards read from a Hugging Face folder."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,13 @@ def senders(folder: Path, parallel: Parallel, redis_url: str, group: str) -> Ite
             load_shards(folder, spec, layout, rank, tensors)
             slot = f"trainer/{rank}"
             member = SyncMember(
-                spec=spec, slot=slot, parallel=parallel, tensors=tensors, redis_url=redis_url, group=group
+                spec=spec,
+                slot=slot,
+                parallel=parallel,
+                tensors=tensors,
+                redis_url=redis_url,
+                group=group,
+                disk_folder=Path(tempfile.gettempdir()),
             )
             member.start()
             members.append(member)

@@ -22,7 +22,7 @@ PROMPT = [7, 8, 9, 10]
 
 
 def test_a_joiner_loads_what_sglang_would_load_from_the_same_policy(services: Services, tmp_path: Path) -> None:
-    model, folder = make_model(tmp_path / "model"), tmp_path / "weights"
+    model, folder = make_model(tmp_path / "model"), services.folder / "run" / "weights"
     first = Replicas(services, model, {"rollout-0": Parallel()})
     first.wait_up()
     with senders(model, TRAINER, first.redis_url, first.group) as trainer:

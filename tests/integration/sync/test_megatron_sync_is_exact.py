@@ -50,7 +50,7 @@ def test_sync_writes_what_sglang_would_load(kind: str, layouts: list[str], servi
     save_model(kind, model)
     replicas = Replicas(services, model, BOTH)
     for name in layouts:
-        sync_from(name, services, replicas, "float32", tmp_path / f"hf-{name}")
+        sync_from(name, services, replicas, "float32", services.folder / "run" / f"hf-{name}")
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_bfloat16_trainer_sends_the_bytes_that_it_trains_with(services: Servic
     model = tmp_path / "model"
     save_model("qwen3", model)
     replicas = Replicas(services, model, BOTH, "bfloat16")
-    received = sync_from("tp2-pp2", services, replicas, "bfloat16", tmp_path / "hf")
+    received = sync_from("tp2-pp2", services, replicas, "bfloat16", services.folder / "run" / "hf")
     assert {checksum.partition(":")[0] for each in replicas.checksums().values() for checksum in each.values()} == {
         "bfloat16"
     }

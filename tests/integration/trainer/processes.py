@@ -26,7 +26,7 @@ class TrainerProcesses:
 
     def __init__(self, redis_url: str, folder: Path, model: Path, **trainer: Any) -> None:
         self._redis_url = redis_url
-        self._folder = folder
+        self.folder = folder
         settings = {
             "model": {"path": str(model)},
             "data": {"train": str(folder / "train.jsonl")},
@@ -42,7 +42,7 @@ class TrainerProcesses:
         environment = os.environ | {
             "REDIS_URL": self._redis_url,
             "TANDEM_RUN_ID": RUN_ID,
-            "TANDEM_RUN_DIR": str(self._folder),
+            "TANDEM_RUN_DIR": str(self.folder),
             # Another name of where they listen, so that a test sees which of the two is announced.
             "TANDEM_ADVERTISE_HOST": "localhost",
             "OMP_NUM_THREADS": "1",
@@ -55,7 +55,7 @@ class TrainerProcesses:
             "-m",
             "trainer_service",
             "--config",
-            str(self._folder / "config.yaml"),
+            str(self.folder / "config.yaml"),
         ]
         for rank in range(world_size):
             with self.log(rank).open("wb") as output:
@@ -71,7 +71,7 @@ class TrainerProcesses:
         return self
 
     def log(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.log"
+        return self.folder / f"rank-{rank}.log"
 
     def ready(self) -> ServiceRecord:
         """Waits for the announcement."""

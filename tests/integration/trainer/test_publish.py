@@ -34,9 +34,7 @@ def trainer(shared_redis: str, model: Path, tmp_path_factory: pytest.TempPathFac
         processes.kill()
 
 
-async def test_data_parallel_ranks_share_the_load(
-    trainer: TrainerProcesses, shared_redis: str, model: Path, tmp_path: Path
-) -> None:
+async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, shared_redis: str, model: Path) -> None:
     async with open_channel(trainer.ready().address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
@@ -44,8 +42,8 @@ async def test_data_parallel_ranks_share_the_load(
         step = step_requests("step-1", status.policy_version, [micro_batch(num_samples=8)])
         await stub.TrainStep(iter(step), timeout=60)
         tensors, reports = await receive(stub, shared_redis, model, Parallel(data=2, expert=2))
-        assert differing(tensors, await exported(stub, model, tmp_path / "hf")) == []
+        assert differing(tensors, await exported(stub, model, trainer.folder / "hf")) == []
     sent = [report.bytes_sent for report in reports]
-    weights = load_file(tmp_path / "hf" / "model.safetensors").values()  # without the engine's padding
+    weights = load_file(trainer.folder / "hf" / "model.safetensors").values()  # without the engine's padding
     assert sum(sent) == sum(tensor.nbytes for tensor in weights)
     assert max(sent) <= 1.10 * sum(sent) / len(sent)

@@ -1,5 +1,7 @@
 """The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
 
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def record(shared_trainer: TrainerProcesses) -> ServiceRecord:
     return shared_trainer.ready()
+
+
+@pytest.fixture
+def folder(shared_trainer: TrainerProcesses) -> Path:
+    """A folder of one test, below that of the trainer's run."""
+    return Path(tempfile.mkdtemp(dir=shared_trainer.folder))
 
 
 @pytest_asyncio.fixture
@@ -133,53 +141,101 @@ async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
     assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in reply.entropies)
 
 
-async def test_export_then_export_again(stub: Any, tmp_path: Path) -> None:
-    out = tmp_path / "hf"
+async def test_export_then_export_again(stub: Any, folder: Path) -> None:
+    out = folder / "hf"
     for _ in range(2):
         reply = await stub.ExportModel(pb.ExportModelRequest(path=str(out)), timeout=TIMEOUT_S)
     assert reply.bytes == sum(file.stat().st_size for file in out.iterdir())
     assert "model.embed_tokens.weight" in load_file(out / "model.safetensors")
 
 
-async def test_relative_path_is_refused(stub: Any) -> None:
-    error = await refusal(stub.SaveCheckpoint(pb.SaveCheckpointRequest(path="here"), timeout=TIMEOUT_S))
-    assert isinstance(error, InvalidRequest)
+def victim(folder: Path) -> Path:
+    """What nobody may replace."""
+    kept = folder / "sub" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("years of work")
+    return kept
 
 
-async def test_unwritable_path_leaves_the_trainer_serving(stub: Any) -> None:
-    error = await refusal(stub.ExportModel(pb.ExportModelRequest(path="/proc/none/hf"), timeout=TIMEOUT_S))
-    assert "/proc/none" in str(error)
-    error = await refusal(stub.SaveCheckpoint(pb.SaveCheckpointRequest(path="/proc/none/ckpt"), timeout=TIMEOUT_S))
-    assert "/proc/none" in str(error)
+async def write(stub: Any, path: str, what: str) -> None:
+    """Asks for a checkpoint or an export there."""
+    request = getattr(pb, f"{what}Request")(path=path)
+    await getattr(stub, what)(request, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("what", ["SaveCheckpoint", "ExportModel"])
+async def test_only_what_we_have_written_below_the_runs_folder_is_replaced(
+    stub: Any, folder: Path, tmp_path: Path, what: str
+) -> None:
+    outside, below, run = victim(tmp_path / "home"), victim(folder / "mine"), folder.parent
+    (folder / "link").symlink_to(tmp_path)
+    flat = folder / "flat"
+    flat.mkdir()
+    (flat / "data.txt").write_text("x")
+    wrong = {
+        str(tmp_path / "home"): "is not below",
+        str(tmp_path / "new"): "is not below",
+        str(folder / "link" / "new"): "is not below",
+        f"{run}/../{tmp_path.name}-x": "is not below",
+        str(run): "is not below",
+        "/": "is not below",
+        "here": "is not absolute",
+        "": "is not absolute",
+        str(folder / "mine"): "something else",
+        str(flat): "something else",
+        str(below / "x"): "is a file",
+        str(folder / ("n" * 300)): "name",
+    }
+    for path, why in wrong.items():
+        error = await refusal(write(stub, path, what))
+        assert isinstance(error, InvalidRequest), path
+        assert why in str(error), path
+    assert outside.read_text() == below.read_text() == "years of work"
+    assert (flat / "data.txt").exists()
     assert await version(stub) >= 0
 
 
+async def test_what_is_no_checkpoint_of_this_run_is_refused_before_a_weight_changes(stub: Any, folder: Path) -> None:
+    now, before, good = await version(stub), await logprobs(stub), folder / "good"
+    await write(stub, str(good), "SaveCheckpoint")
+    cut, lacking = shutil.copytree(good, folder / "cut"), shutil.copytree(good, folder / "lacking")
+    shard = cut / "shard-tp01-pp00.safetensors"  # the rank that is not asked itself
+    shard.write_bytes(shard.read_bytes()[:100])
+    (lacking / "shard-tp01-pp00.safetensors").unlink()
+    (folder / "empty").mkdir()
+    for path in ("/nonexistent", folder / "none", folder / "empty", cut, lacking):
+        request = pb.RestorePolicyRequest(path=str(path), policy_version=now + 1)
+        error = await refusal(stub.RestorePolicy(request, timeout=TIMEOUT_S))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT, path
+        assert str(path) in str(error)
+    assert await version(stub) == now
+    assert np.array_equal(await logprobs(stub), before)
+
+
 async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
-    stub: Any, tiny_model: Path, tmp_path: Path
+    stub: Any, tiny_model: Path, folder: Path
 ) -> None:
-    saved_at, folder = await version(stub), tmp_path / "checkpoint"
-    await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(folder)), timeout=TIMEOUT_S)
-    before = await exported(stub, tiny_model, tmp_path / "before")
+    saved_at, saved = await version(stub), folder / "checkpoint"
+    await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(saved)), timeout=TIMEOUT_S)
+    before = await exported(stub, tiny_model, folder / "before")
     first = await stub.TrainStep(iter(step_requests("old", saved_at, [micro_batch(0)])), timeout=TIMEOUT_S)
-    restore = pb.RestorePolicyRequest(path=str(folder), policy_version=saved_at + 5)
+    restore = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at + 5)
     for _ in range(2):
         assert (await stub.RestorePolicy(restore, timeout=TIMEOUT_S)).policy_version == saved_at + 5
-    assert differing(before, await exported(stub, tiny_model, tmp_path / "restored")) == []
+    assert differing(before, await exported(stub, tiny_model, folder / "restored")) == []
     again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [micro_batch(0)])), timeout=TIMEOUT_S)
     assert again.policy_version == saved_at + 6
     assert again.metrics == first.metrics  # optimizer and step size too
-    older = pb.RestorePolicyRequest(path=str(folder), policy_version=saved_at)
+    older = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at)
     assert isinstance(await refusal(stub.RestorePolicy(older, timeout=TIMEOUT_S)), InvalidRequest)
 
 
-async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_model: Path, folder: Path) -> None:
     losses = []
     for attempt in range(2):
         at = await version(stub) + 2
         await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
-        assert (
-            differing(load_file(tiny_model / "model.safetensors"), await initial(stub, tmp_path / str(attempt))) == []
-        )
+        assert differing(load_file(tiny_model / "model.safetensors"), await initial(stub, folder / str(attempt))) == []
         for step in range(2):
             requests = step_requests(f"fresh-{attempt}-{step}", at + step, [micro_batch(0)])
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
@@ -194,11 +250,11 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, shared_redis: str, tiny_model: Path, tmp_path: Path
+    stub: Any, shared_redis: str, tiny_model: Path, folder: Path
 ) -> None:
     tensors, reports = await receive(stub, shared_redis, tiny_model, Parallel(tensor=2))
     assert len(reports) == 2
-    assert differing(tensors, await exported(stub, tiny_model, tmp_path / "hf")) == []
+    assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
 
 
 async def test_round_of_another_version_is_refused(stub: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from servicekit.errors import Aborted, ConfigError, DigestMismatch, NotReady, PeerLost, StaleVersion
+from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidRequest, NotReady, PeerLost, StaleVersion
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same
@@ -293,11 +293,44 @@ def test_old_versions_are_removed(fleet: Callable[..., Fleet], tmp_path: Path) -
     assert sorted(path.name[:3] for path in tmp_path.glob("v*")) == ["v2-", "v3-"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_what_a_round_has_not_written_stays(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    """The folder may hold other things, also such as are called like versions."""
+    kept = [tmp_path / "v0-thesis" / "text.txt", tmp_path / "v1-a" / "sub" / "x", tmp_path / "vb-c" / "rank-0.json"]
+    for each in kept:
+        each.parent.mkdir(parents=True)
+        each.write_text("years of work")
+    (tmp_path / "v3-link").symlink_to(kept[0].parent)
+    them = published(fleet, tmp_path, version=1)
+    them.sync(them.round(2, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=str(tmp_path)))
+    assert all(each.read_text() == "years of work" for each in kept)
+
+
+def test_rounds_write_into_the_runs_folder_of_weights_only(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
-    round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=str(tmp_path / "file"))
+    for folder in ("", "weights", "/nonexistent/x", f"{tmp_path}/../../../../usr"):
+        round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=folder)
+        outcome = them.run(pb.ROUND_PHASE_PREPARE, round_)
+        assert {type(result) for result in outcome.values()} == {InvalidRequest}, folder
+        with pytest.raises(InvalidRequest):
+            them.members["rollout-0/0"].load_published(Path(folder), at_least=0)
+
+
+def test_a_round_whose_id_leaves_the_folder_is_refused(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=str(folder), round_id="x/../../out")
     them.run(pb.ROUND_PHASE_PREPARE, round_)
+    outcome = them.run(pb.ROUND_PHASE_TRANSFER, round_)
+    assert {type(result) for result in outcome.values()} == {InvalidRequest}
+    assert sorted(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_written_is_named(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=str(tmp_path / "weights"))
+    them.run(pb.ROUND_PHASE_PREPARE, round_)
+    (tmp_path / "weights").write_text("")
     outcome = them.run(pb.ROUND_PHASE_TRANSFER, round_)
     assert "trainer/0: cannot write" in str(outcome["rollout-0/0"])
     assert isinstance(outcome["rollout-0/0"], Aborted)

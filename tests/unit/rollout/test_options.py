@@ -74,7 +74,14 @@ def test_each_rank_gets_a_core_and_the_users_choice_wins(monkeypatch: pytest.Mon
 
 def test_receiver_settings_travel_by_environment() -> None:
     settings = ReceiverSettings(
-        dir="/tmp/x", replica="rollout-1", model="/m", redis_url="redis://r", group="g", host="h", lease_ttl_s=2.5
+        dir="/tmp/x",
+        replica="rollout-1",
+        model="/m",
+        redis_url="redis://r",
+        group="g",
+        host="h",
+        disk_folder="/run/weights",
+        lease_ttl_s=2.5,
     )
     assert ReceiverSettings.from_env(settings.to_env()) == settings
     assert ReceiverSettings.from_env({"PATH": "/bin"}) is None

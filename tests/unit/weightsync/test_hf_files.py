@@ -42,6 +42,7 @@ def test_a_written_folder_has_config_and_tokenizer_but_no_old_weights(folder: Pa
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "config.json",
         "model.safetensors",
+        "tandem_export.json",
         "tokenizer.json",
     ]
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "qwen3", "dtype": "bfloat16"}
