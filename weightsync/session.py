@@ -24,10 +24,9 @@ from pathlib import Path
 
 import torch
 
-from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidRequest, NotReady, PhaseOrder, TandemError
+from servicekit.errors import Aborted, ConfigError, DigestMismatch, NotReady, PhaseOrder, TandemError
 from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
-from servicekit.run_paths import inside
 from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
@@ -44,7 +43,7 @@ from weightsync.sglang_layout import sglang_layout
 from weightsync.spare import SpareShard
 from weightsync.tensors import poison_tensors, tensor_checksums
 from weightsync.transports.communicator import Communicator
-from weightsync.transports.disk import open_latest, read_version
+from weightsync.transports.disk import check_folder, open_latest, read_version
 from weightsync.transports.links import Links, Terms
 from weightsync.transports.packing import Packer, Packers
 from weightsync.transports.transport import TransferJob, TransferStats, Transport, check_complete, wrong_messages
@@ -154,7 +153,7 @@ class SyncMember:
         with self._lock:
             self._fence.admit(fence or common_pb2.CoordinatorFence())
             self._require(_State.IDLE)
-            self._check_folder(str(folder))
+            check_folder(str(folder), self._disk_folder)
             published = open_latest(folder, self._spec.fingerprint(), at_least)
             if round_id not in ("", published.round_id):
                 raise NotReady(f"{published.folder} was published by round {published.round_id}, not {round_id}")
@@ -343,7 +342,7 @@ class SyncMember:
         if self._is_receiver and round_.install_mode == pb.INSTALL_MODE_STAGED:
             self._spare.reserve(self._slot)
         if round_.transport == pb.SYNC_TRANSPORT_DISK:
-            self._check_folder(round_.disk_folder)
+            check_folder(round_.disk_folder, self._disk_folder)
         dtype = self._wire_dtype(round_)
         rollouts = tuple(participants.chains())
         plan = plan_round(
@@ -360,12 +359,6 @@ class SyncMember:
             wire_dtype=str(dtype).removeprefix("torch."),
             is_trainer=not self._is_receiver,
         )
-
-    def _check_folder(self, folder: str) -> None:
-        """Raises: InvalidRequest: it is not the run's folder of published weights."""
-        if self._disk_folder is None:
-            raise InvalidRequest(f"{self._slot}: no folder for the transport disk is set here, and {folder!r} is asked")
-        inside(folder, self._disk_folder, "disk_folder", or_itself=True)
 
     def _wire_dtype(self, round_: pb.Round) -> torch.dtype:
         """What a trainer rank sends; a receiver takes what it holds, and its card says so."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from servicekit.errors import Aborted, DigestMismatch, InvalidRequest, TandemError
+from servicekit.run_paths import inside
 from weightsync.layout import Layout
 from weightsync.messages import Message, cut_messages
 from weightsync.plan import TransferPlan, make_plan
@@ -22,6 +23,13 @@ from weightsync.transports.packing import Packer
 from weightsync.transports.transport import TransferJob, TransferStats, message_digest
 
 _ERROR_CHARS = 300
+
+
+def check_folder(folder: str, allowed: Path | None) -> None:
+    """Raises: InvalidRequest: it is not this process's folder of published weights, nor below it."""
+    if allowed is None:
+        raise InvalidRequest(f"no folder for the transport disk is set here, and {folder!r} is asked for")
+    inside(folder, allowed, "disk_folder", or_itself=True)
 
 
 class DiskTransport:

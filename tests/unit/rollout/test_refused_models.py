@@ -29,7 +29,9 @@ def test_a_model_that_ranks_would_refuse_starts_none(
     config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "rollout": rollout})
 
     async def start() -> None:
-        processes = SglangProcesses(config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1")
+        processes = SglangProcesses(
+            config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
+        )
         try:
             await processes.start()
         finally:
