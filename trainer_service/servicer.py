@@ -166,8 +166,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
             await asyncio.to_thread(inside, request.path, self._run_dir, "path")
-        # Every rank looks before any of them touches a weight: half a policy is none.
-        await self._command(Command.CHECK_CHECKPOINT, request.SerializeToString())
+            self._fence.admit(request.fence)
+            # Every rank looks before any of them touches a weight: half a policy is none.
+            await self._command(Command.CHECK_CHECKPOINT, request.SerializeToString())
         self._fence.admit(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])

@@ -49,8 +49,8 @@ def commander() -> FakeCommander:
 
 
 @pytest.fixture
-def servicer(commander: FakeCommander) -> TrainerServicer:
-    made = TrainerServicer(commander, max_samples=8)
+def servicer(commander: FakeCommander, tmp_path: Path) -> TrainerServicer:
+    made = TrainerServicer(commander, max_samples=8, run_dir=tmp_path)
     made._engine = FakeEngine()  # type: ignore[assignment]
     return made
 
