@@ -27,6 +27,9 @@ from tandem_api.weights.v1 import weights_pb2
 
 # On top of the round's own deadlines, as the services' contracts state.
 PHASE_MARGIN_S = 30.0
+# A rank that fails closes its connections, and its peers say at once that they have lost it. Its own error, which says
+# more, may come a moment later than theirs.
+BLAME_S = 1.0
 
 PREPARE, PAUSE, TRANSFER = (
     weights_pb2.ROUND_PHASE_PREPARE,
@@ -190,6 +193,7 @@ class SyncRound:
         }
         try:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            await wait_for_cause(tasks)
             raise_first(tasks)
             return {name: task.result() for name, task in tasks.items()}
         finally:
@@ -200,6 +204,18 @@ class SyncRound:
     async def _call(self, phase: "weights_pb2.RoundPhase.ValueType", participant: Participant) -> Reports:
         call = participant.run_phase(phase, self.description, timeout_s=self._timeout_s)
         return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+
+
+async def wait_for_cause(tasks: Mapping[str, "asyncio.Task[Reports]"], blame_s: float = BLAME_S) -> None:
+    """After an error: while every error says that a peer was lost, wait a little for the one that says why."""
+    deadline_s = asyncio.get_running_loop().time() + blame_s
+    while True:
+        errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
+        running = [task for task in tasks.values() if not task.done()]
+        left_s = deadline_s - asyncio.get_running_loop().time()
+        if not running or left_s <= 0 or not all(isinstance(error, PeerLost) for error in errors):
+            return
+        await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def raise_first(tasks: Mapping[str, "asyncio.Task[Reports]"]) -> None:

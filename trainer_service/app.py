@@ -66,14 +66,16 @@ class _RankZero:
         )
         grpo = self._settings.config.grpo
         commander = Commander()
-        max_samples = grpo.prompts_per_iteration * grpo.group_size
-        servicer = TrainerServicer(commander, max_samples=max_samples, run_dir=self._environment.run_dir)
 
         def on_stop(why: str) -> None:
             log.info("stop requested by a rank", why=why)
             loop.call_soon_threadsafe(stop.set)
 
         worker = Worker(self._settings, registry, commander.run, on_stop)
+        max_samples = grpo.prompts_per_iteration * grpo.group_size
+        servicer = TrainerServicer(
+            commander, max_samples=max_samples, run_dir=self._environment.run_dir, interrupt=worker.interrupt
+        )
         server = GrpcServer(
             NAME, bind=self._environment.bind, identity=identity, health_bind=self._environment.health_bind
         )

@@ -4,6 +4,7 @@ A collective that fails says that *a* peer is gone, not which, and not why. Keys
     beat/RANK       counter, written every BEAT_S
     failure/RANK    JSON of an unexpected error, written before the process ends
     stop            a follower was asked to stop: rank 0 stops the trainer
+    interrupt       the sync round that rank 0 was told to give up: a rank that is in it waits no longer
 """
 
 import json
@@ -35,6 +36,9 @@ class Liveness:
         self._store = store.clone()
         self._rank, self._world_size = rank, world_size
         self._on_stop: Callable[[str], None] = lambda _: None
+        # Called with a round's id on every rank but 0, from the thread.
+        self.on_interrupt: Callable[[str], None] = lambda _: None
+        self._interrupted = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
 
@@ -50,6 +54,10 @@ class Liveness:
     def ask_to_stop(self, why: str) -> None:
         """On a follower: rank 0 shall stop the trainer."""
         self._store.set("stop", why)
+
+    def interrupt(self, round_id: str) -> None:
+        """On rank 0: the others hear of it within BEAT_S. Raises: RuntimeError: the store is gone."""
+        self._store.set("interrupt", round_id)
 
     def report(self, error: BaseException) -> None:
         """Leave word of why this rank ends. Raises: RuntimeError: rank 0 is gone, or does not answer within GRACE_S."""
@@ -109,6 +117,7 @@ class Liveness:
                 if self._rank == 0 and self._store.check(["stop"]):
                     self._on_stop(self._store.get("stop").decode())
                     self._on_stop = lambda _: None
+                self._hear_of_interrupts()
                 failed = self._store.add("failures", 0) > 0
             except RuntimeError as error:
                 self._die(f"rank 0 is gone: {error}")
@@ -116,6 +125,14 @@ class Liveness:
             if failed:
                 self._die("another rank has failed")
                 return
+
+    def _hear_of_interrupts(self) -> None:
+        if self._rank == 0 or not self._store.check(["interrupt"]):
+            return
+        round_id = self._store.get("interrupt").decode()
+        if round_id != self._interrupted:
+            self._interrupted = round_id
+            self.on_interrupt(round_id)
 
     def _die(self, why: str) -> None:
         """The main work gets GRACE_S to fail by itself and say more; a collective may also hang for ever."""

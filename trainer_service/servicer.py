@@ -7,7 +7,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,22 @@ log = get_logger(__name__)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Until `serve_engine` is called every RPC is refused with NOT_READY. run_dir: where requests may write."""
+    """Until `serve_engine` is called every RPC is refused with NOT_READY.
 
-    def __init__(self, commander: Commander, *, max_samples: int, run_dir: Path) -> None:
+    run_dir: where requests may write. interrupt: ends what ranks wait for in a phase of the round of that id; blocking.
+    """
+
+    def __init__(
+        self,
+        commander: Commander,
+        *,
+        max_samples: int,
+        run_dir: Path,
+        interrupt: Callable[[str], None] = lambda round_id: None,
+    ) -> None:
         self._commander = commander
         self._run_dir = run_dir
+        self._interrupt = interrupt
         self._max_samples = max_samples
         self._engine: TrainerEngine | None = None
         self._fence = FenceGuard()
@@ -130,6 +141,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         self._fence.admit(request.round.fence)
         phase = weights_pb2.RoundPhase.Name(request.phase).removeprefix("ROUND_PHASE_").lower()
+        if request.phase == weights_pb2.ROUND_PHASE_ABORT:
+            # Beside the queue: the command that waits for a lost peer would hold this one up until its deadline.
+            await asyncio.to_thread(self._interrupt, request.round.round_id)
         with metrics.PUBLISH_SECONDS.labels(phase=phase).time():
             # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
             patience_s = request.round.formation_timeout_s + request.round.transfer_timeout_s + PUBLISH_MARGIN_S

@@ -58,11 +58,18 @@ class Worker:
         self.loaded: Future[TrainerEngine] = Future()
         self.ended: Future[None] = Future()
         self.liveness: Liveness | None = None
+        self._member: SyncMember | None = None
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
     def start(self) -> None:
         """Returns at once."""
         self._thread.start()
+
+    def interrupt(self, round_id: str) -> None:
+        """On rank 0, from any thread: no rank waits any longer in a phase of this sync round."""
+        if self._member is not None and self.liveness is not None:
+            self._member.interrupt(round_id)
+            self.liveness.interrupt(round_id)
 
     def _run(self) -> None:
         try:
@@ -101,8 +108,9 @@ class Worker:
         self.liveness.start(self._on_stop)
         group = connect(place, store, device, environment.advertise_host, trainer.collective_timeout_s)
         engine = self._load(store, device)
-        member = self._member(engine)
+        member = self._member = self._make_member(engine)
         member.start()
+        self.liveness.on_interrupt = member.interrupt
         self.loaded.set_result(engine)
         try:
             handlers = CommandHandlers(engine, Publisher(member), self._settings.config.model.path)
@@ -138,7 +146,7 @@ class Worker:
         found = store.get("checkpoint").decode()
         return Path(found) if found else None
 
-    def _member(self, engine: TrainerEngine) -> SyncMember:
+    def _make_member(self, engine: TrainerEngine) -> SyncMember:
         environment = self._settings.environment
         return SyncMember(
             spec=engine.spec,

@@ -34,7 +34,7 @@ class CommunicatorCache:
         now = self._lease.rendezvous.snapshot()
         self._check_epoch(now, round_)
         key = (round_.epoch, round_.failed_rounds, participants.slots)
-        if self._current is not None and self._key == key:
+        if self._current is not None and self._key == key and not self._current.closed:
             return self._current
         self.drop()
         self._compare(round_, participants)
@@ -59,11 +59,11 @@ class CommunicatorCache:
             self._current.abort()
         self._current, self._key = None, None
 
-    def interrupt(self) -> None:
-        """Ends the waits of a transfer that another thread is in; its owner drops the communicator then."""
+    def interrupt(self, why: str) -> None:
+        """Ends the waits of a phase that another thread is in; its owner drops the communicator then."""
         current = self._current
         if current is not None:
-            current.abort()
+            current.abort(why)
 
     def close(self) -> None:
         """The same, at the end of the process."""

@@ -47,6 +47,7 @@ from weightsync.transports.disk import check_folder, open_latest, read_version
 from weightsync.transports.links import Links, Terms
 from weightsync.transports.packing import Packer, Packers
 from weightsync.transports.transport import TransferJob, TransferStats, Transport, check_complete, wrong_messages
+from weightsync.transports.watched import run_watched
 
 READ_BYTES = 32 * 2**20
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,6 +102,8 @@ class SyncMember:
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
+        self._interrupting = threading.Lock()
+        self._under_way = ""  # the round that may be interrupted
         self._layout = self._own_layout()
         self._coverage = Coverage(self._layout, self._rank, slot)
         self._shard_elements = self._layout.elements_of(self._rank)
@@ -174,8 +177,8 @@ class SyncMember:
             another process has the slot.
         """
         self._fence.admit(round_.fence)
-        if phase == pb.ROUND_PHASE_ABORT and round_.round_id == self._round_id:
-            self._communicators.interrupt()  # a transfer that waits for a lost peer holds the lock
+        if phase == pb.ROUND_PHASE_ABORT:
+            self.interrupt(round_.round_id)  # a transfer that waits for a lost peer holds the lock
         with self._lock:
             self._fence.admit(round_.fence)  # it may have waited behind the phase of a newer one
             done = self._done.get((round_.round_id, phase))
@@ -192,6 +195,19 @@ class SyncMember:
             report.transport = self._transport.name if self._transport is not None else ""
             self._done[(round_.round_id, phase)] = report
             return report
+
+    def interrupt(self, round_id: str) -> None:
+        """Ends what a phase of this round waits for, from any thread; of any other round, and once it is over, nothing.
+
+        The round must be aborted then.
+        """
+        with self._interrupting:  # no other round begins between the look and the deed
+            if round_id and round_id == self._under_way:
+                self._communicators.interrupt(f"round {round_id} was given up")
+
+    def _set_under_way(self, round_id: str) -> None:
+        with self._interrupting:
+            self._under_way = round_id
 
     def _run(self, phase: int, round_: pb.Round) -> pb.PhaseReport:
         handlers: dict[int, Callable[[pb.Round], pb.PhaseReport]] = {
@@ -223,6 +239,7 @@ class SyncMember:
             self._over.append(self._round_id)
             self._drop()
             self._end_round()
+        self._set_under_way(round_.round_id)
         started = time.monotonic()
         try:
             terms = self._terms(round_)
@@ -253,7 +270,7 @@ class SyncMember:
     def _transfer(self, round_: pb.Round) -> pb.PhaseReport:
         self._require(_State.PREPARED)
         self._state = _State.FAILED  # until the last byte is there
-        plan, participants, transport = self._prepared()
+        plan, participants, transport, communicator = self._prepared()
         if self._is_receiver:
             self._target = self._spare.tensors if round_.install_mode == pb.INSTALL_MODE_STAGED else self._tensors
         job = TransferJob(
@@ -267,7 +284,11 @@ class SyncMember:
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
-        self._stats = transport.run(job)
+        try:
+            self._stats = run_watched(communicator, lambda: transport.run(job))
+        except BaseException as error:
+            communicator.abort(f"failed: {error}")  # nobody waits for this rank any longer
+            raise
         if self._is_receiver:
             self._coverage.zero_padding(self._target)
         self._state = _State.TRANSFERRED
@@ -322,6 +343,7 @@ class SyncMember:
 
     def _end_round(self) -> None:
         """Back to idle; reports of this round stay, so that a repeated COMMIT is answered."""
+        self._set_under_way("")
         self._state = _State.IDLE
         self._target = self._tensors
         self._stats = TransferStats()
@@ -380,10 +402,10 @@ class SyncMember:
     def _shard_bytes(self) -> int:
         return self._shard_elements * int(next(iter(self._tensors.values())).dtype.itemsize)
 
-    def _prepared(self) -> tuple[RoundPlan, Participants, Transport]:
-        if self._plan is None or self._participants is None or self._transport is None:
+    def _prepared(self) -> tuple[RoundPlan, Participants, Transport, Communicator]:
+        if self._plan is None or self._participants is None or self._transport is None or self._comm is None:
             raise PhaseOrder(f"{self._slot}: no round is prepared")
-        return self._plan, self._participants, self._transport
+        return self._plan, self._participants, self._transport, self._comm
 
     def _require(self, *states: _State) -> None:
         if self._state not in states:

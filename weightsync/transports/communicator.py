@@ -1,7 +1,10 @@
 """A process group of one epoch: gloo for bytes in host memory, NCCL for those on GPUs; none of torch's global groups.
 
 Headers, cards and acknowledgements are host bytes and always go over gloo, so that a peer's death is noticed at once
-(weight-sync.md section 8) also where the payload goes over NCCL.
+also where the payload goes over NCCL. When a connection closes, gloo ends the waits of operations that have not begun.
+One that is half received, or queued behind a send, it forgets (pair.cc, signalException: neither `rx_` nor `tx_`), and
+its wait ends at its deadline only, whatever is closed meanwhile. So nobody relies on a wait's end: `probe` finds a
+connection that has closed, `abort` closes all others, and who waits can be left where it is (`give_up`, watched.py).
 
 NCCL has not been run here (no GPU). Written from its interface, unverified: bare send/recv pairs of ProcessGroupNCCL,
 each pair used in one direction only; `is_completed` polled by the host, since `wait` only blocks a stream; the group's
@@ -23,7 +26,9 @@ from servicekit.errors import DeadlineExceeded, PeerLost
 NCCL_POLL_S = 0.0005  # much shorter than a bucket's way (32 MiB at 50 GB/s: 0.7 ms), long enough to leave the core
 NCCL_WATCHDOG_S = 24 * 3600.0
 CARD_BYTES = 1024
-_CLOSING_TAG = 2**31 - 1  # of a message that nobody sends
+# Of messages that nobody sends.
+_CLOSING_TAG = 2**31 - 1
+_PROBE_TAG = 2**31 - 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +60,53 @@ class Communicator:
         self._group = group
         self._device_group = device_group
         self._store = store  # keeps the TCP store alive for as long as its group
+        self._lock = threading.Lock()
+        self._closed = ""  # why; empty while it is open
+        self._waits_since_s: float | None = None
+        self._given_up = False
+        self._peers: set[int] = set()  # with whom there has been a message
 
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
         """Starts sending a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
+        self._peers.add(to)
         with self._peer_errors(to):
             return Pending(self._carrier(buffer).send([buffer], to, tag), buffer.is_cuda)
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Starts receiving into a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
+        self._peers.add(source)
         with self._peer_errors(source):
             return Pending(self._carrier(buffer).recv([buffer], source, tag), buffer.is_cuda)
 
     def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:
         """Raises: PeerLost, naming the peer: it died, or did not answer within the deadline."""
-        with self._peer_errors(peer):
+        with self._peer_errors(peer), self._waiting():
             if pending.on_device:
                 self._poll(pending.work, timeout_s)
             else:
                 pending.work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around every wait: inside it nothing is read or written, so who waits may be left here.
+
+        Raises: PeerLost: the communicator was closed.
+        """
+        with self._lock:
+            self._require_open()
+            self._waits_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits_since_s = None
+                given_up = self._given_up
+        if given_up:
+            self._require_open()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PeerLost(f"{self.slots[self.rank]}: {self._closed}")
 
     @contextmanager
     def _peer_errors(self, peer: int) -> Iterator[None]:
@@ -90,7 +124,8 @@ class Communicator:
         theirs = [torch.empty_like(mine) for _ in self.slots]
         try:
             work = self._group.allgather([theirs], [mine])
-            work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+            with self._waiting():
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
         except RuntimeError as error:
             raise PeerLost(f"{self.slots[self.rank]}: lost a peer before the transfer: {error}") from error
         frames = [bytes(tensor.numpy()) for tensor in theirs]
@@ -102,20 +137,54 @@ class Communicator:
         if self._device_group is not None:
             self._prove(self._device_group, torch.ones(1, dtype=torch.int64, device="cuda"), timeout_s)
 
-    def abort(self) -> None:
-        """Closes the connections at once; pending operations on any rank fail. May be called from any thread."""
+    @property
+    def closed(self) -> str:
+        """Why it is of no use any more; empty while it is."""
+        return self._closed
+
+    def probe(self, waiting_s: float) -> None:
+        """Looks for a lost peer where the owner has waited for so long; closes the communicator if there is one.
+
+        An operation can be posted on a connection that stands only. Called from another thread than the owner's.
+        """
+        with self._lock:
+            since_s = self._waits_since_s
+        if self._closed or since_s is None or time.monotonic() - since_s < waiting_s:
+            return
+        for peer in sorted(self._peers):
+            try:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+            except RuntimeError as error:
+                self.abort(f"lost {self.slots[peer]}: {error}")
+                return
+
+    def give_up(self) -> bool:
+        """Of a closed communicator: whether its owner is in a wait, and will touch nothing when that ends."""
+        with self._lock:
+            self._given_up = bool(self._closed) and self._waits_since_s is not None
+            return self._given_up
+
+    def abort(self, why: str = "given up") -> None:
+        """Closes the connections at once, so that every other rank notices. May be called from any thread."""
+        with self._lock:
+            self._closed = self._closed or why
         if self._device_group is not None and hasattr(self._device_group, "abort"):
             self._device_group.abort()
         self._close_gloo()
 
     def _close_gloo(self) -> None:
-        """ProcessGroupGloo.abort() leaves pending waits alone; a receive that times out closes every connection."""
-        peer = (self.rank + 1) % len(self.slots)
-        try:
-            work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
-            work.wait(timedelta(milliseconds=1))
-        except RuntimeError:  # the time-out, or connections that are closed already
-            return
+        """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them."""
+        for peer in range(len(self.slots)):
+            if peer == self.rank:
+                continue
+            try:
+                work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
+            except RuntimeError:  # this connection is closed already: the others need not be
+                continue
+            try:
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError:  # the time-out
+                return
 
     def _prove(self, group: dist.ProcessGroup, token: torch.Tensor, timeout_s: float) -> None:
         self.wait(Pending(group.allreduce([token]), token.is_cuda), self.rank, timeout_s)
@@ -136,8 +205,9 @@ class Communicator:
         deadline = time.monotonic() + timeout_s
         pause = threading.Event()
         while not work.is_completed():
+            self._require_open()
             if time.monotonic() >= deadline:
-                self.abort()  # its kernels would spin on the GPU for ever
+                self.abort("an NCCL operation is late")  # its kernels would spin on the GPU for ever
                 raise RuntimeError(f"NCCL did not finish in {timeout_s:g} s")
             pause.wait(NCCL_POLL_S)
         work.wait()  # raises what NCCL has noticed

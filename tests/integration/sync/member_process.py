@@ -7,11 +7,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.layout import Parallel
 from weightsync.model_spec import ModelSpec
 
 ANSWER_S = 60.0
+_ERROR = b"!error "
 
 _fork_server = multiprocessing.get_context("forkserver")
 _fork_server.set_forkserver_preload(["torch", "weightsync.session", "tests.weight_stores"])
@@ -38,7 +40,14 @@ class MemberProcess:
 
     def end(self) -> pb.PhaseReport:
         """The report of the phase that was begun. Raises: RuntimeError: the rank's error."""
-        return pb.RunPhaseResponse.FromString(self._answer()).report
+        answer = self._answer()
+        if answer.startswith(_ERROR):
+            raise RuntimeError(answer.removeprefix(_ERROR).decode())
+        return pb.RunPhaseResponse.FromString(answer).report
+
+    def kill(self) -> None:
+        """SIGKILL; returns at once."""
+        self._process.kill()
 
     def written_bytes(self) -> int:
         """Bytes that the whole process has written so far, to sockets too, as the kernel counts them."""
@@ -94,5 +103,9 @@ def _serve(pipe: Connection, slot: str, settings: dict[str, Any]) -> None:
     pipe.send_bytes(b"up")
     while True:
         request = pb.RunPhaseRequest.FromString(pipe.recv_bytes())
-        report = member.run_phase(request.phase, request.round)
-        pipe.send_bytes(pb.RunPhaseResponse(report=report).SerializeToString())
+        try:
+            report = member.run_phase(request.phase, request.round)
+        except TandemError as error:
+            pipe.send_bytes(_ERROR + f"{error.reason}: {error}".encode())
+        else:
+            pipe.send_bytes(pb.RunPhaseResponse(report=report).SerializeToString())

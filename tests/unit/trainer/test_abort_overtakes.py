@@ -1,0 +1,68 @@
+"""ABORT of a round reaches a trainer whose ranks are in that round's TRANSFER, and hang there."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from servicekit.errors import PeerLost
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2
+from trainer_service.ranks import Command, Commander, Wire
+from trainer_service.servicer import TrainerServicer
+
+TRANSFER, ABORT = weights_pb2.ROUND_PHASE_TRANSFER, weights_pb2.ROUND_PHASE_ABORT
+
+
+class NoWire(Wire):
+    """Of a trainer of one rank."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+
+class HangingRank:
+    """Its TRANSFER ends when its round is interrupted."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.interrupted: Future[str] = Future()
+
+    def interrupt(self, round_id: str) -> None:
+        self.interrupted.set_result(round_id)
+
+    def publish(self, parts: object) -> bytes:
+        assert isinstance(parts, list)
+        request = pb.PublishWeightsRequest.FromString(parts[0])
+        if request.phase == TRANSFER:
+            self.begun.set()
+            raise PeerLost(f"{self.interrupted.result(timeout=10)} was given up")
+        return weights_pb2.PhaseReport(policy_version=7).SerializeToString()
+
+
+def request(phase: "weights_pb2.RoundPhase.ValueType") -> pb.PublishWeightsRequest:
+    round_ = weights_pb2.Round(round_id="round-7", formation_timeout_s=60, transfer_timeout_s=60)
+    return pb.PublishWeightsRequest(phase=phase, round=round_)
+
+
+def test_an_abort_ends_the_transfer_that_it_would_wait_behind() -> None:
+    rank, commander = HangingRank(), Commander()
+    threading.Thread(
+        target=commander.run, args=(NoWire(), {Command.PUBLISH: rank.publish}), name="ranks", daemon=True
+    ).start()
+    servicer = TrainerServicer(commander, max_samples=1, interrupt=rank.interrupt)
+    servicer._engine = object()  # type: ignore[assignment]
+
+    async def both() -> pb.PublishWeightsResponse:
+        transfer = asyncio.create_task(servicer.PublishWeights(request(TRANSFER), None))
+        await asyncio.to_thread(rank.begun.wait, 10)
+        async with asyncio.timeout(5):
+            reply = await servicer.PublishWeights(request(ABORT), None)
+        with pytest.raises(PeerLost, match="round-7 was given up"):
+            await transfer
+        return reply
+
+    reply = asyncio.run(both())
+    commander.submit(Command.STOP)
+    assert [report.policy_version for report in reply.ranks] == [7]

@@ -1,0 +1,42 @@
+"""Work on a communicator, watched: it ends when a peer is lost or the communicator is closed, whatever gloo does.
+
+The work runs in a thread of its own. Where one of its waits never ends (communicator.py says why), the thread is left
+there: its connections are closed, so nothing arrives any more, and it touches nothing when its wait reaches its
+deadline. Until then it holds its buffers, at most two messages.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from servicekit.errors import PeerLost
+from weightsync.transports.communicator import Communicator
+
+# Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
+# peer is posted.
+LOOK_S = 0.1
+
+T = TypeVar("T")
+
+
+def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
+    """The result of `work`, all of whose waits are on the communicator.
+
+    Raises: PeerLost: a peer is gone, or the communicator was aborted; what `work` raises.
+    """
+    result: Future[T] = Future()
+    name = f"work-{communicator.slots[communicator.rank]}"
+    threading.Thread(target=_carry_out, args=(work, result), name=name, daemon=True).start()
+    while not wait([result], LOOK_S).done:
+        communicator.probe(LOOK_S)
+        if communicator.give_up():
+            raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")
+    return result.result()
+
+
+def _carry_out(work: Callable[[], T], result: "Future[T]") -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:  # the boundary of the thread: it is the caller's
+        result.set_exception(error)
