@@ -1,5 +1,7 @@
 """The communicator of the current epoch: built under a deadline, kept across rounds, dropped with its epoch."""
 
+import threading
+
 import torch
 import torch.distributed as dist
 
@@ -24,6 +26,18 @@ class CommunicatorCache:
         self._device = device
         self._key: tuple[int, int, tuple[str, ...]] | None = None
         self._current: Communicator | None = None
+        self._interrupting = threading.Lock()
+        self._under_way = ""
+
+    @property
+    def under_way(self) -> str:
+        """The round that may be interrupted; empty for none."""
+        return self._under_way
+
+    @under_way.setter
+    def under_way(self, round_id: str) -> None:
+        with self._interrupting:
+            self._under_way = round_id
 
     def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
         """The communicator of the round's epoch and participants; another one after each round that failed.
@@ -59,11 +73,12 @@ class CommunicatorCache:
             self._current.abort()
         self._current, self._key = None, None
 
-    def interrupt(self, why: str) -> None:
-        """Ends the waits of a phase that another thread is in; its owner drops the communicator then."""
-        current = self._current
-        if current is not None:
-            current.abort(why)
+    def interrupt(self, round_id: str) -> None:
+        """Ends the waits of a phase that another thread is in, if it is of this round: its owner drops what we have."""
+        with self._interrupting:  # no other round begins between the look and the deed
+            current = self._current
+            if current is not None and round_id and round_id == self._under_way:
+                current.abort(f"round {round_id} was given up")
 
     def close(self) -> None:
         """The same, at the end of the process."""

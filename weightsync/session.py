@@ -102,8 +102,6 @@ class SyncMember:
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
-        self._interrupting = threading.Lock()
-        self._under_way = ""  # the round that may be interrupted
         self._layout = self._own_layout()
         self._coverage = Coverage(self._layout, self._rank, slot)
         self._shard_elements = self._layout.elements_of(self._rank)
@@ -201,13 +199,7 @@ class SyncMember:
 
         The round must be aborted then.
         """
-        with self._interrupting:  # no other round begins between the look and the deed
-            if round_id and round_id == self._under_way:
-                self._communicators.interrupt(f"round {round_id} was given up")
-
-    def _set_under_way(self, round_id: str) -> None:
-        with self._interrupting:
-            self._under_way = round_id
+        self._communicators.interrupt(round_id)
 
     def _run(self, phase: int, round_: pb.Round) -> pb.PhaseReport:
         handlers: dict[int, Callable[[pb.Round], pb.PhaseReport]] = {
@@ -239,7 +231,7 @@ class SyncMember:
             self._over.append(self._round_id)
             self._drop()
             self._end_round()
-        self._set_under_way(round_.round_id)
+        self._communicators.under_way = round_.round_id
         started = time.monotonic()
         try:
             terms = self._terms(round_)
@@ -284,15 +276,11 @@ class SyncMember:
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
-        try:
-            self._stats = run_watched(communicator, lambda: transport.run(job))
-        except BaseException as error:
-            communicator.abort(f"failed: {error}")  # nobody waits for this rank any longer
-            raise
+        self._stats = run_watched(communicator, lambda: transport.run(job))
         if self._is_receiver:
             self._coverage.zero_padding(self._target)
         self._state = _State.TRANSFERRED
-        return self._transfer_report(self._stats)
+        return self._stats.report(self._shard_bytes())
 
     def _verify(self, round_: pb.Round) -> pb.PhaseReport:
         self._require(_State.TRANSFERRED)
@@ -343,7 +331,7 @@ class SyncMember:
 
     def _end_round(self) -> None:
         """Back to idle; reports of this round stay, so that a repeated COMMIT is answered."""
-        self._set_under_way("")
+        self._communicators.under_way = ""
         self._state = _State.IDLE
         self._target = self._tensors
         self._stats = TransferStats()
@@ -411,14 +399,3 @@ class SyncMember:
         if self._state not in states:
             wanted = " or ".join(state.value for state in states)
             raise PhaseOrder(f"{self._slot}: the round is {self._state.value}, it must be {wanted}")
-
-    def _transfer_report(self, stats: TransferStats) -> pb.PhaseReport:
-        report = pb.PhaseReport(
-            bytes_sent=stats.bytes_sent,
-            bytes_received=stats.bytes_received,
-            shard_bytes=self._shard_bytes(),
-            num_messages=stats.num_messages,
-            staging_bytes=stats.staging_bytes,
-        )
-        report.seconds["transfer"] = stats.seconds
-        return report

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from servicekit.errors import DeadlineExceeded, DigestMismatch
+from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.digest import HEADER_BYTES, Header, PayloadDigest, check_header, read_header, write_header
 from weightsync.messages import Message
 from weightsync.participants import Participants
@@ -82,6 +83,18 @@ class TransferStats:
         self.received.append((message, job.digest_in(head, message)))
         self.num_messages += 1
         self.bytes_received += job.packer.payload_bytes(message)
+
+    def report(self, shard_bytes: int) -> pb.PhaseReport:
+        """What TRANSFER answers."""
+        report = pb.PhaseReport(
+            bytes_sent=self.bytes_sent,
+            bytes_received=self.bytes_received,
+            shard_bytes=shard_bytes,
+            num_messages=self.num_messages,
+            staging_bytes=self.staging_bytes,
+        )
+        report.seconds["transfer"] = self.seconds
+        return report
 
 
 class Waits:

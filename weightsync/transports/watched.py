@@ -1,5 +1,7 @@
 """Work on a communicator, watched: it ends when a peer is lost or the communicator is closed, whatever gloo does.
 
+A rank whose work fails closes the communicator at once: the others do not wait for it until their deadline.
+
 The work runs in a thread of its own. Where one of its waits never ends (communicator.py says why), the thread is left
 there: its connections are closed, so nothing arrives any more, and it touches nothing when its wait reaches its
 deadline. Until then it holds its buffers, at most two messages.
@@ -28,11 +30,15 @@ def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
     result: Future[T] = Future()
     name = f"work-{communicator.slots[communicator.rank]}"
     threading.Thread(target=_carry_out, args=(work, result), name=name, daemon=True).start()
-    while not wait([result], LOOK_S).done:
-        communicator.probe(LOOK_S)
-        if communicator.give_up():
-            raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")
-    return result.result()
+    try:
+        while not wait([result], LOOK_S).done:
+            communicator.probe(LOOK_S)
+            if communicator.give_up():
+                raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")
+        return result.result()
+    except BaseException as error:
+        communicator.abort(f"failed: {error}")
+        raise
 
 
 def _carry_out(work: Callable[[], T], result: "Future[T]") -> None:
