@@ -216,8 +216,6 @@ class SyncMember:
             raise PhaseOrder(f"{self._slot}: round {round_.round_id} was not prepared here")
         return handlers[phase](round_)
 
-    # ---- phases ----
-
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
         if round_.round_id in self._over:
             raise PhaseOrder(f"{self._slot}: round {round_.round_id} is over; start a new one")
@@ -317,8 +315,6 @@ class SyncMember:
             self._drop()
             self._end_round()
         return pb.PhaseReport()
-
-    # ---- helpers ----
 
     @property
     def _is_receiver(self) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -46,12 +47,12 @@ def request(phase: "weights_pb2.RoundPhase.ValueType") -> pb.PublishWeightsReque
     return pb.PublishWeightsRequest(phase=phase, round=round_)
 
 
-def test_an_abort_ends_the_transfer_that_it_would_wait_behind() -> None:
+def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) -> None:
     rank, commander = HangingRank(), Commander()
     threading.Thread(
         target=commander.run, args=(NoWire(), {Command.PUBLISH: rank.publish}), name="ranks", daemon=True
     ).start()
-    servicer = TrainerServicer(commander, max_samples=1, interrupt=rank.interrupt)
+    servicer = TrainerServicer(commander, max_samples=1, run_dir=tmp_path, interrupt=rank.interrupt)
     servicer._engine = object()  # type: ignore[assignment]
 
     async def both() -> pb.PublishWeightsResponse:
