@@ -189,8 +189,8 @@ def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
 def build_optimizer(
     wrapped: list[DistributedDataParallel], config: TransformerConfig, settings: TrainerSection
 ) -> ChainedOptimizer:
-    """AdamW; each step sets its step size; norms and biases have no weight decay, as mcore has it by default."""
-    return get_megatron_optimizer(
+    """AdamW; each step sets its step size. Norms and biases have no weight decay."""
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
@@ -205,3 +205,7 @@ def build_optimizer(
         ),
         wrapped,
     )
+    for group in optimizer.param_groups:
+        # mcore only marks the group; its OptimizerParamScheduler, which we do not use, would multiply.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandem_config.schema import TrainerSection
-from tests.integration.trainer.tiny_inputs import CONFIG, VARIANTS, make_samples, write_samples
+from tests.integration.trainer.tiny_inputs import CONFIG, TRAINER_VARIANTS, VARIANTS, make_samples, write_samples
 from tests.integration.trainer.tiny_models import make_model, reference_step, save_model, saved_tensors, token_logprobs
 from tests.integration.trainer.tiny_models import with_noisy_rollout as noisy
 from trainer_service.samples import FloatArray, Samples
@@ -87,6 +87,7 @@ EXACT = [
     *(Case(kind=kind, layout=layout) for layout in BASE for kind in ("qwen2", "qwen2-tied", "qwen3")),
     *(Case(kind="qwen3", layout=layout, variant="skips") for layout in ("tp1", "dp2", "tp2-pp2")),
     *(Case(kind="qwen3", layout=layout, variant="rollout") for layout in ("tp1", "dp2")),
+    *(Case(kind=kind, layout="tp1", variant="decay") for kind in ("qwen2", "qwen3")),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "tp2-ep2", "ep2-pp2", "etp2")),
     Case(kind="qwen3-moe-mixed", layout="ep2"),
     *(Case(kind=kind, layout="pp2-virtual") for kind in ("qwen3", "qwen2-tied")),
@@ -109,6 +110,7 @@ SLOW = [
     *(Case(kind="qwen2-1-layer", layout=layout) for layout in ("pp2-embedding", "pp2-loss")),  # a stage without layers
     *(Case(kind=kind, layout="tp2-cp2") for kind in ("qwen2", "qwen2-tied", "qwen3-moe")),
     Case(kind="qwen3", layout="cp2", variant="rollout"),
+    Case(kind="qwen3-moe", layout="tp2-ep2", variant="decay"),
     Case(kind="qwen3-moe", layout="ep2", variant="skips"),
 ]
 BFLOAT16 = [
@@ -140,7 +142,8 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
             logprobs, entropies = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
         for variant in sorted({case.variant for case in cases if case.kind == kind}):
             trained = make_model(kind)
-            metrics = reference_step(trained, samples, CONFIG["grpo"] | VARIANTS[variant])
+            decay = TRAINER_VARIANTS.get(variant, {}).get("weight_decay", 0.0)
+            metrics = reference_step(trained, samples, CONFIG["grpo"] | VARIANTS[variant], decay)
             out[kind, variant] = Reference(
                 samples=samples,
                 logprobs=logprobs.numpy(),
@@ -175,6 +178,7 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
         "dtype": case.dtype,
         "samples": str(folder / f"{case.kind}.npz"),
         "layout": LAYOUTS[case.layout],
+        "trainer": TRAINER_VARIANTS.get(case.variant, {}),
         "grpo": CONFIG["grpo"] | VARIANTS[case.variant],
     }
 

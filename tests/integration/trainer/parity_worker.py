@@ -23,7 +23,7 @@ from trainer_service.samples import Samples
 
 def run_case(case: dict, out: Path) -> None:
     model = {"path": case["model"], "dtype": case["dtype"]}
-    sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"], "grpo": case["grpo"]}
+    sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"] | case["trainer"], "grpo": case["grpo"]}
     config = RunConfig.model_validate(CONFIG | sections)
     engine = MegatronEngine(config, torch.device("cpu"))
     engine.load(Path(case["model"]))

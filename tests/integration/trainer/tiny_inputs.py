@@ -32,9 +32,12 @@ CONFIG: dict[str, Any] = {
 # What of "grpo" differs. Without an entropy bonus samples of advantage 0 are left out of training.
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
+    "decay": {},
     "skips": {"entropy_coefficient": 0.0},
     "rollout": {"entropy_coefficient": 0.0, "old_logprobs": "rollout", "tis_cap": None},
 }
+# What of "trainer" differs.
+TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}
 
 
 def make_samples(num_samples: int = 24, seed: int = 1) -> Samples:

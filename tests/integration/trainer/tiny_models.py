@@ -111,7 +111,9 @@ def with_noisy_rollout(samples: Samples, model: PreTrainedModel) -> Samples:
     return replace(samples, rollout_logprobs=exact.numpy() + noise)
 
 
-def reference_step(model: PreTrainedModel, samples: Samples, grpo: dict[str, Any]) -> dict[str, float]:
+def reference_step(
+    model: PreTrainedModel, samples: Samples, grpo: dict[str, Any], weight_decay: float = 0.0
+) -> dict[str, float]:
     """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
 
     Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
@@ -125,9 +127,12 @@ def reference_step(model: PreTrainedModel, samples: Samples, grpo: dict[str, Any
     advantages = torch.from_numpy(samples.per_token(samples.advantages))
     mask = torch.from_numpy(samples.per_token(samples.trainable))
     update_of_token = torch.from_numpy(samples.per_token(samples.update_index))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=trainer["learning_rate"], weight_decay=0.0, eps=trainer["adam_eps"]
-    )
+    # The usual groups: matrices decay, norms and biases do not.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=trainer["learning_rate"], eps=trainer["adam_eps"])
     losses, norms = [], []
     for update in range(NUM_UPDATES):
         here = update_of_token == update
