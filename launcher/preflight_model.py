@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launcher.preflight_trainer import check_trainer_sizes, indivisible, split_sizes
+from launcher.preflight_trainer import check_tensor_size, check_trainer_sizes, indivisible
 from launcher.preflight_weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
@@ -28,7 +28,9 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
     problems += check_trainer_sizes(spec, config.trainer, usable)
     problems += _check_dense_layers(folder, spec)
     if usable("rollout.tensor_parallel"):
-        problems += _check_rollout_tensor(spec, config.rollout.tensor_parallel)
+        problems += check_tensor_size(spec, "rollout.tensor_parallel", config.rollout.tensor_parallel)
+        if usable("rollout.expert_parallel"):
+            problems += _check_rollout_experts(spec, config.rollout.tensor_parallel, config.rollout.expert_parallel)
     return spec, problems
 
 
@@ -68,22 +70,29 @@ def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem
         )
 
 
-def _check_rollout_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
-    """More ranks than KV heads are fine if they divide evenly: SGLang then gives several ranks the same head."""
-
-    def replicates(ranks: int) -> bool:
-        return ranks % spec.num_kv_heads == 0
-
+def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterator[ConfigProblem]:
+    """How a replica's ranks divide the experts; ranks that share experts divide each one's FFN."""
+    key = "rollout.expert_parallel"
+    if spec.num_experts == 0 and expert > 1:
+        yield ConfigProblem(
+            key=key, value=str(expert), message="the model has no experts to divide", suggestion=f"leave {key} at 1"
+        )
+    if spec.num_experts == 0 or tensor % expert != 0:
+        return
     fits = [
         n
-        for n in range(1, spec.num_heads + 1)
-        if not any(total % n for name, total in split_sizes(spec).items() if name != "KV heads")
-        and (spec.num_kv_heads % n == 0 or replicates(n))
+        for n in range(1, tensor + 1)
+        if tensor % n == 0 and spec.num_experts % n == 0 and spec.expert_ffn_size % (tensor // n) == 0
     ]
-    sizes = split_sizes(spec)
-    if replicates(size):
-        del sizes["KV heads"]
-    yield from indivisible("rollout.tensor_parallel", size, sizes, fits)
+    yield from indivisible(key, expert, {"number of experts": spec.num_experts}, fits)
+    sharers = tensor // expert
+    if spec.expert_ffn_size % sharers != 0:
+        yield ConfigProblem(
+            key=key,
+            value=str(expert),
+            message=f"leaves {sharers} ranks to each expert, which do not divide its FFN size ({spec.expert_ffn_size})",
+            suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or 'none'}",
+        )
 
 
 def _problem(folder: Path, message: str, suggestion: str) -> ConfigProblem:

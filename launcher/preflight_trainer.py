@@ -9,6 +9,7 @@ from weightsync.layout import Parallel
 from weightsync.model_spec import ModelSpec
 from weightsync.stages import chunks_of
 
+KV_HEADS = "KV heads"
 _SPLITS = ("first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts", "virtual_pipeline")
 
 
@@ -17,7 +18,8 @@ def check_trainer_sizes(
 ) -> Iterator[ConfigProblem]:
     """Problems of the sizes that are worth judging."""
     if usable("trainer.tensor_parallel"):
-        yield from _check_tensor(spec, trainer.tensor_parallel)
+        yield from check_tensor_size(spec, "trainer.tensor_parallel", trainer.tensor_parallel)
+        yield from _check_rows(spec, trainer.tensor_parallel)
     if usable("trainer.pipeline_parallel", *(f"trainer.{name}" for name in _SPLITS)):
         yield from _check_stages(spec, trainer)
     if usable("trainer.expert_parallel", "trainer.expert_tensor_parallel"):
@@ -40,7 +42,7 @@ def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) ->
 
 def split_sizes(spec: ModelSpec) -> dict[str, int]:
     """What tensor parallelism divides, by its name for people."""
-    sizes = {"attention heads": spec.num_heads, "KV heads": spec.num_kv_heads, "FFN size": spec.ffn_size}
+    sizes = {"attention heads": spec.num_heads, KV_HEADS: spec.num_kv_heads, "FFN size": spec.ffn_size}
     if spec.num_experts > 0 and not spec.dense_layers:
         del sizes["FFN size"]
     return sizes
@@ -50,10 +52,25 @@ def _divisors(total: int) -> list[int]:
     return [n for n in range(1, total + 1) if total % n == 0]
 
 
-def _check_tensor(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
-    sizes = split_sizes(spec)
-    fits = [n for n in _divisors(spec.num_kv_heads) if not any(total % n for total in sizes.values())]
-    yield from indivisible("trainer.tensor_parallel", size, sizes, fits)
+def check_tensor_size(spec: ModelSpec, key: str, size: int) -> Iterator[ConfigProblem]:
+    """A tensor-parallel size of either side: its ranks divide the KV heads, or share each of them evenly."""
+    fits = [n for n in _divisors(spec.num_heads) if not list(_undivided(spec, n))]
+    yield from indivisible(key, size, dict(_undivided(spec, size)), fits)
+
+
+def _check_rows(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
+    """Megatron cuts query, key and value rows evenly, which more ranks than KV heads may not allow (narrow heads)."""
+    rows = spec.size("q") + 2 * spec.size("kv")
+    if not list(_undivided(spec, size)):
+        fits = [n for n in _divisors(spec.num_heads) if rows % n == 0 and not list(_undivided(spec, n))]
+        yield from indivisible("trainer.tensor_parallel", size, {"query, key and value rows": rows}, fits)
+
+
+def _undivided(spec: ModelSpec, size: int) -> Iterator[tuple[str, int]]:
+    for name, total in split_sizes(spec).items():
+        shared = name == KV_HEADS and size % total == 0
+        if total % size != 0 and not shared:
+            yield name, total
 
 
 def _check_stages(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:

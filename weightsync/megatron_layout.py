@@ -10,7 +10,7 @@ from servicekit.errors import ConfigError
 from weightsync.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.mapping import Placement, Rule, rules_for
 from weightsync.model_spec import ModelSpec
-from weightsync.placement import SAME_ON_BOTH_SIDES, Cut, part_shape, rule_applies, split_vocabulary
+from weightsync.placement import SAME_ON_BOTH_SIDES, Cut, check_kv_heads, part_shape, rule_applies, split_vocabulary
 from weightsync.stages import Chunk, chunks_of
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -138,24 +138,39 @@ def _cut(rule: Rule, grid: _Grid) -> Cut:
 
 
 def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """Rows by query group: [its q heads | its k head | its v head]; ranks share the groups."""
-    groups = exact_share(spec.num_kv_heads, tp, "number of KV heads")
+    """Rows by query group, [its q heads | its k head | its v head], cut evenly over the ranks.
+
+    With more ranks than groups, each of which some ranks then share, a cut falls where it falls, across q, k and v:
+    mcore gathers the ranks' outputs before it takes heads from them (attention.py, get_query_key_value_tensors).
+    """
+    check_kv_heads(spec, tp)
+    exact_share(spec.num_heads, tp, "number of attention heads")
     _, cols = part_shape(rule, 0, spec)
     q_rows = spec.num_heads // spec.num_kv_heads * spec.head_dim
     heights = (q_rows, spec.head_dim, spec.head_dim)
     group_rows = sum(heights)
-    pieces = [
-        Piece(
-            tp_rank=r,
-            part=part,
-            row=(r * groups + g) * heights[part],
-            rows=heights[part],
-            col=0,
-            cols=cols,
-            param_row=g * group_rows + sum(heights[:part]),
+    share = exact_share(spec.num_kv_heads * group_rows, tp, "number of query, key and value rows")
+    pieces = []
+    for rank, part, group in _parts_on_ranks(tp, share, group_rows):
+        top = group * group_rows + sum(heights[:part])
+        first, end = max(top, rank * share), min(top + heights[part], (rank + 1) * share)
+        pieces.append(
+            Piece(
+                tp_rank=rank,
+                part=part,
+                row=group * heights[part] + first - top,
+                rows=end - first,
+                col=0,
+                cols=cols,
+                param_row=first - rank * share,
+            )
         )
-        for r in range(tp)
-        for g in range(groups)
-        for part in range(3)
-    ]
-    return Cut(rows=groups * group_rows, cols=cols, pieces=piece_array(pieces))
+    return Cut(rows=share, cols=cols, pieces=piece_array(pieces))
+
+
+def _parts_on_ranks(tp: int, share: int, group_rows: int) -> Iterator[tuple[int, int, int]]:
+    """(rank, part, query group) of the groups that a rank's rows touch; of the parts it may have none."""
+    for rank in range(tp):
+        for group in range(rank * share // group_rows, -(-(rank + 1) * share // group_rows)):
+            for part in range(3):
+                yield rank, part, group

@@ -35,6 +35,14 @@ def rule_applies(rule: Rule, spec: ModelSpec, layer: int) -> bool:
     return rule.layers == "all" or (rule.layers == "experts") == spec.has_experts(layer)
 
 
+def check_kv_heads(spec: ModelSpec, tp: int) -> None:
+    """Raises: ConfigError: ranks neither divide the KV heads nor share each of them evenly; both engines want that."""
+    if spec.num_kv_heads % tp != 0 and tp % spec.num_kv_heads != 0:
+        raise ConfigError(
+            f"number of KV heads = {spec.num_kv_heads} and tensor parallel size {tp}: one must divide the other"
+        )
+
+
 def replicated(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
     """A parameter that every rank has whole."""
     rows, cols = part_shape(rule, 0, spec)

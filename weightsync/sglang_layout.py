@@ -6,7 +6,7 @@ from servicekit.errors import ConfigError
 from weightsync.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.mapping import Placement, Rule, rules_for
 from weightsync.model_spec import ModelSpec
-from weightsync.placement import SAME_ON_BOTH_SIDES, Cut, part_shape, rule_applies, split_vocabulary
+from weightsync.placement import SAME_ON_BOTH_SIDES, Cut, check_kv_heads, part_shape, rule_applies, split_vocabulary
 
 # DEFAULT_VOCAB_PADDING_SIZE of sglang/srt/layers/vocab_parallel_embedding.py
 VOCABULARY_PADDING = 64
@@ -32,11 +32,18 @@ def sglang_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
         raise ConfigError("expert parallel size must be 1: the model has no experts")
     builder = LayoutBuilder(parallel.tensor)
     for rule in rules_for(spec):
-        cut = _cut(rule, spec, parallel)
-        for layer in range(spec.num_layers if rule.stage == "layer" else 1):
-            if rule.stage != "layer" or rule_applies(rule, spec, layer):
+        layers = _layers(rule, spec)
+        if layers:  # a rule that no layer has (the dense MLP of a mixture) need not divide
+            cut = _cut(rule, spec, parallel)
+            for layer in layers:
                 _place(builder, rule, spec, parallel, cut, layer)
     return builder.build()
+
+
+def _layers(rule: Rule, spec: ModelSpec) -> list[int]:
+    if rule.stage != "layer":
+        return [0]
+    return [layer for layer in range(spec.num_layers) if rule_applies(rule, spec, layer)]
 
 
 def _place(builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parallel, cut: Cut, layer: int) -> None:
@@ -84,13 +91,9 @@ def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> Cut:
 
 def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
     """[q shard | k shard | v shard]; with fewer KV heads than ranks, neighbouring ranks hold the same head."""
+    check_kv_heads(spec, tp)
     q_heads = exact_share(spec.num_heads, tp, "number of attention heads")
-    if spec.num_kv_heads >= tp:
-        kv_heads, sharers = exact_share(spec.num_kv_heads, tp, "number of KV heads"), 1
-    elif tp % spec.num_kv_heads == 0:
-        kv_heads, sharers = 1, tp // spec.num_kv_heads
-    else:
-        raise ConfigError(f"tensor parallel size {tp} and {spec.num_kv_heads} KV heads: one must divide the other")
+    kv_heads, sharers = max(1, spec.num_kv_heads // tp), max(1, tp // spec.num_kv_heads)
     _, cols = part_shape(rule, 0, spec)
     heights = (q_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.head_dim)
     pieces = [

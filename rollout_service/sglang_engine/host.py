@@ -18,6 +18,7 @@ from typing import Any
 from rollout_service.hosts.share import Share
 from rollout_service.sglang_engine.options import engine_arguments, engine_environment
 from rollout_service.sglang_engine.processes import ChildWatch
+from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.logs import get_logger
 from tandem_config.schema import RunConfig
@@ -90,7 +91,10 @@ class SglangProcesses:
             from rollout_service.sglang_engine.launch import launch_engine  # imports SGLang: seconds
 
             if not self._stopping:
-                self.engine = launch_engine(self.arguments)
+                try:
+                    self.engine = launch_engine(self.arguments)
+                except RuntimeError as error:
+                    raise explain(self._folder, error) from error
 
     def fail(self, error: Exception) -> None:
         """The engine can serve no longer."""

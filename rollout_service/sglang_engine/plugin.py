@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout_service.sglang_cpu.experts import leave_out_foreign_experts
 from rollout_service.sglang_engine.processes import bind_to_service
+from rollout_service.sglang_engine.rank_errors import remember_errors
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -27,6 +28,7 @@ def register() -> None:
     if settings is None or os.environ.get("TANDEM_SERVICE_PID") == str(os.getpid()):
         return
     bind_to_service()
+    remember_errors(Path(settings.dir))
     # SGLang's debug dumper imports Megatron where it is installed: seconds of start-up, for nothing.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

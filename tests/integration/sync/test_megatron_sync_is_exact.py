@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
+    "tp4": {"tensor_parallel": 4},  # twice as many ranks as KV heads
     "pp2": {"pipeline_parallel": 2},
     "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "dp2": {"data_parallel": 2},
@@ -35,7 +36,11 @@ DENSE = ["tp2-pp2", "tp1", "tp2", "pp2", "pp2-vpp2", "dp2"]
 EXPERTS = ["tp2-ep2", "dp2-ep2", "pp2-vpp2"]
 FRESH_VERSION = 0  # every trainer here has just been started
 BOTH = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)}
-SLOW_KINDS = dict.fromkeys(("qwen2-tied", "qwen2", "qwen3", "llama-tied"), DENSE) | {"qwen3-moe": EXPERTS}
+SLOW_KINDS = dict.fromkeys(("qwen2-tied", "qwen3", "llama-tied"), DENSE) | {
+    "qwen3-moe": EXPERTS,
+    "qwen2-kv1": ["tp2"],
+    "qwen2": [*DENSE, "tp4"],
+}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
     "tp2-sequence": {"tensor_parallel": 2, "sequence_parallel": True},
+    # more ranks than KV heads, where the model has 2 (tp4) or 1 (tp2)
+    "tp4": {"tensor_parallel": 4},
+    "tp4-sequence": {"tensor_parallel": 4, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
@@ -97,8 +100,12 @@ EXACT = [
     Case(kind="qwen2-tied-6-layers", layout="pp2-virtual-both"),
     *(Case(kind="qwen3", layout=layout) for layout in ("cp2", "cp2-pp2-virtual")),
     Case(kind="qwen3-moe", layout="cp2-ep2"),
+    Case(kind="qwen3-kv1", layout="tp2-sequence"),
+    Case(kind="qwen2", layout="tp4"),
 ]
 SLOW = [
+    *(Case(kind=kind, layout="tp4-sequence") for kind in ("qwen3", "llama", "qwen3-moe", "qwen3-kv1")),
+    *(Case(kind=kind, layout=layout) for kind in ("qwen2-kv1", "qwen3-kv1") for layout in ("tp2", "tp2-cp2")),
     *(
         Case(kind="qwen3-moe", layout=layout)
         for layout in ("tp2-sequence", "tp2-etp2", "ep2-pp2-virtual", "tp2-dp2-ep2-etp2")

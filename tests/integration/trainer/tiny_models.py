@@ -44,6 +44,8 @@ KINDS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
         Qwen2Config(**sizes | {"num_hidden_layers": 6}, tie_word_embeddings=True)
     ),
     "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(head_dim=16, **sizes)),
+    "qwen2-kv1": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes | {"num_key_value_heads": 1})),
+    "qwen3-kv1": lambda sizes: Qwen3ForCausalLM(Qwen3Config(head_dim=16, **sizes | {"num_key_value_heads": 1})),
     "qwen3-moe": lambda sizes: Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True, **sizes)),
     # the second layer is dense, and the chosen experts' weights do not add up to 1
     "qwen3-moe-mixed": lambda sizes: Qwen3MoeForCausalLM(

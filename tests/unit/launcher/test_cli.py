@@ -49,12 +49,12 @@ def test_check_says_that_all_is_well(tmp_path: Path) -> None:
 
 def test_check_shows_key_value_problem_suggestion_and_place(tmp_path: Path) -> None:
     file = write_config(tmp_path, grpo={"grop_size": 3})
-    code, output = invoke("check", "-c", str(file), "--set", "trainer.tensor_parallel=4")
+    code, output = invoke("check", "-c", str(file), "--set", "trainer.tensor_parallel=8")
     assert code == 2
     assert "error: grpo.grop_size = 3\n    unknown key\n    -> did you mean grpo.group_size?\n" in output
-    assert "error: trainer.tensor_parallel = 4\n    does not divide the model's KV heads (2)\n" in output
-    assert "    at --set trainer.tensor_parallel=4\n" in output
-    assert output.endswith(f"{file}: 2 errors\n") or "1 warning" in output.splitlines()[-1]
+    assert "error: trainer.tensor_parallel = 8\n    does not divide the model's attention heads (4)\n" in output
+    assert "    at --set trainer.tensor_parallel=8\n" in output
+    assert output.endswith(f"{file}: 3 errors\n") or "1 warning" in output.splitlines()[-1]
 
 
 def test_run_refuses_a_bad_configuration_and_makes_no_folder(tmp_path: Path) -> None:

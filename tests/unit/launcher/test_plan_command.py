@@ -100,6 +100,13 @@ def test_every_built_in_model_can_be_planned(model: str) -> None:
     assert as_json("--model", model, "--trainer", "tp=2", "--rollout", "tp=4")["redundancy"] == 1.0
 
 
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_trainer_ranks_may_share_kv_heads(model: str) -> None:
+    figures = as_json("--model", model, "--trainer", "tp=8", "--rollout", "tp=8")
+    assert figures["redundancy"] == 1.0
+    assert figures["max_receiver_bytes"] < figures["trainer_egress_bytes"] / 7
+
+
 @pytest.mark.parametrize("as_folder", [True, False])
 def test_a_config_json_or_its_folder(tmp_path: Path, as_folder: bool) -> None:
     scaled = {**CONFIGS["llama-3.1-70b"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
@@ -115,6 +122,7 @@ def test_a_config_json_or_its_folder(tmp_path: Path, as_folder: bool) -> None:
         ("--model Qwen/Qwen3-8B-Base", ["did you mean qwen3-8b?"]),
         ("--model /no/such/folder", ["neither a file", "built in: qwen2.5-1.5b"]),
         ("--model qwen3-8b --trainer tp=3", ["--trainer = tp=3", "KV heads = 8", "tp that fits: 1, 2, 4, 8"]),
+        ("--model qwen2.5-7b --trainer tp=8", ["attention heads = 28", "tp that fits: 1, 2, 4"]),
         ("--model qwen3-8b --trainer tensor=2", ["unknown size 'tensor'", "did you mean tp=?"]),
         ("--model qwen3-8b --trainer tp", ["tp must be a whole number, at least 1"]),
         ("--model qwen3-8b --trainer tp=0,loss=2", ["tp=0", "loss must be 0 or 1"]),
@@ -137,7 +145,7 @@ def test_errors_say_what_to_do(arguments: str, words: list[str]) -> None:
 
 
 def test_a_config_that_is_none_is_named(tmp_path: Path) -> None:
-    for text, words in (("{", "cannot be read"), ("[]", "cannot be read"), ('{"model_type": "gpt2"}', "gpt2")):
+    for text, words in (("{", "cannot be read"), ("[]", "holds a list"), ('{"model_type": "gpt2"}', "gpt2")):
         (tmp_path / "config.json").write_text(text)
         code, output = invoke("--model", str(tmp_path))
         assert (code, words in output) == (2, True), output

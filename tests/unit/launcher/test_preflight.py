@@ -131,6 +131,27 @@ def test_a_mixture_with_dense_layers_is_refused_since_rollouts_cannot_hold_it(
     assert all(f"leave layers {layers} without experts" in message for message in found)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"num_experts": 6, "moe_intermediate_size": 14, "intermediate_size": 45}, "4,2", None),
+        ({"num_experts": 3, "moe_intermediate_size": 14}, "2,2", "does not divide the model's number of experts (3)"),
+        ({"num_experts": 4, "moe_intermediate_size": 7}, "4,2", "leaves 2 ranks to each expert, which do not divide"),
+        ({"model_type": "qwen3"}, "2,2", "the model has no experts to divide"),
+    ],
+)
+def test_experts_that_a_replica_cannot_divide_are_named(
+    sizes: dict[str, Any], options: str, message: str | None, tmp_path: Path
+) -> None:
+    file = write_config(tmp_path)
+    write_model(tmp_path / "model", **EXPERTS | {"norm_topk_prob": True} | sizes)
+    tensor, expert = options.split(",")
+    found = check(file, f"rollout.tensor_parallel={tensor}", f"rollout.expert_parallel={expert}")
+    errors = [each for each in found if each.key.startswith("rollout") and each.severity == "error"]
+    assert [problem.key for problem in errors] == ([] if message is None else ["rollout.expert_parallel"])
+    assert all(message in problem.message for problem in errors if message is not None)
+
+
 def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     resave(tmp_path / "model", lm_head__weight=np.zeros((16, 16), np.float32))
@@ -148,8 +169,8 @@ def test_a_hub_name_is_not_downloaded(tmp_path: Path) -> None:
 
 
 BAD_SIZES = [
-    ("trainer.tensor_parallel=3", "trainer.tensor_parallel", ["attention heads (4)", "KV heads (2)"], "1, 2"),
-    ("trainer.tensor_parallel=4", "trainer.tensor_parallel", ["KV heads (2)"], "1, 2"),
+    ("trainer.tensor_parallel=3", "trainer.tensor_parallel", ["attention heads (4)", "KV heads (2)"], "1, 2, 4"),
+    ("trainer.tensor_parallel=8", "trainer.tensor_parallel", ["attention heads (4)", "FFN size (12)"], "1, 2, 4"),
     ("rollout.tensor_parallel=3", "rollout.tensor_parallel", ["attention heads (4)", "KV heads (2)"], "1, 2, 4"),
     ("rollout.tensor_parallel=8", "rollout.tensor_parallel", ["attention heads (4)", "FFN size (12)"], "1, 2, 4"),
     ("trainer.pipeline_parallel=2", "trainer.pipeline_parallel", ["layers (3)"], "1, 3"),
@@ -167,8 +188,9 @@ def test_a_parallel_size_that_does_not_divide_is_named(
     assert found[0].where == f"--set {option}"
 
 
-def test_rollout_ranks_may_share_kv_heads(tmp_path: Path) -> None:
-    assert not [p for p in check(write_config(tmp_path), "rollout.tensor_parallel=4") if p.severity == "error"]
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+def test_ranks_may_share_kv_heads(side: str, tmp_path: Path) -> None:
+    assert not [p for p in check(write_config(tmp_path), f"{side}.tensor_parallel=4") if p.severity == "error"]
 
 
 GOOD_ROW = json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n"

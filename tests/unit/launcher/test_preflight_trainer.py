@@ -22,6 +22,7 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per
 
 GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 3, "virtual_pipeline": 2}),
+    (DENSE, {"tensor_parallel": 4}),  # two ranks share a KV head
     (DENSE, {"pipeline_parallel": 4, "first_stage_layers": 1, "last_stage_layers": 1}),
     (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2, "embedding_counts": True, "loss_counts": True}),
     (EXPERTS, {"data_parallel": 4, "expert_parallel": 4}),
@@ -30,6 +31,10 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (EXPERTS | {"intermediate_size": 13}, {"tensor_parallel": 2, "sequence_parallel": True}),
 ]
 BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (DENSE | {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 4}, {"tensor_parallel": 12},
+     "tensor_parallel", "KV heads (8)"),
+    (DENSE | {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 8},
+     {"tensor_parallel": 8}, "tensor_parallel", "query, key and value rows (20)"),
     (DENSE, {"pipeline_parallel": 4}, "pipeline_parallel", "layers (6)"),
     (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual_pipeline", "3 layers of pipeline stage 0"),
     (DENSE, {"pipeline_parallel": 3, "first_stage_layers": 1}, "first_stage_layers", "5 layers of the middle"),

@@ -23,6 +23,25 @@ def test_megatron_fuses_qkv_by_query_group() -> None:
     assert torch.equal(got, torch.cat([q[16:32], k[8:16], v[8:16]]))
 
 
+@pytest.mark.parametrize(("kv_heads", "tp"), [(1, 2), (1, 4), (2, 4), (2, 8)])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_megatron_cuts_query_groups_that_ranks_share_evenly(family: str, kv_heads: int, tp: int) -> None:
+    spec = tiny_spec(family, num_attention_heads=8, num_key_value_heads=kv_heads)
+    full = canonical_tensors(spec)
+    rows = []
+    for group in range(kv_heads):
+        q, k, v = (full[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+        each = 8 // kv_heads * 8
+        rows += [q[group * each : (group + 1) * each], k[group * 8 : group * 8 + 8], v[group * 8 : group * 8 + 8]]
+    layout = megatron_layout(spec, Parallel(tensor=tp))
+    shares = [cut(layout, rank, full)[QKV.format(1)] for rank in range(tp)]
+    assert len({share.shape for share in shares}) == 1
+    assert torch.equal(torch.cat(shares), torch.cat(rows))
+    if family == "qwen2":
+        bias = QKV.format(1).replace("weight", "bias")
+        assert layout.parameters_of(tp - 1)[bias] == (shares[0].shape[0],)
+
+
 def test_sglang_replicates_neighbouring_kv_heads() -> None:
     spec = tiny_spec()
     full = canonical_tensors(spec)
@@ -77,6 +96,13 @@ def test_a_rank_with_padding_only_still_has_the_parameter() -> None:
     ("changes", "parallel", "named"),
     [
         ({}, Parallel(tensor=3), "KV heads"),
+        ({"num_key_value_heads": 4, "num_attention_heads": 12}, Parallel(tensor=6), "KV heads = 4 and .* 6"),
+        ({}, Parallel(tensor=8), "attention heads = 4"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2},
+            Parallel(tensor=8),
+            "query, key and value rows = 20",
+        ),
         ({"intermediate_size": 25}, Parallel(tensor=2), "FFN"),
         ({}, Parallel(pipeline=3), "4 layers"),
         ({}, Parallel(expert=2), "no experts"),
@@ -87,9 +113,19 @@ def test_sizes_that_do_not_divide_are_named(changes: dict[str, object], parallel
         megatron_layout(tiny_spec(**changes), parallel)
 
 
+def test_the_unused_dense_size_of_a_mixture_need_not_divide() -> None:
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "intermediate_size": 45}
+    spec = tiny_spec("qwen3_moe", **sizes)
+    for layout in (sglang_layout(spec, Parallel(tensor=2, expert=2)), megatron_layout(spec, Parallel(tensor=2))):
+        assert not [name for name in layout.tensors if name.endswith("mlp.up_proj.weight")]
+    mixed = tiny_spec("qwen3_moe", **sizes, mlp_only_layers=[1])
+    with pytest.raises(ConfigError, match="FFN"):
+        sglang_layout(mixed, Parallel(tensor=2))
+
+
 def test_sglang_refuses_tp_that_kv_heads_do_not_divide() -> None:
     spec = tiny_spec(num_attention_heads=12, num_key_value_heads=4, intermediate_size=24)
-    with pytest.raises(ConfigError, match="4 KV heads"):
+    with pytest.raises(ConfigError, match="KV heads = 4"):
         sglang_layout(spec, Parallel(tensor=6))
 
 

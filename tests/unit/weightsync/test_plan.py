@@ -23,17 +23,20 @@ from weightsync.transports.packing import Packer
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
 trainers = st.builds(
     Parallel,
-    tensor=st.sampled_from([1, 2]),
+    tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2]),
     virtual_pipeline=st.sampled_from([1, 2]),
     data=st.sampled_from([1, 2, 3]),
     context=st.sampled_from([1, 2]),
 )
 specs = st.builds(
-    lambda family, tied, vocab: tiny_spec(family, tie_word_embeddings=tied, vocab_size=vocab, **EXPERTS),
+    lambda family, tied, vocab, kv: tiny_spec(
+        family, tie_word_embeddings=tied, vocab_size=vocab, num_key_value_heads=kv, **EXPERTS
+    ),
     st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe"]),
     st.booleans(),
     st.integers(5, 130),
+    st.sampled_from([1, 2, 4]),  # ranks of either side may share a KV head
 )
 
 
