@@ -331,6 +331,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         events=app.events,
         state=inputs.state,
         resumed=inputs.resumed,
+        checkpoint=inputs.checkpoint,
     )
 
 

@@ -2,16 +2,17 @@
 
 checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, RNG
                           coordinator.json   RunState after iteration 12
-                          complete.json      written last; names the model
+                          complete.json      written last; names the model, holds digests
 """
 
 import asyncio
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.state import RunState
 from coordinator.trainer import Trainer
-from servicekit.checkpoints import list_complete, mark_complete, prune, read_complete, step_folder
+from servicekit.checkpoints import Sound, mark_complete, newest_sound, prune, read_complete, step_folder
 from servicekit.errors import ConfigError
 
 COORDINATOR_FILE = "coordinator.json"
@@ -61,22 +62,29 @@ class Checkpointer:
         prune(self._run_dir, self._keep)
 
 
-def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> RunState | None:
-    """State of the newest complete checkpoint; None if there is none.
+@dataclass(frozen=True, kw_only=True)
+class Newest:
+    """The checkpoint to go on from: its state, and what was stepped over to find it."""
+
+    state: RunState
+    sound: Sound
+
+
+def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None:
+    """The newest checkpoint that is as it was written; None if there is none.
 
     Args:
         model, fingerprint: the model of this run.
-    Raises: ConfigError: the checkpoint is of another model (both are named), or damaged.
+    Raises: ConfigError: the checkpoint is of another model (both are named); DamagedCheckpoint: all are damaged.
     """
-    complete = list_complete(run_dir)
-    if not complete:
+    sound = newest_sound(run_dir)
+    if sound is None:
         return None
-    _, folder = complete[-1]
-    mark = read_complete(folder)
+    mark = read_complete(sound.folder)
     if mark.get("model_fingerprint") != fingerprint:
         raise ConfigError(
-            f"checkpoint {folder} is of another model: it was made from {mark.get('model')} "
+            f"checkpoint {sound.folder} is of another model: it was made from {mark.get('model')} "
             f"(fingerprint {str(mark.get('model_fingerprint'))[:12]}), this run's model.path is {model} "
             f"(fingerprint {fingerprint[:12]}): resume with the first, or start a new run"
         )
-    return RunState.load(folder / COORDINATOR_FILE)
+    return Newest(state=RunState.load(sound.folder / COORDINATOR_FILE), sound=sound)

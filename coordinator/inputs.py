@@ -5,20 +5,24 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.checkpoint import load_newest
+from coordinator.checkpoint import Newest, load_newest
 from coordinator.fingerprint import model_fingerprint
 from coordinator.prompts import DataCursor, PromptSet, load_prompts
 from coordinator.report import METRICS_FILE
+from coordinator.resuming import order_differences, order_of
 from coordinator.state import RunState
 from coordinator.tokenizer import TextCodec
-from servicekit.checkpoints import list_complete
+from servicekit.checkpoints import Sound, list_complete
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Data and state of a run; `cursor` and `rng` stand where `state` says. resumed: it may have begun earlier."""
+    """Data and state of a run; `cursor` and `rng` stand where `state` says.
+
+    resumed: it may have begun earlier. checkpoint: the one that it goes on from.
+    """
 
     codec: TextCodec
     train: PromptSet
@@ -27,6 +31,7 @@ class Inputs:
     rng: np.random.Generator
     state: RunState
     resumed: bool
+    checkpoint: Sound | None = None
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -44,13 +49,41 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     _check_lengths(config, [train, *([heldout] if heldout is not None else [])])
     cursor = DataCursor(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     rng = np.random.default_rng(config.run.seed)
-    state = RunState(cursor=cursor.state(), batch_rng=dict(rng.bit_generator.state), model_fingerprint=fingerprint)
+    state = RunState(
+        cursor=cursor.state(),
+        batch_rng=dict(rng.bit_generator.state),
+        model_fingerprint=fingerprint,
+        order=order_of(config, train),
+    )
+    newest = None
     if not resume:
         _refuse_used_folder(run_dir)
     else:
-        state = load_newest(run_dir, model=str(config.model.path), fingerprint=fingerprint) or state
+        newest = load_newest(run_dir, model=str(config.model.path), fingerprint=fingerprint)
+        state = state if newest is None else _checked(newest, state)
         _restore(cursor, rng, state)
-    return Inputs(codec=codec, train=train, heldout=heldout, cursor=cursor, rng=rng, state=state, resumed=resume)
+    return Inputs(
+        codec=codec,
+        train=train,
+        heldout=heldout,
+        cursor=cursor,
+        rng=rng,
+        state=state,
+        resumed=resume,
+        checkpoint=None if newest is None else newest.sound,
+    )
+
+
+def _checked(newest: Newest, fresh: RunState) -> RunState:
+    """The checkpoint's state. Raises: ConfigError: naming all in which its data differs from a fresh run's."""
+    if fresh.order is not None:
+        different = order_differences(newest.state, fresh.order, fresh.cursor.num_prompts)
+        if different:
+            raise ConfigError(
+                f"cannot resume from {newest.sound.folder}: {'; '.join(different)}: resume with the same, or start a "
+                "new run"
+            )
+    return newest.state
 
 
 def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> None:

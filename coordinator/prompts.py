@@ -1,10 +1,12 @@
 """Step 1: prompts. Tokenized rows, and a data cursor that shuffles by epoch and resumes exactly."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from coordinator.rows import DataError, Row, RowProblem, read_rows
@@ -28,6 +30,13 @@ class PromptSet:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(len(prompt.token_ids) for prompt in self.prompts)
+
+    def digest(self) -> str:
+        """xxh3-128 in hex of every prompt's tokens and answer, in order: equal data, whatever file it came from."""
+        digest = xxhash.xxh3_128()
+        for prompt in self.prompts:
+            digest.update(json.dumps([list(prompt.token_ids), prompt.answer]).encode())
+        return digest.hexdigest()
 
 
 def load_prompts(section: DataSection, part: Literal["train", "heldout"], codec: TextCodec) -> PromptSet:

@@ -6,6 +6,7 @@ that Tandem adds to the engine's generation and the trainer's model work (RPCs, 
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from coordinator.samples import Generation
 from coordinator.scoring import Scored
 from coordinator.sync_report import SyncResult
 from coordinator.trainer import TrainResult
+from servicekit.files import naming, write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
@@ -134,31 +136,44 @@ class MetricsFile:
         self._path = path
 
     def append(self, row: Row) -> None:
-        """Add a row; it outlives the process when this returns (not a power cut: see RunState.note)."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        """Add a row, whole or not at all; it outlives the process when this returns, and a power cut after `sync`.
+
+        Raises: OSError: naming the file; no part of the row is in it.
+        """
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with naming(self._path), self._path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def sync(self) -> None:
+        """Force all rows to disk. Raises: OSError: naming the file."""
+        with naming(self._path), self._path.open("ab") as file:
+            os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
-        """All whole rows; a last line that a crash has torn is left out."""
+        """All whole rows; lines that a crash has torn are left out."""
         if not self._path.exists():
             return []
         rows: list[Row] = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
-                break
+                continue
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                rows.append(row)
         return rows
 
     def cut_after(self, iteration: int) -> int:
-        """Remove rows after `iteration`, atomically. Returns: rows removed."""
-        rows = self.rows()
-        kept = [row for row in rows if (row["iteration"] or 0) <= iteration]
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self._path)
-        return len(rows) - len(kept)
+        """Remove rows after `iteration`, and torn ones, atomically. Returns: how many rows up to it are missing."""
+        kept = [row for row in self.rows() if (row["iteration"] or 0) <= iteration]
+        write_bytes_atomic(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode())
+        return iteration - len(kept)
 
 
 def numeric(row: Row) -> dict[str, float]:

@@ -23,6 +23,7 @@ from coordinator.state import STATE_FILE, RunState
 from coordinator.stopwatch import Stopwatch
 from coordinator.sync_report import SyncResult
 from coordinator.take_over import take_over
+from servicekit.checkpoints import Sound, set_aside
 from servicekit.errors import Internal, WrongVersion
 from servicekit.logs import get_logger
 from servicekit.tracing import span
@@ -45,6 +46,7 @@ class Run:
         evaluator: None without held-out data.
         state: what has been done, by this process and those before it.
         resumed: there may have been processes before it, and services that have worked with them.
+        checkpoint: the one that the run goes on from.
     """
 
     settings: RunSection
@@ -57,6 +59,7 @@ class Run:
     events: EventLog
     state: RunState
     resumed: bool = False
+    checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
     # Rows of data.train whose answers have been complained about.
@@ -82,9 +85,13 @@ class Run:
         await self._finish()
 
     async def _start(self) -> None:
-        self._rows.cut_after(self.state.iteration)
+        lost = self._rows.cut_after(self.state.iteration)
+        if lost:
+            message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
+            self._warn("lost_rows", f"{message}: a crash or a full disk has torn them")
         self._announce("sync")
         await self._agree_on_version()
+        self._step_over_damaged()
         # Forced, on a resume too: replicas start without weights, and nobody else would send them.
         self._note_sync(await self.loop.weights.publish(self.state.policy_version))
         metrics.POLICY_VERSION.set(self.state.policy_version)
@@ -112,6 +119,21 @@ class Run:
                 f"the trainer is at policy version {trained}, this run begins at {ours}: "
                 "start a new trainer too, or go on from a checkpoint (--resume)"
             )
+
+    def _step_over_damaged(self) -> None:
+        """Say which newer checkpoints could not be used, and take them out of the way of those to come."""
+        if self.checkpoint is None:
+            return
+        damages, complaints = self.checkpoint.stepped_over, self.checkpoint.complaints()
+        for damage, complaint in zip(damages, complaints, strict=True):
+            try:
+                aside = set_aside(damage)
+            except OSError as error:  # it stays where it is, and is stepped over again
+                log.warning("a damaged checkpoint cannot be moved", folder=str(damage.folder), error=str(error))
+                aside = None
+            self.state.damaged_checkpoints.append(complaint)
+            self._warn("damaged_checkpoint", complaint + ("" if aside is None else f"; it is kept as {aside.name}"))
+        self.checkpoint = None
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""
@@ -149,6 +171,7 @@ class Run:
         self._rows.append(row)
         self._save_state("running")
         if checkpoint:
+            self._rows.sync()
             await self.checkpointer.complete(self.state)
             self._checkpointed = record.iteration
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})

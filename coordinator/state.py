@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.prompts import CursorState
 from servicekit.errors import ConfigError
-from servicekit.files import write_bytes_atomic
+from servicekit.files import naming, write_bytes_atomic
 
 STATE_FILE = "state.json"
 
@@ -35,6 +35,17 @@ class Totals(BaseModel):
     redundancy: float = 0.0
 
 
+class DataOrder(BaseModel):
+    """What the order of the prompts depends on; a position in it means nothing in another one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    seed: int
+    shuffle: bool
+    # Of the prompts' tokens and answers.
+    prompts_digest: str
+
+
 class RunState(BaseModel):
     """The run so far. Changed by the run only, between awaits; everything else reads it."""
 
@@ -50,9 +61,12 @@ class RunState(BaseModel):
     # State of the generator that shuffles samples into updates (NumPy's own dictionary).
     batch_rng: dict[str, Any]
     model_fingerprint: str
+    order: DataOrder | None = None
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None
+    # Checkpoints that were found damaged and stepped over, in words.
+    damaged_checkpoints: list[str] = Field(default_factory=list)
     # Iterations in a row that had nothing to train on.
     skipped_in_a_row: int = 0
     # Seconds that the run has worked, restarts included, time between them not.
@@ -71,8 +85,9 @@ class RunState(BaseModel):
         A restart goes on from a checkpoint, whose copy is written with `save`.
         """
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(self.model_dump_json(indent=1), encoding="utf-8")
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+            temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "RunState":

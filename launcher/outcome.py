@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.run_folder import metrics_rows
 from launcher.supervisor import ProcessExit
-from servicekit.checkpoints import list_complete
+from servicekit.checkpoints import newest_iteration
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
 
@@ -60,10 +60,10 @@ def _status(run_dir: Path) -> str:
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    complete = list_complete(run_dir)
-    if not complete:
+    newest = newest_iteration(run_dir)
+    if newest is None:
         return "there is no checkpoint to resume from yet"
-    return f"go on from iteration {complete[-1][0]} with: tandem run --resume {_shown(run_dir)}"
+    return f"go on from iteration {newest} with: tandem run --resume {_shown(run_dir)}"
 
 
 def _shown(path: Path) -> str:

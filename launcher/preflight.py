@@ -35,5 +35,5 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
         codec = None
     problems += check_data(draft.config, draft.usable, spec, codec)
     problems += check_host(draft.config, redis_url)
-    problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec)
+    problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, codec)
     return [*draft.problems, *draft.placed(problems)]

@@ -3,18 +3,25 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.checkpoint import COORDINATOR_FILE, TRAINER_FOLDER
 from coordinator.fingerprint import model_fingerprint
+from coordinator.prompts import load_prompts
+from coordinator.resuming import order_differences, order_of
+from coordinator.state import RunState
+from coordinator.tokenizer import TextCodec
 from launcher.run_folder import RESOLVED_CONFIG, busy_message, is_locked
-from servicekit.checkpoints import list_complete, read_complete
+from servicekit.checkpoints import newest_sound, read_complete
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from trainer_service.identity import differences, identity
 from weightsync.model_spec import ModelSpec
 
+TRAINER_META = f"{TRAINER_FOLDER}/meta.json"
 MODEL_NOTE = "model.json"
 
 
@@ -28,22 +35,37 @@ def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
         yield _problem("run.output_dir", folder, f"no permission to write in {existing}", "choose another folder")
 
 
-def check_resume(run_dir: Path, config: RunConfig, spec: ModelSpec | None) -> Iterator[ConfigProblem]:
-    """The folder must be a run's, not running now, unfinished, with a checkpoint of the same model."""
+def check_resume(
+    run_dir: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None = None
+) -> Iterator[ConfigProblem]:
+    """The folder must be a run's, not running now, unfinished, with a sound checkpoint that fits the configuration.
+
+    Reads every file of the checkpoint, to compare it with its digest.
+
+    Args:
+        spec, codec: the configuration's model and tokenizer; without them what depends on them is not compared.
+    """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         kind = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if run_dir.is_dir() else "no such folder"
         yield _problem("--resume", run_dir, kind, _runs_beside(run_dir))
         return
     if is_locked(run_dir):
         yield _problem("--resume", run_dir, busy_message(run_dir), "")
-    complete = list_complete(run_dir)
-    if not complete:
+        return
+    try:
+        sound = newest_sound(run_dir)
+    except ConfigError as error:
+        yield _problem("--resume", run_dir, str(error), "")
+        return
+    if sound is None:
         yield _problem("--resume", run_dir, "has no complete checkpoint to go on from", "start anew without --resume")
-    elif complete[-1][0] >= config.run.iterations:
+        return
+    for complaint in sound.complaints():
+        yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
+    if sound.iteration >= config.run.iterations:
         message = f"has already finished its {config.run.iterations} iterations"
-        yield _problem("--resume", run_dir, message, f"--set run.iterations={complete[-1][0] + 10} adds ten more")
-    if spec is not None and complete:
-        yield from _check_same_model(run_dir, complete[-1][1], config.model.path, spec)
+        yield _problem("--resume", run_dir, message, f"--set run.iterations={sound.iteration + 10} adds ten more")
+    yield from _check_same(run_dir, sound.folder, config, spec, codec)
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
@@ -51,28 +73,50 @@ def note_model(run_dir: Path, spec: ModelSpec) -> None:
     (run_dir / MODEL_NOTE).write_text(json.dumps(asdict(spec), indent=2) + "\n", encoding="utf-8")
 
 
-def _check_same_model(run_dir: Path, newest: Path, model: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+def _check_same(
+    run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None
+) -> Iterator[ConfigProblem]:
+    """Everything at once that the checkpoint and the configuration must have in common and have not."""
+    different = [] if spec is None else _model_differences(run_dir, checkpoint, config.model.path, spec)
+    if spec is not None and (checkpoint / TRAINER_META).is_file():
+        meta = json.loads((checkpoint / TRAINER_META).read_text(encoding="utf-8"))
+        own = identity(config, spec)
+        # the model's sizes are in the first already
+        different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
+    if codec is not None and (checkpoint / COORDINATOR_FILE).is_file():
+        different += _data_differences(checkpoint, config, codec)
+    if different:
+        yield _problem(
+            "--resume",
+            run_dir,
+            f"cannot go on with this configuration from {checkpoint.name}: {'; '.join(different)}",
+            "leave these settings as they were (docs/configuration.md, Resuming, says what may change), "
+            "or start a new run",
+        )
+
+
+def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:
     """The checkpoint's fingerprint decides; the noted sizes say where two models differ."""
     try:
-        mark, fingerprint = read_complete(newest), model_fingerprint(model)
-    except ConfigError as error:
-        yield _problem("--resume", run_dir, str(error), "")
-        return
+        mark, fingerprint = read_complete(checkpoint), model_fingerprint(model)
     except (OSError, ValueError):
-        return  # an unreadable model folder has been reported already
+        return []  # an unreadable model folder has been reported already
     if mark.get("model_fingerprint") == fingerprint:
-        return
-    different = _differences(run_dir, spec)
-    details = f": {', '.join(different[:4])}" if different else ""
-    yield _problem(
-        "--resume",
-        run_dir,
-        f"is a run of another model ({mark.get('model')}) than {model}{details}",
-        "resume with the model that the run was started with, or start a new run",
-    )
+        return []
+    sizes = ", ".join(_size_differences(run_dir, spec)[:4])
+    return [f"it is of another model ({mark.get('model')}) than {model}" + (f": {sizes}" if sizes else "")]
 
 
-def _differences(run_dir: Path, spec: ModelSpec) -> list[str]:
+def _data_differences(checkpoint: Path, config: RunConfig, codec: TextCodec) -> list[str]:
+    state = RunState.load(checkpoint / COORDINATOR_FILE)
+    try:
+        train = load_prompts(config.data, "train", codec)
+    except (OSError, ValueError):
+        return []  # unreadable data has been reported already
+    return order_differences(state, order_of(config, train), len(train.prompts))
+
+
+def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:
     try:
         noted: dict[str, Any] = json.loads((run_dir / MODEL_NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

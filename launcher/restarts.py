@@ -19,7 +19,7 @@ from pathlib import Path
 from launcher.plan_processes import COORDINATOR, is_rollout, is_trainer
 from launcher.run_folder import metrics_rows
 from launcher.supervisor import ProcessExit, ProcessSpec
-from servicekit.checkpoints import list_complete
+from servicekit.checkpoints import newest_iteration
 from servicekit.lifecycle import EXIT_BAD_CONFIG, EXIT_FAILED
 from tandem_config.schema import RunConfig
 
@@ -117,8 +117,8 @@ class Restarts:
         return f"restart {count} of {getattr(self._config.run, f'{kind}_restarts')} an hour, run.{kind}_restarts"
 
     def _newest(self) -> str:
-        complete = list_complete(self._run_dir)
-        return f"the checkpoint of iteration {complete[-1][0]}" if complete else "the beginning: no checkpoint is there"
+        newest = newest_iteration(self._run_dir)
+        return "the beginning: no checkpoint is there" if newest is None else f"the checkpoint of iteration {newest}"
 
 
 def _back_off_s(count: int) -> float:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -17,7 +18,7 @@ from launcher.plan_processes import COORDINATOR
 from launcher.run_folder import RESOLVED_CONFIG, is_locked, metrics_rows, read_notes
 from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
-from servicekit.checkpoints import list_complete
+from servicekit.checkpoints import newest_iteration
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.registry import Failure, Registry
@@ -68,9 +69,10 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     if not address and (words := last_words(run_dir)):
         answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
-    complete = list_complete(run_dir)
-    if complete:
-        lines.append(("last checkpoint", f"iteration {complete[-1][0]}"))
+    newest = newest_iteration(run_dir)
+    if newest is not None:
+        lines.append(("last checkpoint", f"iteration {newest}"))
+    lines += [("damaged", text) for text in _read_state(run_dir).get("damaged_checkpoints", [])]
     summary = read_summary(run_dir)
     rows = metrics_rows(run_dir)
     if summary is not None:
@@ -80,11 +82,17 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
 
 def last_words(run_dir: Path) -> str:
     """How the coordinator has left the run, `failed: why`, for when it is not there any more; "" if it has not said."""
+    state = _read_state(run_dir)
+    return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
+
+
+def _read_state(run_dir: Path) -> dict[str, Any]:
+    """What the coordinator noted last; empty if that cannot be read."""
     try:
         state = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ""
-    return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:

@@ -49,6 +49,7 @@ def summary_lines(
         ("largest |dlogp|", _number(summary, "logprob_abs_diff_max", ".1e")),
         ("time goes to", _time_shares(rows)),
         ("added by Tandem", _overhead(summary)),
+        ("damaged", "; ".join(summary.get("damaged_checkpoints") or [])),
         ("results", str(run_dir)),
         ("final policy", str(run_dir / "hf") if (run_dir / "hf").is_dir() else ""),
         ("reward curve", str(run_dir / "reward.png") if (run_dir / "reward.png").is_file() else ""),

@@ -1,8 +1,10 @@
 """Files that are either there completely or not at all."""
 
+import contextlib
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,27 @@ from typing import Any
 def write_bytes_atomic(path: Path, content: bytes) -> None:
     """Replaces `path`: a reader, also one after a power cut, sees the old or the new content. Its folder must exist."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    with naming(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What fails inside names `path`: a write to a full disk says only that the disk is full."""
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_json_atomic(path: Path, data: Any) -> None:

@@ -34,7 +34,9 @@ class RunSection(Section):
     checkpoint_every: PositiveInt = Field(
         10, description="Iterations between checkpoints of the trainer; the last iteration is always saved."
     )
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(
+        2, description="Newest checkpoints kept, at least two: a damaged newest one is stepped over."
+    )
     evaluate_every: PositiveInt = Field(
         5, description="Iterations between held-out evaluations; first and last always."
     )

@@ -54,7 +54,8 @@ class TrainerEngine(Protocol):
         """Changes nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Raises: ConfigError: the folder is from another model or another parallel layout."""
+        """Raises, on every rank alike: ConfigError: the folder is from another model, or another parallel layout;
+        DamagedCheckpoint: its files are not what was written, and nothing has changed here."""
 
     def renumber(self, policy_version: int) -> None:
         """The same policy is called `policy_version` from now on."""

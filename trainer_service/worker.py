@@ -4,6 +4,7 @@ All torch.distributed calls of a rank come from this thread, so that their order
 thread keeps the event loop: health, RPCs, signals.
 """
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -127,24 +128,42 @@ class Worker:
 
         config = self._settings.config
         engine = MegatronEngine(config, device)
-        folder = self._checkpoint(store)
+        folder = self._restore(engine, store) if self._settings.resume else None
         if folder is None:
             engine.load(config.model.path)
-        else:
-            engine.load_checkpoint(folder)
         source = str(config.model.path if folder is None else folder)
         log.info("model loaded", source=source, policy_version=engine.policy_version, device=str(device))
         return engine
 
-    def _checkpoint(self, store: dist.Store) -> Path | None:
-        """Rank 0 looks for the newest checkpoint, for all: two looks could see different ones."""
-        if not self._settings.resume:
-            return None
+    def _restore(self, engine: TrainerEngine, store: dist.Store) -> Path | None:
+        """Load the newest checkpoint that is as it was written. Returns: which; None: the run has none yet.
+
+        Raises: ConfigError: all are damaged, or the newest is of another model or layout.
+        """
+        run_dir, damaged = self._settings.environment.run_dir, []
+        candidates = self._checkpoints(store)
+        for folder in candidates:
+            try:
+                engine.load_checkpoint(folder)
+                return folder
+            except checkpoints.DamagedCheckpoint as damage:
+                log.error("checkpoint is damaged, stepping over it", error=str(damage))
+                damaged.append(damage)
+        if damaged:
+            raise checkpoints.none_left(run_dir, damaged)
+        return None
+
+    def _checkpoints(self, store: dist.Store) -> list[Path]:
+        """Newest first. Rank 0 looks for them, for all: two looks could see different ones.
+
+        It reads the small files only; each rank reads its own shards before it loads them.
+        """
         if self._settings.place.rank == 0:
-            complete = checkpoints.list_complete(self._settings.environment.run_dir)
-            store.set("checkpoint", str(complete[-1][1] / CHECKPOINT) if complete else "")
-        found = store.get("checkpoint").decode()
-        return Path(found) if found else None
+            found, over = checkpoints.usable(self._settings.environment.run_dir)
+            for damage in over:
+                log.error("checkpoint cannot be used, stepping over it", error=str(damage))
+            store.set("checkpoints", json.dumps([str(folder / CHECKPOINT) for _, folder in found]))
+        return [Path(text) for text in json.loads(store.get("checkpoints").decode())]
 
     def _make_member(self, engine: TrainerEngine) -> SyncMember:
         environment = self._settings.environment

@@ -147,6 +147,41 @@ async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpo
     assert [row["policy_version"] for row in rows(again)] == [1, 2, *range(beyond + 1, beyond + 5)]
 
 
+@pytest.mark.parametrize("name", ["coordinator.json", "complete.json", "trainer/version"])
+async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
+    config: RunConfig, environment: ServiceEnvironment, name: str
+) -> None:
+    checkpoints = environment.run_dir / "checkpoints"
+    async with fleet_of(environment, FakeTrainer(faults=failing_at(6))):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    damaged = checkpoints / "step-00000004" / name
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:] if len(content) > 2 else b"9")
+    again = environment.model_copy(update={"run_id": "again"})
+    async with fleet_of(again, FakeTrainer(policy_version=2)):
+        assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
+    assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]
+    told = "the checkpoint of iteration 4 is damaged ("
+    for place in (saved_state(again), json.loads((again.run_dir / "summary.json").read_text())):
+        (text,) = place["damaged_checkpoints"]
+        assert text.startswith(told)
+        assert text.endswith("going on from iteration 2")
+        assert name.rpartition("/")[2] in text
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "damaged-step-00000004",
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+async def test_other_data_is_refused_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with fleet_of(environment):
+        await conduct(config, environment, resume=False, stop=asyncio.Event())
+    other = with_settings(config, run={"seed": 3}, data={"shuffle": False})
+    with pytest.raises(ConfigError, match=r"run\.seed: 0 in .*, 3 in the run; data\.shuffle: True in .*, False"):
+        await conduct(other, environment, resume=True, stop=asyncio.Event())
+
+
 async def test_a_restarted_run_without_a_checkpoint_begins_with_the_initial_model(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:

@@ -30,3 +30,10 @@ def together(what: str, device: torch.device, action: Callable[[], int] | None) 
     if int(result[1]) > 0:
         raise Internal(f"cannot {what}: {int(result[1])} trainer ranks failed, their logs say why")
     return int(result[0])
+
+
+def any_rank(value: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank. Every rank calls this."""
+    result = torch.tensor([int(value)], dtype=torch.int64, device=device)
+    dist.all_reduce(result)
+    return bool(result)

@@ -5,7 +5,9 @@ Layout of a folder:
     shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                      rng/cpu, rng/device (CUDA only), rng/tracker/NAME
     experts-etp00-ep00-pp00.safetensors    the same of experts, which are spread over ranks in their own way
-Ranks that hold equal state: the first of them writes, all read.
+    digests.json                     of all of these (servicekit/digests.py)
+Ranks that hold equal state: the first of them writes, all read. What a rank reads it compares with its digest before it
+changes anything.
 """
 
 import json
@@ -24,12 +26,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servicekit.errors import ConfigError
-from trainer_service.megatron_engine.agree import together
+from servicekit.checkpoints import DamagedCheckpoint
+from servicekit.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
+from servicekit.errors import ConfigError, Internal
+from servicekit.files import sync_folder, write_json_atomic
+from trainer_service.identity import differences
+from trainer_service.megatron_engine.agree import any_rank, together
 from trainer_service.megatron_engine.build import EXPERTS
 
 FORMAT = 1
 META = "meta.json"
+_NOTE = ".digest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +85,14 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     mine = [file for file in experts if file.writes]
     if shard.writes:
         mine.append(replace(shard, tensors=shard.tensors | _rng_state()))
-    together(what, device, (lambda: _prepare(partial)) if leads else None)
-    size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
-    together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
+    try:
+        together(what, device, (lambda: _prepare(partial)) if leads else None)
+        size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
+        together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
+    except Internal:
+        if leads:  # half a checkpoint is worth nothing, and the disk may be full of it
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return size
 
 
@@ -95,20 +107,30 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> int:
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return path.stat().st_size
+    digest = file_digest(path)
+    _note_of(path).write_text(json.dumps(digest), encoding="utf-8")
+    return int(digest["bytes"])
+
+
+def _note_of(path: Path) -> Path:
+    """Where a rank leaves a file's digest for rank 0, which makes the manifest of them."""
+    return path.with_name(f"{path.name}{_NOTE}")
 
 
 def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
-    with (partial / META).open("w", encoding="utf-8") as file:
-        json.dump(dict(meta) | {"format": FORMAT}, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    write_json_atomic(partial / META, dict(meta) | {"format": FORMAT})
+    digests = {META: file_digest(partial / META)}
+    for note in sorted(partial.glob(f"*{_NOTE}")):
+        digests[note.name.removesuffix(_NOTE)] = json.loads(note.read_text(encoding="utf-8"))
+        note.unlink()
+    write_manifest(partial, digests)
     # a rename does not replace a folder that has files in it
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
     return 0
 
@@ -126,31 +148,47 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
+def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What load() checks before it fills anything; arguments, result and errors are its."""
+    files = _files(tensors)
+    damage = "; ".join(_damages(folder, [META, *(file.name for file in files)]))
+    if any_rank(damage != "", device):
+        why = damage or "another trainer rank found damage; its log says it"
+        raise DamagedCheckpoint(f"checkpoint {folder}: {why}")
     saved = read_meta(folder)
-    for key, value in meta.items():
-        if saved.get(key) != value:
-            raise ConfigError(f"checkpoint {folder} is of another {key}: it has {saved.get(key)}, the run has {value}")
-    for file in _files(tensors):
+    different = differences(saved, meta)
+    if different:
+        raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
+    for file in files:
         _check_file(folder / file.name, file.tensors)
     return saved
 
 
-def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill this rank's tensors and random states.
+def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Fill this rank's tensors and random states. Every rank calls this together.
 
     Args:
-        meta: what the checkpoint must agree with, key by key.
+        meta: what the checkpoint must agree with.
     Returns: the checkpoint's own meta.
-    Raises: ConfigError: another model, layout or dtype, or a shard that lacks tensors.
+    Raises, on every rank alike and with nothing changed:
+        ConfigError: another model, layout or dtype, or a shard that lacks tensors; all that differs is named.
+        DamagedCheckpoint: a rank's files are not what was written.
     """
-    saved = check(folder, tensors, meta)
+    saved = check(folder, tensors, meta, device)
     for file in _files(tensors):
         states = _read(folder / file.name, file.tensors)
         if states:
             _restore_rng(states)
     return saved
+
+
+def _damages(folder: Path, names: list[str]) -> list[str]:
+    try:
+        digests = read_manifest(folder)
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST} cannot be read ({error})"]
+    unknown = [f"{name} is not in {MANIFEST}" for name in names if name not in digests and (folder / name).exists()]
+    return unknown + damages(folder, {name: digests[name] for name in names if name in digests})
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,7 @@
 """`TrainerEngine` on megatron-core."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 from tandem_config.schema import RunConfig
 from trainer_service.checks import Limits
 from trainer_service.engine import StepResult
+from trainer_service.identity import identity
 from trainer_service.learning_rate import learning_rate_at
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
@@ -40,6 +38,7 @@ class MegatronEngine:
         self._version = 0
         self._steps_done = 0  # fewer than the version where a restarted run has left numbers out
         self._spec = ModelSpec.from_folder(config.model.path)
+        self._identity = identity(config, self._spec)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # names every problem of model and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
@@ -132,16 +131,16 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Weights, AdamW and random states."""
-        meta = self._identity() | {"policy_version": self._version, "steps_done": self._steps_done}
+        meta = self._identity | {"policy_version": self._version, "steps_done": self._steps_done}
         return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
 
     def check_checkpoint(self, folder: Path) -> None:
         """As load_checkpoint, up to the first change."""
-        checkpoint.check(folder, self._adam.tensors(), self._identity())
+        checkpoint.check(folder, self._adam.tensors(), self._identity, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
         """The reverse of save, at the same layout."""
-        saved = checkpoint.load(folder, self._adam.tensors(), self._identity())
+        saved = checkpoint.load(folder, self._adam.tensors(), self._identity, self._device)
         self._adam.written()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
@@ -149,11 +148,6 @@ class MegatronEngine:
     def renumber(self, policy_version: int) -> None:
         """The same policy under another version."""
         self._version = policy_version
-
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
-        model = json.loads(self._spec.fingerprint())  # as it will be read back: lists, not tuples
-        return {"model": model, "parallel": asdict(self._parallel), "dtype": self._config.model.dtype}
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Live parameters by megatron-core's local names."""

@@ -46,6 +46,14 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         saved = await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(folder / "trainer")))
         assert saved.bytes == sum(file.stat().st_size for file in (folder / "trainer").glob("*.safetensors"))
         mark_complete(folder, iteration=1)
+        reply = await call(address, "TrainStep", iter(step_requests("two", 1, [micro_batch(0)])))
+        newer = step_folder(tmp_path, 2)
+        await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(newer / "trainer")))
+        mark_complete(newer, iteration=2)
+        shard = newer / "trainer" / "shard-tp00-pp01.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-3] ^= 1
+        shard.write_bytes(content)
 
         # a follower that is asked to stop stops the whole trainer
         first.signal(signal.SIGTERM, [1])
@@ -54,7 +62,8 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         # Redis still holds the address of the first start's store
         address = second.start(2, "--resume").ready().address
         status = await call(address, "GetStatus", pb.GetStatusRequest())
-        assert status.policy_version == 1
+        assert status.policy_version == 1  # rank 1 has found its shard damaged, and all have stepped over it
+        assert "shard-tp00-pp01.safetensors has other bytes than were written" in second.log(1).read_text()
 
         second.signal(signal.SIGKILL, [1])
         assert second.exit_codes() == [1, -signal.SIGKILL]

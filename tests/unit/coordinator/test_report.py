@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,10 @@ from tandem_api.weights.v1 import weights_pb2
 
 def test_rows_after_an_iteration_are_cut(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    assert file.cut_after(3) == 0
+    assert file.cut_after(0) == 0
     for iteration in range(1, 6):
         file.append({"iteration": iteration, "loss": None})
-    assert file.cut_after(3) == 2
+    assert file.cut_after(3) == 0
     assert [row["iteration"] for row in file.rows()] == [1, 2, 3]
 
 
@@ -26,8 +28,38 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_text('{"iteration": 1}\n{"iteration": 2, "los')
     file = MetricsFile(path)
     assert [row["iteration"] for row in file.rows()] == [1]
-    file.cut_after(5)
+    assert file.cut_after(2) == 1  # the second is lost
     assert path.read_text() == '{"iteration": 1}\n'
+
+
+def test_a_torn_line_in_the_middle_costs_itself_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n{"iteration": 2, "lo\xff\n{"iteration": 3}\n')
+    file = MetricsFile(path)
+    assert file.cut_after(3) == 1
+    assert [row["iteration"] for row in file.rows()] == [1, 3]
+
+
+def test_a_row_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> None:
+    """As on a full disk: the file may not grow beyond 4 KiB in this process."""
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+import resource, signal
+from pathlib import Path
+from coordinator.report import MetricsFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+file = MetricsFile(Path({str(path)!r}))
+for number in range(1, 100):
+    file.append({{"iteration": number, "loss": 0.123456789, "entropy": 0.1234}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert str(path) in done.stderr.splitlines()[-1]
+    lines = path.read_bytes().decode().splitlines(keepends=True)
+    assert 40 < len(lines) < 99
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[-1].endswith("\n")
 
 
 def test_rows_hold_no_nan(tmp_path: Path) -> None:

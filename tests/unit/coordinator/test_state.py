@@ -6,7 +6,8 @@ import pytest
 
 from coordinator.checkpoint import COORDINATOR_FILE, load_newest
 from coordinator.prompts import CursorState
-from coordinator.state import RunState
+from coordinator.resuming import order_differences
+from coordinator.state import DataOrder, RunState
 from servicekit.checkpoints import mark_complete, step_folder
 from servicekit.errors import ConfigError
 
@@ -52,7 +53,9 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     (save_checkpoint(tmp_path, state_at(6)) / "complete.json").unlink()
     loaded = load_newest(tmp_path, model="models/a", fingerprint="f00d")
     assert loaded is not None
-    assert loaded.iteration == 4
+    assert loaded.state.iteration == 4
+    (damage,) = loaded.sound.stepped_over
+    assert str(damage) == "the checkpoint of iteration 6 was not finished (it has no complete.json)"
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
@@ -67,13 +70,26 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_damaged_states_are_named(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, state_at(2))
-    path = folder / COORDINATOR_FILE
+def test_a_state_of_another_release_is_named(tmp_path: Path) -> None:
+    path = tmp_path / COORDINATOR_FILE
+    state_at(2).save(path)
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "iteration": "many"}))
     with pytest.raises(ConfigError, match=r"coordinator\.json is not a coordinator state: iteration: "):
-        load_newest(tmp_path, model="models/a", fingerprint="f00d")
+        RunState.load(path)
     path.unlink()
     with pytest.raises(ConfigError, match="does not exist"):
-        load_newest(tmp_path, model="models/a", fingerprint="f00d")
+        RunState.load(path)
+
+
+def test_what_differs_in_the_data_is_named_at_once() -> None:
+    order = DataOrder(seed=0, shuffle=True, prompts_digest="a")
+    saved = state_at(2).model_copy(update={"order": order})
+    assert order_differences(saved, order, 9) == []
+    found = order_differences(saved, DataOrder(seed=1, shuffle=False, prompts_digest="b"), 12)
+    assert found == [
+        "run.seed: 0 in the checkpoint, 1 in the run",
+        "data.shuffle: True in the checkpoint, False in the run",
+        "data.train: other prompts than those of the checkpoint (9 usable ones in the checkpoint, 12 in the run; "
+        "or other texts, answers, tokens or order)",
+    ]

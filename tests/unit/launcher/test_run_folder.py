@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.fingerprint import model_fingerprint
+from coordinator.prompts import CursorState, load_prompts
+from coordinator.resuming import order_of
+from coordinator.state import RunState
+from coordinator.tokenizer import TextCodec
 from launcher.preflight_resume import check_resume, note_model
 from launcher.run_folder import (
     RESOLVED_CONFIG,
@@ -25,6 +29,7 @@ from servicekit.errors import ConfigError
 from tandem_config.loading import dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
 from tests.unit.launcher.model_folder import write_config, write_model
+from trainer_service.identity import identity
 from weightsync.model_spec import ModelSpec
 
 
@@ -159,4 +164,56 @@ def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path)
     (step_folder(run_dir, 1) / "complete.json").write_text(json.dumps([1]))
     (problem,) = resume(run_dir, file)
-    assert "complete.json holds list" in problem.message
+    assert "complete.json is damaged: it holds list" in problem.message
+
+
+def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path, iteration=None)
+    config = load_config(file)
+    codec = TextCodec.from_folders(config.model.path, None)
+    train = load_prompts(config.data, "train", codec)
+    folder = step_folder(run_dir, 1)
+    (folder / "trainer").mkdir(parents=True)
+    spec = ModelSpec.from_folder(config.model.path)
+    (folder / "trainer" / "meta.json").write_text(json.dumps(identity(config, spec)))
+    cursor = CursorState(epoch=0, position=1, num_prompts=len(train.prompts))
+    order = order_of(config, train)
+    state = RunState(iteration=1, cursor=cursor, batch_rng={}, model_fingerprint="", order=order)
+    state.save(folder / "coordinator.json")
+    mark_complete(folder, model_fingerprint=model_fingerprint(config.model.path))
+    changes = ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=3", "model.dtype=bfloat16", "run.seed=5"]
+    changes += ["data.shuffle=false"]
+    assert list(check_resume(run_dir, config, spec, codec)) == []
+    (problem,) = check_resume(run_dir, load_config(file, changes), spec, codec)
+    for part in (
+        "trainer.tensor_parallel: 1 in the checkpoint, 2 in the run",
+        "trainer.pipeline_parallel: 1 in the checkpoint, 3 in the run",
+        "model.dtype: float32 in the checkpoint, bfloat16 in the run",
+        "run.seed: 0 in the checkpoint, 5 in the run",
+        "data.shuffle: True in the checkpoint, False in the run",
+    ):
+        assert part in problem.message
+    assert "may change" in problem.suggestion
+    rows = config.data.train.read_text().splitlines(keepends=True)
+    config.data.train.write_text("".join([rows[0].replace("1", "2"), *rows[1:]]))
+    (problem,) = check_resume(run_dir, config, spec, codec)
+    assert "data.train: other prompts than those of the checkpoint" in problem.message
+
+
+def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_error(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path, iteration=1)
+    newer = step_folder(run_dir, 2)
+    newer.mkdir()
+    (newer / "coordinator.json").write_text("{}")
+    mark_complete(newer)
+    (newer / "coordinator.json").write_text("[]")
+    (problem,) = resume(run_dir, file)
+    assert problem.severity == "warning"
+    assert problem.message == (
+        "the checkpoint of iteration 2 is damaged (coordinator.json has other bytes than were written): "
+        "going on from iteration 1"
+    )
+    (step_folder(run_dir, 1) / "complete.json").write_text("")
+    (problem,) = resume(run_dir, file)
+    assert problem.severity == "error"
+    assert "iteration 1 is damaged" in problem.message

@@ -4,7 +4,20 @@ import json
 
 import pytest
 
-from servicekit.checkpoints import COMPLETE, list_complete, mark_complete, prune, read_complete, step_folder
+from servicekit.checkpoints import (
+    COMPLETE,
+    DamagedCheckpoint,
+    list_complete,
+    mark_complete,
+    newest_iteration,
+    newest_sound,
+    prune,
+    read_complete,
+    set_aside,
+    step_folder,
+    usable,
+)
+from servicekit.digests import file_digest, write_manifest
 from servicekit.errors import ConfigError
 from servicekit.files import write_bytes_atomic, write_json_atomic
 
@@ -78,3 +91,79 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         write_bytes_atomic(path, "text")  # type: ignore[arg-type]
     assert json.loads(path.read_text()) == {"iteration": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def make_full(run_dir, iteration):
+    """A checkpoint as trainer and coordinator leave it: shards under a manifest, everything else in complete.json."""
+    folder = step_folder(run_dir, iteration)
+    trainer = folder / "trainer"
+    trainer.mkdir(parents=True)
+    for name in ("meta.json", "shard-a", "shard-b"):
+        (trainer / name).write_text(f"{name} of {iteration}")
+    write_manifest(trainer, {path.name: file_digest(path) for path in trainer.iterdir()})
+    (folder / "coordinator.json").write_text(f"state of {iteration}")
+    mark_complete(folder, iteration=iteration)
+    return folder
+
+
+FILES = [
+    "complete.json",
+    "coordinator.json",
+    "trainer/digests.json",
+    "trainer/meta.json",
+    "trainer/shard-a",
+    "trainer/shard-b",
+]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [flip, cut, lambda path: path.unlink()], ids=["flipped", "truncated", "deleted"])
+def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(tmp_path, name, harm):
+    for iteration in (4, 8):
+        make_full(tmp_path, iteration)
+    assert newest_sound(tmp_path).iteration == 8
+    harm(step_folder(tmp_path, 8) / name)
+    sound = newest_sound(tmp_path)
+    assert (sound.iteration, sound.folder) == (4, step_folder(tmp_path, 4))
+    (complaint,) = sound.complaints()
+    assert complaint.startswith("the checkpoint of iteration 8 ")
+    assert complaint.endswith(": going on from iteration 4")
+    assert name in complaint
+    # small files are known to be damaged without reading shards
+    found, over = usable(tmp_path)
+    assert [iteration for iteration, _ in found] == ([8, 4] if "shard" in name or "meta" in name else [4])
+    assert newest_iteration(tmp_path) == found[0][0]
+    assert len(over) == 2 - len(found)
+
+
+def test_when_all_are_damaged_each_is_named(tmp_path):
+    for iteration in (4, 8):
+        flip(make_full(tmp_path, iteration) / "trainer" / "shard-b")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        newest_sound(tmp_path)
+    for part in ("iteration 8", "iteration 4", "shard-b has other bytes than were written", "start a new run"):
+        assert part in str(caught.value)
+    assert newest_iteration(tmp_path) == 8  # as far as small files tell
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_no_longer_pruned_for(tmp_path):
+    for iteration in (4, 8):
+        make_full(tmp_path, iteration)
+    flip(step_folder(tmp_path, 8) / "coordinator.json")
+    (damage,) = newest_sound(tmp_path).stepped_over
+    assert set_aside(damage).name == "damaged-step-00000008"
+    make_full(tmp_path, 6)
+    assert prune(tmp_path, keep=2) == []
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == [4, 6]
+    assert set_aside(damage) is None
