@@ -5,13 +5,16 @@ Also what `tandem check` uses; imports nothing of the coordinator.
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
+# Rows that a fault is reported with besides the first.
+_OTHERS_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +34,27 @@ class RowProblem:
     file: Path
     number: int | None
     message: str
+    # Other lines or rows with the same fault, and the first of them.
+    num_others: int = 0
+    others: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The message, and where else it holds."""
+        if not self.num_others:
+            return self.message
+        named = ", ".join(map(str, self.others)) + (", ..." if self.num_others > len(self.others) else "")
+        rows = "row" if self.num_others == 1 else "rows"
+        return f"{self.message} (and {self.num_others} more {rows} with the same fault: {named})"
 
     def __str__(self) -> str:
         place = str(self.file) if self.number is None else f"{self.file}:{self.number}"
-        return f"{place}: {self.message}"
+        return f"{place}: {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsResult:
-    """Rows that are fine, and the problems of those that are not (the first `limit` of them)."""
+    """Rows that are fine, and the problems of those that are not: one per kind of fault, `limit` of them at most."""
 
     rows: list[Row]
     problems: list[RowProblem]
@@ -62,22 +77,34 @@ def read_rows(path: Path, *, prompt_key: str, answer_key: str, limit: int = 20) 
     Args:
         path: a .jsonl or .parquet file.
         prompt_key, answer_key: columns, both strings; the prompt must not be empty.
-        limit: most problems that are described.
-    Returns: never raises for bad data: what is wrong is in `problems`.
+        limit: most kinds of faults that are described.
+    Returns: never raises for bad data: what is wrong is in `problems`, rows with the same fault in one of them.
     """
     rows: list[Row] = []
-    problems: list[RowProblem] = []
-    count = 0
+    faults: dict[str, RowProblem] = {}
     for item in _items(path, prompt_key, answer_key):
         if isinstance(item, Row):
             rows.append(item)
-            continue
-        count += 1
-        if len(problems) < limit:
-            problems.append(item)
-    if not rows and not problems:
-        problems.append(_problem(path, None, "has no rows: add at least one with a prompt and an answer"))
-    return RowsResult(rows=rows, problems=problems, more_problems=max(0, count - limit))
+        else:
+            kind = _kind(item.message)
+            faults[kind] = _with_another(faults[kind], item) if kind in faults else item
+    if not rows and not faults:
+        faults[""] = _problem(path, None, "has no rows: add at least one with a prompt and an answer")
+    problems = list(faults.values())
+    more = sum(1 + problem.num_others for problem in problems[limit:])
+    return RowsResult(rows=rows, problems=problems[:limit], more_problems=more)
+
+
+def _kind(message: str) -> str:
+    """What is the same for rows with the same fault: the message without values and places in it."""
+    return re.sub(r"\(.*\)|\d+|0x\w+", "", message, flags=re.DOTALL)
+
+
+def _with_another(first: RowProblem, other: RowProblem) -> RowProblem:
+    named = (
+        first.others if other.number is None or len(first.others) == _OTHERS_NAMED else (*first.others, other.number)
+    )
+    return replace(first, num_others=first.num_others + 1, others=named)
 
 
 def _items(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
@@ -115,6 +142,8 @@ def _jsonl_row(path: Path, number: int, raw: bytes, prompt_key: str, answer_key:
         )
     except json.JSONDecodeError as error:
         return _problem(path, number, f"is not valid JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
+        return _problem(path, number, f"is not JSON that can be read: {error}")
     if not isinstance(record, dict):
         return _problem(
             path, number, f'holds a JSON {type(record).__name__}; expected an object like {{"{prompt_key}": ...}}'
@@ -129,9 +158,23 @@ def _row(path: Path, number: int, record: dict[str, Any], prompt_key: str, answe
         if not isinstance(record[key], str):
             kind = "null" if record[key] is None else type(record[key]).__name__
             return _problem(path, number, f"{key!r} is {kind} ({record[key]!r:.40}); it must be a string")
+        if (place := _no_text(record[key])) is not None:
+            half = f"\\u{ord(record[key][place]):04x}"
+            return _problem(
+                path, number, f"{key!r} is no Unicode text: {half} at character {place + 1} is half of a surrogate pair"
+            )
     if not record[prompt_key]:
         return _problem(path, number, f"{prompt_key!r} is empty")
     return Row(number=number, prompt=record[prompt_key], answer=record[answer_key])
+
+
+def _no_text(value: str) -> int | None:
+    """Where JSON's escapes have made something that no encoding can write; None: it is a text."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _missing_key(key: str, option: str, present: list[str]) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 
 class TextCodec:
@@ -34,13 +34,23 @@ class TextCodec:
         return cls(loaded, stop_token_ids(model))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, special tokens added as the tokenizer's post-processor says."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        """Token ids of each text, special tokens added as the tokenizer's post-processor says.
+
+        A text that begins with them already (BOS, in a prompt rendered with a chat template) gets no second ones.
+        """
+        return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Text of each sequence without special tokens."""
         texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
         return texts
+
+
+def _once(encoding: Encoding) -> list[int]:
+    """Ids without the special tokens that were put in front, if the same ones follow."""
+    ids = encoding.ids
+    added = next((place for place, mark in enumerate(encoding.special_tokens_mask) if not mark), 0)
+    return ids[added:] if ids[added : 2 * added] == ids[:added] else ids
 
 
 def stop_token_ids(model: Path) -> tuple[int, ...]:

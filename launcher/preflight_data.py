@@ -8,6 +8,7 @@ from coordinator.rows import Row, read_rows
 from coordinator.tokenizer import TextCodec
 from launcher.preflight_answers import check_answers
 from launcher.preflight_lengths import check_lengths, check_limits
+from launcher.preflight_template import check_template
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from weightsync.model_spec import ModelSpec
@@ -35,6 +36,8 @@ def check_data(
             and usable("reward.kind", "reward.workers", "reward.timeout_s")
         ):
             problems += check_answers(config, path, rows, key=f"data.{part}")
+        if usable("model.path", "model.tokenizer_path"):
+            problems += check_template(config, rows, key=f"data.{part}")
         if part == "train" and rows and usable("grpo.prompts_per_iteration"):
             problems += _check_enough(config, len(rows))
         if codec is not None and usable("data.max_prompt_tokens", "data.overlong_prompts"):
@@ -52,7 +55,7 @@ def _check_rows(config: RunConfig, key: str, path: Path) -> tuple[list[Row], lis
         ConfigProblem(
             key=key,
             value=str(path) if problem.number is None else f"{path}:{problem.number}",
-            message=problem.message,
+            message=problem.text,
         )
         for problem in result.problems
     ]

@@ -2,6 +2,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from coordinator.prompts import CursorState, DataCursor, load_prompts
 from coordinator.rows import DataError
@@ -120,3 +124,20 @@ def test_tokenizer_files_that_cannot_be_used(tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="is not a tokenizer"):
         TextCodec.from_folders(model)
+
+
+def llama_like(front: str = "<s> $A") -> TextCodec:
+    """A tokenizer that puts BOS in front, as Llama 3's does."""
+    words = ["<s>", "</s>", "<|user|>", "hello", "there", "<unk>"]
+    tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.post_processor = TemplateProcessing(single=front, special_tokens=[("<s>", 0), ("</s>", 1)])
+    return TextCodec(tokenizer, (1,))
+
+
+def test_a_prompt_that_begins_with_bos_gets_no_second_one() -> None:
+    texts = ["hello there", "<s>hello there", "<s><|user|>hello", "", "<s>", "<|user|>hello"]
+    assert llama_like().encode(texts) == [[0, 3, 4], [0, 3, 4], [0, 2, 3], [0], [0], [0, 2, 3]]
+    assert llama_like("<s> $A </s>").encode(["<s>hello", "hello"]) == [[0, 3, 1], [0, 3, 1]]
+    assert llama_like("$A").encode(["<s>hello", "<s><s>hello"]) == [[0, 3], [0, 0, 3]]

@@ -38,6 +38,10 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b'{"prompt": "", "answer": "3"}', "'prompt' is empty"),
         (b'{"prompt": "x", "answer": "3"', "is not valid JSON: Expecting ',' delimiter at column 30"),
         (b"[1, 2]", "holds a JSON list; expected an object"),
+        (rb'{"prompt": "ab\ud83d", "answer": "3"}', r"'prompt' is no Unicode text: \ud83d at character 3 is half of a"),
+        (rb'{"prompt": "x", "answer": "\udc00 "}', r"'answer' is no Unicode text: \udc00 at character 1"),
+        (b'{"prompt": ' + b"9" * 5000 + b', "answer": "3"}', "is not JSON that can be read"),
+        (b"[" * 100_000, "is not JSON that can be read"),
         (b'{"prompt": "\xff", "answer": "3"}', "is not valid UTF-8: byte 0xff at offset 12 of the line"),
     ],
 )
@@ -50,10 +54,21 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, messag
     assert message in str(problem)
 
 
-def test_all_problems_are_counted_and_the_first_described(tmp_path: Path) -> None:
-    result = read(write(tmp_path / "a.jsonl", b"{}\n" * 50), limit=3)
+def test_the_same_fault_is_reported_once_with_a_count(tmp_path: Path) -> None:
+    lists = b"".join(b'{"prompt": [%d], "answer": "2"}\n' % n for n in range(40))
+    result = read(write(tmp_path / "a.jsonl", lists + b'{"prompt": "x"}\n' + GOOD))
+    assert [problem.number for problem in result.problems] == [1, 41]
+    assert result.problems[0].text == (
+        "'prompt' is list ([0]); it must be a string (and 39 more rows with the same fault: 2, 3, 4, 5, 6, ...)"
+    )
+    assert (result.problems[1].num_others, result.more_problems, len(result.rows)) == (0, 0, 1)
+
+
+def test_all_kinds_of_faults_are_counted_and_the_first_described(tmp_path: Path) -> None:
+    kinds = [b"{}", b"[]", b"{", b'{"prompt": "x"}', b'{"prompt": "x"}']
+    result = read(write(tmp_path / "a.jsonl", b"\n".join(kinds)), limit=3)
     assert [problem.number for problem in result.problems] == [1, 2, 3]
-    assert result.more_problems == 47
+    assert result.more_problems == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])

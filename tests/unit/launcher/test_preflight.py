@@ -17,6 +17,7 @@ from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
 from tests.unit.launcher.model_folder import (
     CONFIG,
+    WORDS,
     tensors,
     write_config,
     write_model,
@@ -233,9 +234,9 @@ def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n" * 50, encoding="utf-8")
-    found = [problem for problem in check(write_config(tmp_path)) if problem.severity == "error"]
-    assert len(found) == 11
-    assert found[-1].message == "40 more rows with problems"
+    (found,) = [problem for problem in check(write_config(tmp_path)) if problem.severity == "error"]
+    assert found.value.endswith("train.jsonl:1")
+    assert found.message.endswith("(and 49 more rows with the same fault: 2, 3, 4, 5, 6, ...)")
 
 
 def test_long_prompts_are_an_error_or_are_left_out_by_policy(tmp_path: Path) -> None:
@@ -365,3 +366,33 @@ def test_answers_that_math_verify_cannot_read_are_named(tmp_path: Path) -> None:
 def test_a_column_without_any_answer_is_refused(tmp_path: Path) -> None:
     (found,) = [each for each in with_answers(tmp_path, ["", "  "] * 40) if "answer" in each.message]
     assert (found.severity, found.suggestion) == ("error", "correct data.answer_key or the rows")
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def add_template(folder: Path, where: str) -> None:
+    if where == "chat_template.jinja":
+        (folder / where).write_text(TEMPLATE, encoding="utf-8")
+    else:
+        template = TEMPLATE if where == "tokenizer_config.json" else [{"name": "default", "template": TEMPLATE}]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "list of templates"])
+def test_a_chat_template_that_no_prompt_was_rendered_with_is_said(tmp_path: Path, where: str) -> None:
+    file = write_config(tmp_path)
+    add_template(tmp_path / "model", where)
+    (found,) = [problem for problem in check(file) if "template" in problem.message]
+    assert (found.key, found.severity) == ("data.train", "warning")
+    assert f"{tmp_path / 'model'} has a chat template, and Tandem applies none" in found.message
+    assert "8 of 8 prompts hold none of its <|im_end|>, <|im_start|>" in found.message
+    assert "apply_chat_template" in found.suggestion
+
+
+def test_rendered_prompts_are_not_complained_about(tmp_path: Path) -> None:
+    file = write_config(tmp_path, data={"heldout": None})
+    add_template(tmp_path / "model", "chat_template.jinja")
+    write_tokenizer(tmp_path / "model", [*WORDS[:2], "<|im_start|>", "<|im_end|>", *"0123456789", "+", "="])
+    write_rows(tmp_path / "train.jsonl", prompt="<|im_start|>1+2=<|im_end|>")
+    assert [problem for problem in check(file) if "template" in problem.message] == []
