@@ -23,14 +23,14 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto clean gpu-check bench-sync images
+.PHONY: format proto lock clean check-cuda gpu-check bench-sync images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
-venv: $(STAMP) ## create or update .venv from the pins (about 3 GB, two minutes; see requirements/README.md)
+venv: $(STAMP) ## create or update .venv from the pins (3 to 6 GB, minutes; see requirements/README.md)
 
-$(STAMP): requirements/lock.txt requirements/torch.txt pyproject.toml tools/make_venv.sh
+$(STAMP): requirements/lock.txt requirements/torch.txt requirements/torch-cuda.txt pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh
 	@touch $@
 
@@ -43,7 +43,8 @@ test: check ## checks and all tests but the slow ones (at most 20 minutes on 2 c
 	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml
 
 test-all: SELECT := slow or not slow
-test-all: test ## checks and every test, slow ones too
+test-all: test ## checks and every test, slow ones and the CUDA environment's too
+	@ALLOW_SKIP=1 tools/cuda/check.sh
 
 test-fast: venv ## unit tests only, on both cores (under a minute)
 	$(call pytest,test-fast,-n 2 -m "not slow" tests/unit)
@@ -75,15 +76,22 @@ proto: venv ## generate tandem_api/ from protos/
 	@.venv/bin/buf lint
 	@$(PY) -m tools.proto write
 
+lock: venv ## resolve requirements/cuda-*.txt and torch-cuda.txt anew
+	@$(PY) -m tools.cuda.lock write
+
 bench-sync: venv ## measure weight sync against SGLang's own updates (half an hour, both cores)
 	@$(PY) -W ignore -m tools.bench_sync
 
 images: ## build the container images with Docker, for CPUs or with VARIANT=gpu (docs/docker.md)
 	@deploy/images/build.sh
 
+check-cuda: venv ## imports, unit tests and layouts in the environment for NVIDIA GPUs, without a GPU (10 GB)
+	@tools/cuda/check.sh $(TESTS)
+
 gpu-check: venv ## weight sync on GPUs of this machine: exactness and GB/s; says what it skipped
 	@$(PY) -m tools.gpu_check
 
-clean: ## remove caches and reports (.venv and runs/ stay)
-	@rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist ./*.egg-info
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+clean: ## remove caches and reports (environments and runs/ stay)
+	@[ ! -d .cache ] || find .cache -mindepth 1 -maxdepth 1 ! -name 'cuda-venv-*' -exec rm -rf {} +
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist ./*.egg-info
+	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +

@@ -1,6 +1,16 @@
-"""Says whether the virtual environment holds exactly the versions that requirements/ pins; run by `make venv`."""
+"""Says whether the virtual environment holds exactly the versions that requirements/ pins; run by `make venv`.
 
+    python -m tools.check_venv            says what is missing, has another version, or is not whole
+    python -m tools.check_venv repair     makes pip forget packages that are not whole, so that it installs them again
+
+Uses the standard library only: it runs before anything is installed.
+"""
+
+import shutil
 import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -38,10 +48,53 @@ def wrong_packages(pins: dict[str, str]) -> list[str]:
     return lines
 
 
-def main() -> int:
-    """Prints what is wrong and returns 1, or says which torch build is installed."""
+def damaged(folder: Path) -> dict[str, Path]:
+    """Packages of a site-packages folder whose files are not all there, or are cut, as an interruption leaves them.
+
+    Returns: {name: folder of its metadata}. A package without a list of its files (RECORD) is one.
+    """
+    files = {info: metadata.Distribution.at(info).files for info in sorted(folder.glob("*.dist-info"))}
+    owners = Counter(str(file) for listed in files.values() for file in listed or ())
+    return {
+        info.name.partition("-")[0]: info
+        for info, listed in files.items()
+        if listed is None or not all(_is_whole(file, owners[str(file)]) for file in listed)
+    }
+
+
+def _is_whole(file: metadata.PackagePath, owners: int) -> bool:
+    try:
+        size = Path(str(file.locate())).stat().st_size
+    except FileNotFoundError:
+        return file.suffix == ".pyc"
+    # Scripts, .pth files and metadata hold paths, which change with the folder; a file of two packages is one's.
+    as_unpacked = file.parts[0] != ".." and file.suffix != ".pth" and not file.parts[0].endswith(".dist-info")
+    return owners > 1 or not as_unpacked or file.size in (None, size)
+
+
+def repair(folder: Path) -> int:
+    """Removes the metadata of damaged packages: pip refuses to replace them, and lays them anew over what is left."""
+    for name, info in damaged(folder).items():
+        print(f"venv: {name} is not whole, it is installed again")
+        shutil.rmtree(info)
+    return 0
+
+
+def site_packages() -> Path:
+    """Where this interpreter's packages are."""
+    return Path(sysconfig.get_path("purelib"))
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints what is wrong and returns 1, or says which torch build is installed. Returns: 2 for a wrong call."""
+    if list(arguments) == ["repair"]:
+        return repair(site_packages())
+    if arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
     pins = read_pins(REQUIREMENTS / "torch.txt") | read_pins(REQUIREMENTS / "lock.txt")
     lines = wrong_packages(pins)
+    lines += [f"{name} is not whole: `rm .venv/tandem.stamp`, then `make venv`" for name in damaged(site_packages())]
     for line in lines:
         print(f"venv: {line}", file=sys.stderr)
     if not lines:
@@ -50,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@
 #   TORCH_INDEX_URL   further package index to take torch from, e.g. the PyTorch project's index of CPU builds
 set -euo pipefail
 cd "$(dirname "$0")/.."
+LOG=.venv/pip.log
 
 fail() {
     printf 'make venv: %s\n' "$*" >&2
@@ -34,9 +35,12 @@ torch_version() {
     .venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))'
 }
 
-# -qq leaves errors only: pip's warnings about configured but absent package locations would drown them.
 pip_install() {
-    .venv/bin/python -m pip install -qq --disable-pip-version-check "$@"
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 |
+        .venv/bin/python -m tools.pip_progress "$LOG" || {
+        grep -v 'is ignored: it is neither a file nor a directory' "$LOG" | tail -n 25 >&2
+        fail "pip could not install; its last lines are above, all of them in $LOG"
+    }
 }
 
 if ! is_python_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -47,9 +51,12 @@ if ! is_python_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev
     rm -rf .venv
     "$python" -m venv .venv
 fi
+# An installation that was cut off leaves packages that pip takes for whole.
+.venv/bin/python -m tools.check_venv repair
 
-echo "venv: torch first, from requirements/torch.txt"
-pip_install --only-binary :all: ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -c requirements/lock.txt -r requirements/torch.txt
+echo "venv: torch first, from requirements/torch.txt (PyPI has the CUDA build only, 2 GB; TORCH_INDEX_URL: a smaller one)"
+pip_install --only-binary :all: ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+    -c requirements/lock.txt -c requirements/torch-cuda.txt -r requirements/torch.txt
 torch_before=$(torch_version)
 
 echo "venv: $(grep -c '==' requirements/lock.txt) packages from requirements/lock.txt"

@@ -16,7 +16,7 @@ FROM base AS installer
 ENV PIP_CONFIG_FILE=/run/secrets/pip.conf PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=
 WORKDIR /src
-COPY requirements/lock.txt requirements/torch.txt requirements/
+COPY requirements/lock.txt requirements/torch.txt requirements/torch-cuda.txt requirements/
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     python3 -m pip install --quiet --target /opt/build --no-deps "$(grep '^setuptools==' requirements/lock.txt)"
 
@@ -25,7 +25,8 @@ RUN python3 -m venv --without-pip /opt/tandem
 ARG TORCH_INDEX_URL=
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     python3 -m pip --python /opt/tandem/bin/python install --quiet --only-binary :all: \
-        ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} -c requirements/lock.txt -r requirements/torch.txt
+        ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} \
+        -c requirements/lock.txt -c requirements/torch-cuda.txt -r requirements/torch.txt
 COPY requirements/images/rollout.txt requirements/images/
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     python3 -m pip --python /opt/tandem/bin/python install --quiet --no-deps --only-binary :all: \

@@ -9,6 +9,7 @@ from tests.house.repository import REPO
 
 PROMISED = (
     "bench-sync",
+    "check-cuda",
     "gpu-check",
     "images",
     "help",
@@ -20,6 +21,7 @@ PROMISED = (
     "check",
     "format",
     "proto",
+    "lock",
     "clean",
 )
 MAKE_TIMEOUT_S = 60.0

@@ -84,3 +84,29 @@ def test_buf_refuses_an_unversioned_package(tmp_path: Path) -> None:
     done = subprocess.run([BUF, "lint"], cwd=tmp_path, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
     assert done.returncode != 0
     assert "bad_name" in done.stdout
+
+
+def package(folder: Path, name: str, *, size: int) -> Path:
+    """A package of one module of 4 bytes, whose list of files says `size`. Returns: the folder of its metadata."""
+    (folder / f"{name}.py").write_text("a=1\n")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text(f"{name}.py,,{size}\n{name}-1.0.dist-info/METADATA,,999\n../../../bin/x,,1\n")
+    (folder / "../../../bin/x").resolve().write_text("a script")
+    return info
+
+
+def test_packages_that_are_not_whole_are_forgotten(tmp_path: Path) -> None:
+    """pip takes them for installed, or refuses to replace them: what an interrupted `make venv` left stayed broken."""
+    folder = tmp_path / "lib/python3/site-packages"
+    folder.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    whole, cut, unlisted, lost = (
+        package(folder, name, size=size) for name, size in (("whole", 4), ("cut", 9), ("unlisted", 4), ("lost", 4))
+    )
+    (unlisted / "RECORD").unlink()
+    (folder / "lost.py").unlink()
+    assert sorted(check_venv.damaged(folder)) == ["cut", "lost", "unlisted"]
+    assert check_venv.repair(folder) == 0
+    assert [info.is_dir() for info in (whole, cut, unlisted, lost)] == [True, False, False, False]
