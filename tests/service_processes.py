@@ -27,11 +27,14 @@ class Services:
     def registry(self) -> Registry:
         return Registry(self.redis_url, self.run_id)
 
-    def start_rollout(self, name: str, config: RunConfig) -> None:
-        """Starts a replica; its temporary files, receiver sockets included, go to `sockets_of(name)`."""
+    def start_rollout(self, name: str, config: RunConfig, module: str = "rollout_service") -> None:
+        """Starts a replica; its temporary files, receiver sockets included, go to `sockets_of(name)`.
+
+        module: what runs it; another one than the service's own changes something and then runs that.
+        """
         scratch = self.folder / name
         scratch.mkdir()
-        self._start(name, ["rollout_service", "--name", name], config, {"TMPDIR": str(scratch)})
+        self._start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
 
     def start_trainer(self, config: RunConfig) -> list[str]:
         """Starts every rank. Returns: the processes' names."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, Group, Sampling
 from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.flips import cache_key
 from rollout_service.sglang_engine.host import SglangProcesses
 from tandem_config.schema import RunConfig
 
@@ -79,7 +80,7 @@ class SglangEngine:
 
     def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
         # KV of one version must never serve another: the version is part of the prefix cache's key, flushed or not.
-        key = f"v{self._policy_version}" if self._cache_prefixes else None
+        key = cache_key(self._policy_version) if self._cache_prefixes else None
         generated: AsyncIterator[list[FinishedGroup]] = self._manager.generate_groups(groups, sampling, key)
         return generated
 

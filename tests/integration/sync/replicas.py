@@ -28,9 +28,19 @@ def configuration(model: Path, run_id: str, dtype: str = "float32", **sections: 
 
 
 class Replicas:
-    """Replica processes by name; `layouts` are their parallel sizes, `dtype` what they hold."""
+    """Replica processes by name.
 
-    def __init__(self, services: Services, model: Path, layouts: dict[str, Parallel], dtype: str = "float32") -> None:
+    layouts: their parallel sizes; dtype: what they hold; module: what runs them.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        model: Path,
+        layouts: dict[str, Parallel],
+        dtype: str = "float32",
+        module: str = "rollout_service",
+    ) -> None:
         self._services = services
         self.model = model
         self.redis_url = services.redis_url
@@ -42,7 +52,7 @@ class Replicas:
                 "expert_parallel": layout.expert,
                 "max_total_tokens": 1024,
             }
-            services.start_rollout(name, configuration(model, services.run_id, dtype, rollout=rollout))
+            services.start_rollout(name, configuration(model, services.run_id, dtype, rollout=rollout), module)
 
     def wait_up(self) -> None:
         """Returns once all are announced. Raises: RuntimeError, with the log's end: a process has ended instead."""
