@@ -37,9 +37,11 @@ def canonical_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]
     }
 
 
-def cut(layout: Layout, rank: int, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cut(
+    layout: Layout, rank: int, canonical: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """One rank's parameters; padding is zero."""
-    tensors = {name: torch.zeros(shape) for name, shape in layout.parameters_of(rank).items()}
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
     for shard in layout.shards[layout.shards["rank"] == rank]:
         whole = _matrix(canonical[layout.tensors[shard["tensor"]]])
         part = _matrix(tensors[layout.params[shard["param"]]])
@@ -49,9 +51,9 @@ def cut(layout: Layout, rank: int, canonical: dict[str, torch.Tensor]) -> dict[s
     return tensors
 
 
-def empty_like_rank(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+def empty_like_rank(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """One rank's parameters, all NaN."""
-    return {name: torch.full(shape, float("nan")) for name, shape in layout.parameters_of(rank).items()}
+    return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
 
 
 def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

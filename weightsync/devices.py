@@ -1,6 +1,12 @@
-"""Whether this process runs where it was told to: without a word, torch would take the CPU if there is no GPU."""
+"""The device of a rank: whether it is the one that was asked for, and that every thread works on it.
 
+CUDA's current device is each thread's own, and 0 at first. SGLang sets it in a scheduler's main thread only, while
+phases of a round run in gRPC's threads: there, whatever is done without a device is done to GPU 0.
+"""
+
+import contextlib
 import os
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,3 +26,20 @@ def check_device(wanted: str) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("NVIDIA_VISIBLE_DEVICES", "unset"))
         why = f"torch sees none of them (visible devices: {visible or 'none'}): does the pod request nvidia.com/gpu?"
     raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, and {why}")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device this thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Returns when everything that was queued on the device is done, on every stream; at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Returns when what this thread has queued on its stream of the device is done; at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -31,6 +31,7 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.communicators import CommunicatorCache
 from weightsync.coverage import Coverage
+from weightsync.devices import on_device, wait_for_device
 from weightsync.facts import own_facts
 from weightsync.layout import Layout, Parallel
 from weightsync.limits import DEFAULT_BUCKET_BYTES
@@ -41,7 +42,7 @@ from weightsync.rendezvous import Lease, Rendezvous
 from weightsync.round_plan import RoundPlan, plan_round, source_layout
 from weightsync.sglang_layout import sglang_layout
 from weightsync.spare import SpareShard
-from weightsync.tensors import poison_tensors, tensor_checksums
+from weightsync.tensors import poison_tensors, tensor_checksums, wire_dtype
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.disk import check_folder, open_latest, read_version
 from weightsync.transports.links import Links, Terms
@@ -50,7 +51,6 @@ from weightsync.transports.transport import TransferJob, TransferStats, Transpor
 from weightsync.transports.watched import run_watched
 
 READ_BYTES = 32 * 2**20
-WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 log = get_logger(__name__)
 
@@ -97,7 +97,7 @@ class SyncMember:
         self._rank = int(rank)
         self._parallel = parallel
         self._tensors = in_local_spelling(spec, tensors)
-        device = next(iter(tensors.values())).device
+        self._device = device = next(iter(tensors.values())).device
         self._default_bucket_bytes = DEFAULT_BUCKET_BYTES[device.type]
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
         self._communicators = CommunicatorCache(self._lease, host, device)
@@ -133,11 +133,13 @@ class SyncMember:
 
     def checksums(self) -> dict[str, str]:
         """ "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
-        return tensor_checksums(self._tensors)
+        with on_device(self._device):
+            return tensor_checksums(self._tensors)
 
     def poison(self) -> int:
         """Fills every tensor with NaN (tests of coverage). Returns: the number of tensors."""
-        return poison_tensors(self._tensors)
+        with on_device(self._device):
+            return poison_tensors(self._tensors)
 
     def load_published(
         self, folder: Path, *, at_least: int, round_id: str = "", fence: common_pb2.CoordinatorFence | None = None
@@ -151,7 +153,7 @@ class SyncMember:
         Raises: Fenced: a coordinator that was replaced; NotReady: nothing is published, or by another round;
             StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
         """
-        with self._lock:
+        with self._lock, on_device(self._device):
             self._fence.admit(fence or common_pb2.CoordinatorFence())
             self._require(_State.IDLE)
             check_folder(str(folder), self._disk_folder)
@@ -177,7 +179,7 @@ class SyncMember:
         self._fence.admit(round_.fence)
         if phase == pb.ROUND_PHASE_ABORT:
             self.interrupt(round_.round_id)  # a transfer that waits for a lost peer holds the lock
-        with self._lock:
+        with self._lock, on_device(self._device):
             self._fence.admit(round_.fence)  # it may have waited behind the phase of a newer one
             done = self._done.get((round_.round_id, phase))
             if done is not None:
@@ -261,6 +263,7 @@ class SyncMember:
         self._require(_State.PREPARED)
         self._state = _State.FAILED  # until the last byte is there
         plan, participants, transport, communicator = self._prepared()
+        wait_for_device(self._device)  # what the engine has queued may still read or write the parameters
         if self._is_receiver:
             self._target = self._spare.tensors if round_.install_mode == pb.INSTALL_MODE_STAGED else self._tensors
         job = TransferJob(
@@ -299,10 +302,10 @@ class SyncMember:
         self._require(_State.VERIFIED, *([] if self._is_receiver else [_State.TRANSFERRED]))
         start = time.monotonic()
         if self._target is not self._tensors:
+            wait_for_device(self._device)
             self._spare.install()
             self._packers.exchange(self._tensors, self._target)
-        if next(iter(self._tensors.values())).is_cuda:
-            torch.cuda.synchronize()  # the engine reads on streams of its own
+        wait_for_device(self._device)  # the engine reads on streams of its own
         self._end_round()
         report = pb.PhaseReport()
         report.seconds["install"] = time.monotonic() - start
@@ -369,11 +372,7 @@ class SyncMember:
     def _wire_dtype(self, round_: pb.Round) -> torch.dtype:
         """What a trainer rank sends; a receiver takes what it holds, and its card says so."""
         held = next(iter(self._tensors.values())).dtype
-        if self._is_receiver or round_.wire_dtype == "":
-            return held
-        if round_.wire_dtype not in WIRE_DTYPES:
-            raise ConfigError(f"{self._slot}: no wire type {round_.wire_dtype}; there are {', '.join(WIRE_DTYPES)}")
-        return WIRE_DTYPES[round_.wire_dtype]
+        return held if self._is_receiver else wire_dtype(round_.wire_dtype, held)
 
     def _packer(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Packer:
         return self._packers.get(tensors, dtype)

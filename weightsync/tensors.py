@@ -5,6 +5,10 @@ from collections.abc import Mapping
 import torch
 import xxhash
 
+from servicekit.errors import ConfigError
+
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 
 def tensor_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """ "dtype:shape:xxh3-128" by name; equal strings mean bitwise equal tensors."""
@@ -28,3 +32,15 @@ def _foreign(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def wire_dtype(asked: str, held: torch.dtype) -> torch.dtype:
+    """The type that a round asks for by name; what is held where it asks for none.
+
+    Raises: ConfigError: weights do not travel in a type of this name.
+    """
+    if asked == "":
+        return held
+    if asked not in WIRE_DTYPES:
+        raise ConfigError(f"no wire type {asked}; there are {', '.join(WIRE_DTYPES)}")
+    return WIRE_DTYPES[asked]

@@ -40,10 +40,17 @@ _fork_server.set_forkserver_preload(["tests.chaos.trainer", "tests.chaos.replica
 
 
 class ChaosFleet:
-    """The processes by name, and what a test asks of them."""
+    """The processes by name, and what a test asks of them.
 
-    def __init__(self, folder: Path, redis: RedisProcess, **sync: Any) -> None:
-        self.folder, self.redis = folder, redis
+    Args:
+        size: of the policy (policy.py).
+        as_shipped: every deadline, lease and message size is what a run has that says nothing of them.
+    """
+
+    def __init__(
+        self, folder: Path, redis: RedisProcess, *, size: str = "tiny", as_shipped: bool = False, **sync: Any
+    ) -> None:
+        self.folder, self.redis, self.size, self.as_shipped = folder, redis, size, as_shipped
         self.version = 0
         self._contents: dict[int, int] = {}  # the version whose numbers a version has, where a run was restarted
         self.processes: dict[str, ForkServerProcess] = {}
@@ -111,6 +118,8 @@ class ChaosFleet:
             "log": str(self.folder / f"{name}.log"),
             "folder": str(self.folder),
             "name": name,
+            "size": self.size,
+            "as_shipped": self.as_shipped,
             "config": self._config(),
             "environment": {
                 "REDIS_URL": self.redis.url,
@@ -134,21 +143,21 @@ class ChaosFleet:
         return self.processes[name].exitcode is not None
 
     def _config(self) -> dict[str, Any]:
-        sync = {
+        short = {
             "bucket_mib": 0.004,
             "formation_timeout_s": 2.0,
             "transfer_timeout_s": 2.0,
             "probe_timeout_s": 1.0,
             "lease_ttl_s": 1.2,
-            "transport": "collective",
-            **self._sync,
         }
+        sync = {"transport": "collective", **({} if self.as_shipped else short), **self._sync}
+        # More than the 2 s after which an idle rank 0 sends the others a sign of life.
+        trainer = {"tensor_parallel": 2, **({} if self.as_shipped else {"collective_timeout_s": 4.0})}
         return {
             "run": {"name": RUN_ID, "startup_timeout_s": START_S},
             "model": {"path": str(self.folder)},
             "data": {"train": str(self.folder / "unused.jsonl")},
-            # More than the 2 s after which an idle rank 0 sends the others a sign of life.
-            "trainer": {"tensor_parallel": 2, "collective_timeout_s": 4.0},
+            "trainer": trainer,
             "rollout": {"replicas": len(REPLICAS)},
             "sync": sync,
         }
@@ -273,6 +282,10 @@ class ChaosFleet:
         """The same, by a coordinator process of this name."""
         return self.result_of(self.start_coordinator(name))
 
+    def is_in_transfer(self, name: str) -> bool:
+        """Whether a rank is in TRANSFER (as its process says in a file)."""
+        return (self.folder / f"{name}.transfer").exists()
+
     def round_is_open(self, name: str) -> bool:
         """Whether a replica is in a round (as its process says in a file)."""
         return (self.folder / f"{name}.round").exists()
@@ -293,7 +306,8 @@ class ChaosFleet:
             status = self.status(name)
             if status.state == pb.REPLICA_STATE_SERVING:
                 reply = _call(stub.GetChecksums, rollout_pb2.GetChecksumsRequest())
-                expected = expected_checksums(self._contents.get(status.policy_version, status.policy_version))
+                content = self._contents.get(status.policy_version, status.policy_version)
+                expected = expected_checksums(content, self.size)
                 wrong = [each for each, digest in expected.items() if reply.ranks[0].checksums[each] != digest]
                 return f"{name} at version {status.policy_version}: {wrong} are others" if wrong else ""
             if self._refuses(stub, status.policy_version):

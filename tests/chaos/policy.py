@@ -1,25 +1,75 @@
-"""The policy of the chaos tests: small, and other numbers at every version."""
+"""The policies of the chaos tests: other numbers at every version.
+
+"tiny" has random numbers. The large ones are for transfers that take their time: every tensor is one number, exact in
+bfloat16, so that a version costs no memory beside the shards.
+"""
+
+from functools import lru_cache
 
 import torch
 
 from tests.weight_stores import canonical_tensors, cut, tiny_spec
-from weightsync.layout import Parallel
+from weightsync.hf_layout import hf_layout
+from weightsync.layout import Layout, Parallel
+from weightsync.model_spec import ModelSpec
 from weightsync.sglang_layout import sglang_layout
 from weightsync.tensors import tensor_checksums
 
 TRAINER = Parallel(tensor=2)
 ROLLOUT = Parallel()
 SPEC = tiny_spec()
-_checksums: dict[int, dict[str, str]] = {}
+SPECS = {
+    "tiny": SPEC,
+    # 50 and 490 million parameters: 100 MB and 1 GB for a replica.
+    "50m": tiny_spec(
+        num_hidden_layers=8,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=80,
+        vocab_size=9000,
+    ),
+    "0.5b": tiny_spec(
+        num_hidden_layers=24,
+        hidden_size=1280,
+        intermediate_size=3584,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=80,
+        vocab_size=16000,
+    ),
+}
+_PATTERN = 128  # versions and tensors are told apart by numbers up to this, which bfloat16 holds exactly
 
 
-def weights_of(version: int) -> dict[str, torch.Tensor]:
+def dtype_of(size: str) -> torch.dtype:
+    """What everybody holds."""
+    return torch.float32 if size == "tiny" else torch.bfloat16
+
+
+def weights_of(version: int, size: str = "tiny") -> dict[str, torch.Tensor]:
     """Every canonical tensor at a version."""
-    return canonical_tensors(SPEC, seed=version)
+    if size == "tiny":
+        return canonical_tensors(SPEC, seed=version)
+    layout = hf_layout(SPECS[size])
+    return {
+        name: torch.full((), (version + 7 * number) % _PATTERN, dtype=torch.float32).expand(shape)
+        for number, (name, shape) in enumerate(zip(layout.params, layout.param_shapes, strict=True))
+    }
 
 
-def expected_checksums(version: int) -> dict[str, str]:
+def shard_of(layout: Layout, rank: int, version: int, size: str) -> dict[str, torch.Tensor]:
+    """What a rank holds at a version."""
+    return cut(layout, rank, weights_of(version, size), dtype_of(size))
+
+
+def spec_of(size: str) -> ModelSpec:
+    """The model."""
+    return SPECS[size]
+
+
+@lru_cache(maxsize=64)
+def expected_checksums(version: int, size: str = "tiny") -> dict[str, str]:
     """What a replica's only rank holds at a version."""
-    if version not in _checksums:
-        _checksums[version] = tensor_checksums(cut(sglang_layout(SPEC, ROLLOUT), 0, weights_of(version)))
-    return _checksums[version]
+    return tensor_checksums(shard_of(sglang_layout(SPECS[size], ROLLOUT), 0, version, size))

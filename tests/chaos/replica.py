@@ -14,7 +14,7 @@ from servicekit.sync_server import start_sync_server
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates
-from tests.chaos.policy import ROLLOUT, SPEC
+from tests.chaos.policy import ROLLOUT, dtype_of, spec_of
 from tests.unit.rollout.fake_engine import FakeEngine
 from tests.weight_stores import empty_like_rank
 from weightsync.sglang_layout import sglang_layout
@@ -46,11 +46,12 @@ def main(settings: dict[str, Any]) -> None:
     config, environment = begin(settings)
     name, folder = str(settings["name"]), Path(settings["folder"])
     gate = set_up_gates(folder, name)
+    spec = spec_of(settings["size"])
     member = GatedMember(
-        spec=SPEC,
+        spec=spec,
         slot=f"{name}/0",
         parallel=ROLLOUT,
-        tensors=empty_like_rank(sglang_layout(SPEC, ROLLOUT), 0),
+        tensors=empty_like_rank(sglang_layout(spec, ROLLOUT), 0, dtype_of(settings["size"])),
         redis_url=environment.redis_url,
         group=f"tandem:{environment.run_id}",
         lease_ttl_s=config.sync.lease_ttl_s,

@@ -11,8 +11,7 @@ import trainer_service.app as trainer_app
 import trainer_service.servicer as trainer_servicer
 import trainer_service.worker as trainer_worker
 from tests.chaos.members import ROUND_MARGIN_S, GatedMember, begin, set_up_gates
-from tests.chaos.policy import SPEC, TRAINER, weights_of
-from tests.weight_stores import cut
+from tests.chaos.policy import TRAINER, shard_of, spec_of
 from trainer_service.checks import Limits
 from trainer_service.engine import StepResult
 from trainer_service.samples import FloatArray, Samples
@@ -25,14 +24,15 @@ from weightsync.model_spec import ModelSpec
 class FakeTrainerEngine:
     """A trainer of plain tensors: a step gives all of them other numbers."""
 
-    def __init__(self, rank: int, policy_version: int) -> None:
+    def __init__(self, rank: int, policy_version: int, size: str) -> None:
         self.policy_version = policy_version
-        self.spec: ModelSpec = SPEC
+        self.spec: ModelSpec = spec_of(size)
         self.parallel = TRAINER
         self.limits = Limits(vocab_size=100, max_positions=64, max_tokens=1024)
         self._rank = rank
-        self._layout = megatron_layout(SPEC, TRAINER)
-        self._tensors = cut(self._layout, rank, weights_of(policy_version))
+        self._size = size
+        self._layout = megatron_layout(self.spec, TRAINER)
+        self._tensors = shard_of(self._layout, rank, policy_version, size)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
@@ -54,7 +54,7 @@ class FakeTrainerEngine:
         self.policy_version = policy_version
 
     def _fill(self, version: int) -> None:
-        for name, tensor in cut(self._layout, self._rank, weights_of(version)).items():
+        for name, tensor in shard_of(self._layout, self._rank, version, self._size).items():
             self._tensors[name].copy_(tensor)
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
@@ -72,9 +72,10 @@ def main(settings: dict[str, Any]) -> None:
 
     class Worker(trainer_worker.Worker):
         def _load(self, store: Any, device: torch.device) -> Any:
-            return FakeTrainerEngine(rank, int(settings["policy_version"]))
+            return FakeTrainerEngine(rank, int(settings["policy_version"]), settings["size"])
 
-    trainer_servicer.PUBLISH_MARGIN_S = ROUND_MARGIN_S
+    if not settings["as_shipped"]:
+        trainer_servicer.PUBLISH_MARGIN_S = ROUND_MARGIN_S
     trainer_worker.SyncMember = GatedMember  # type: ignore[misc]
     trainer_app.Worker = Worker  # type: ignore[misc]
     place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)

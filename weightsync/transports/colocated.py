@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from weightsync.devices import wait_for_stream
 from weightsync.digest import HEADER_BYTES
 from weightsync.layout import Layout
 from weightsync.messages import Message
@@ -41,8 +42,7 @@ class MemorySource:
         works: list[tuple[Pending, int]] = []
         begin = torch.ones(1, dtype=torch.uint8)
         done = {reader: torch.empty(1, dtype=torch.uint8) for reader in readers}
-        if job.packer.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # what is queued may still write the parameters
+        wait_for_stream(job.packer.device)  # what is queued may still write the parameters
         for reader in readers:
             works.append((self._comm.send(begin, reader, _SIGNAL_TAG), reader))
             works.append((self._comm.receive(done[reader], reader, _SIGNAL_TAG), reader))
@@ -83,8 +83,7 @@ class MemoryReader:
             waits.wait(pending, source)
         for message in mine:
             self._copy(job, message)
-        if job.packer.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # "done" says that the memory was read
+        wait_for_stream(job.packer.device)  # "done" says that the memory was read
         stats = TransferStats()
         for message, (head, pending) in zip(mine, heads, strict=True):
             waits.wait(pending, message.src)

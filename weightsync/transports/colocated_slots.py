@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weightsync.devices import wait_for_stream
 from weightsync.digest import HEADER_BYTES
 from weightsync.messages import Message
 from weightsync.transports.colocated import all_messages, messages_for, offers_of
@@ -111,8 +112,7 @@ class SlotReader:
 
     def _copy(self, job: TransferJob, message: Message, number: int) -> None:
         job.packer.unpack(message, self._memories[message.src].slot(number)[: job.packer.payload_bytes(message)])
-        if job.packer.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the acknowledgement says that the memory was read
+        wait_for_stream(job.packer.device)  # the acknowledgement says that the memory was read
 
     def _numbered(self, job: TransferJob) -> dict[int, int]:
         """For each message, how many its sender has offered before it."""

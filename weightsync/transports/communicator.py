@@ -26,6 +26,7 @@ from servicekit.errors import DeadlineExceeded, PeerLost
 NCCL_POLL_S = 0.0005  # much shorter than a bucket's way (32 MiB at 50 GB/s: 0.7 ms), long enough to leave the core
 NCCL_WATCHDOG_S = 24 * 3600.0
 CARD_BYTES = 1024
+CPU = torch.device("cpu")
 # Of messages that nobody sends.
 _CLOSING_TAG = 2**31 - 1
 _PROBE_TAG = 2**31 - 3
@@ -53,10 +54,12 @@ class Communicator:
         rank: int,
         slots: Sequence[str],
         store: dist.Store,
+        device: torch.device = CPU,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.slots = tuple(slots)
+        self.device = device
         self._group = group
         self._device_group = device_group
         self._store = store  # keeps the TCP store alive for as long as its group
@@ -135,7 +138,7 @@ class Communicator:
         """A tiny exchange that every rank takes part in: the groups work, not only connect."""
         self._prove(self._group, torch.ones(1, dtype=torch.int64), timeout_s)
         if self._device_group is not None:
-            self._prove(self._device_group, torch.ones(1, dtype=torch.int64, device="cuda"), timeout_s)
+            self._prove(self._device_group, torch.ones(1, dtype=torch.int64, device=self.device), timeout_s)
 
     @property
     def closed(self) -> str:
@@ -249,7 +252,7 @@ def form(
     )
     try:
         group = _gloo(prefixed, rank, len(slots), host, timeout_s)
-        communicator = Communicator(group, rank=rank, slots=slots, store=store, device_group=build())
+        communicator = Communicator(group, rank=rank, slots=slots, store=store, device=device, device_group=build())
         communicator.prove(timeout_s)
         return communicator
     except (RuntimeError, PeerLost) as error:

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+import torch
+
 from servicekit.errors import PeerLost
+from weightsync.devices import on_device
 from weightsync.transports.communicator import Communicator
 
 # Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
@@ -29,7 +32,7 @@ def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
     """
     result: Future[T] = Future()
     name = f"work-{communicator.slots[communicator.rank]}"
-    threading.Thread(target=_carry_out, args=(work, result), name=name, daemon=True).start()
+    threading.Thread(target=_carry_out, args=(communicator.device, work, result), name=name, daemon=True).start()
     try:
         while not wait([result], LOOK_S).done:
             communicator.probe(LOOK_S)
@@ -41,8 +44,9 @@ def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
         raise
 
 
-def _carry_out(work: Callable[[], T], result: "Future[T]") -> None:
+def _carry_out(device: torch.device, work: Callable[[], T], result: "Future[T]") -> None:
     try:
-        result.set_result(work())
+        with on_device(device):
+            result.set_result(work())
     except BaseException as error:  # the boundary of the thread: it is the caller's
         result.set_exception(error)

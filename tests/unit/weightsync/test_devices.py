@@ -1,0 +1,164 @@
+"""Every thread that works for a rank works on the rank's GPU; CUDA's current device, a thread's own, is simulated."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.weight_stores import tiny_spec
+from weightsync import devices
+from weightsync.layout import Parallel
+from weightsync.session import SyncMember, _State
+from weightsync.sglang_layout import sglang_layout
+from weightsync.transports.communicator import Communicator
+from weightsync.transports.watched import run_watched
+
+GPU = torch.device("cuda", 3)
+SLOTS = ("trainer/0", "rollout-0/0", "rollout-0/1", "rollout-0/2", "rollout-0/3")
+
+
+@dataclass
+class Threads:
+    """CUDA's current device of each thread, and which devices were waited for, in words."""
+
+    _own: threading.local = field(default_factory=threading.local)
+    waited: list[str] = field(default_factory=list)
+
+    def current(self) -> int:
+        return int(getattr(self._own, "index", 0))
+
+    def exchange(self, index: int) -> int:
+        before = self.current()
+        if index >= 0:
+            self._own.index = index
+        return before
+
+    def index_of(self, device: Any) -> int:
+        return self.current() if device is None else torch.device(device).index
+
+    def synchronize(self, device: Any = None) -> None:
+        self.waited.append(f"device {self.index_of(device)}")
+
+    def current_stream(self, device: Any = None) -> Any:
+        index, waited = self.index_of(device), self.waited
+
+        class Stream:
+            def synchronize(self) -> None:
+                waited.append(f"stream of {index}")
+
+        return Stream()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    them = Threads()
+    replacements: dict[str, Callable[..., Any]] = {
+        "_exchange_device": them.exchange,
+        "_maybe_exchange_device": them.exchange,
+        "current_device": them.current,
+        "synchronize": them.synchronize,
+        "current_stream": them.current_stream,
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    return them
+
+
+@pytest.fixture
+def member(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> SyncMember:
+    """TP rank 3 of a replica, whose parameters are on GPU 3."""
+    monkeypatch.setattr("weightsync.session.Rendezvous", lambda *_: None)
+    spec, parallel = tiny_spec(num_key_value_heads=4), Parallel(tensor=4)
+    with FakeTensorMode():
+        tensors = {
+            name: torch.empty(shape, device=GPU)
+            for name, shape in sglang_layout(spec, parallel).parameters_of(3).items()
+        }
+    return SyncMember(
+        spec=spec, slot="rollout-0/3", parallel=parallel, tensors=tensors, redis_url="unix:///nobody", group="g"
+    )
+
+
+def in_a_foreign_thread(action: Callable[[], Any]) -> Any:
+    """As gRPC runs what a request asks for."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
+
+
+@pytest.mark.parametrize("phase", [each for each in pb.RoundPhase.values() if each])
+def test_a_phase_runs_on_the_ranks_gpu(
+    threads: Threads, member: SyncMember, monkeypatch: pytest.MonkeyPatch, phase: "pb.RoundPhase.ValueType"
+) -> None:
+    seen: list[int] = []
+
+    def run(*_: Any) -> pb.PhaseReport:
+        seen.append(torch.cuda.current_device())
+        return pb.PhaseReport()
+
+    monkeypatch.setattr(member, "_run", run)
+    in_a_foreign_thread(lambda: member.run_phase(phase, pb.Round(round_id="r")))
+    assert seen == [GPU.index]
+    assert threads.current() == 0  # of this thread
+
+
+def test_what_is_no_phase_runs_there_too(
+    threads: Threads, member: SyncMember, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+
+    def look(*_: Any, **__: Any) -> Any:
+        seen.append(torch.cuda.current_device())
+        raise InterruptedError
+
+    for name in ("tensor_checksums", "poison_tensors", "open_latest", "check_folder"):
+        monkeypatch.setattr(f"weightsync.session.{name}", look)
+    for action in (member.checksums, member.poison, lambda: member.load_published(tmp_path, at_least=1)):
+        with pytest.raises(InterruptedError):
+            in_a_foreign_thread(action)
+    assert seen == [GPU.index] * 3
+
+
+def test_a_commit_waits_for_the_ranks_gpu(threads: Threads, member: SyncMember) -> None:
+    member._state = _State.VERIFIED
+    in_a_foreign_thread(lambda: member._commit(pb.Round()))
+    assert set(threads.waited) == {f"device {GPU.index}"}
+
+
+def test_waits_name_the_device(threads: Threads) -> None:
+    in_a_foreign_thread(lambda: devices.wait_for_stream(GPU))
+    in_a_foreign_thread(lambda: devices.wait_for_device(GPU))
+    devices.wait_for_device(torch.device("cpu"))
+    assert threads.waited == ["stream of 3", "device 3"]
+
+
+def communicator_on_gpu() -> Communicator:
+    group: Any = object()
+    return Communicator(group, rank=4, slots=SLOTS, store=group, device=GPU, device_group=group)
+
+
+def test_the_proof_of_a_group_is_on_the_ranks_gpu(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses a communicator whose ranks share a GPU, or hangs."""
+    tokens: list[torch.device] = []
+    monkeypatch.setattr(Communicator, "_prove", lambda self, group, token, timeout_s: tokens.append(token.device))
+
+    def prove() -> None:
+        with FakeTensorMode():
+            communicator_on_gpu().prove(1.0)
+
+    in_a_foreign_thread(prove)
+    assert tokens == [torch.device("cpu"), GPU]
+
+
+def test_watched_work_runs_on_the_ranks_gpu(threads: Threads) -> None:
+    work = torch.cuda.current_device
+    assert in_a_foreign_thread(lambda: run_watched(communicator_on_gpu(), work)) == GPU.index
