@@ -3,26 +3,34 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
-from servicekit.errors import AlreadyExists
+from servicekit.errors import AlreadyExists, Unavailable
 from servicekit.registry import Registry, ServiceRecord
 
-# Seconds without a heartbeat after which watchers take the coordinator for dead.
-LEASE_TTL_S = 15.0
 RETRY_S = 0.2
 
 
-async def announce(registry: Registry, record: ServiceRecord, stop: asyncio.Event) -> None:
+async def announce(
+    registry: Registry,
+    record: ServiceRecord,
+    ttl_s: float,
+    stop: asyncio.Event,
+    on_lost: Callable[[str], None] | None = None,
+) -> None:
     """Announce us, once the lease of a predecessor that was killed has run out; or return when `stop` is set.
 
-    Raises: AlreadyExists: another coordinator lives; Unavailable: Redis does not answer.
+    Args:
+        ttl_s: seconds without a heartbeat after which watchers take the coordinator for dead.
+        on_lost: called from another thread, with a sentence, when another coordinator has taken our place.
+    Raises: AlreadyExists: another coordinator lives; Unavailable: Redis does not answer for as long.
     """
-    deadline_s = time.monotonic() + 2 * LEASE_TTL_S
+    deadline_s = time.monotonic() + 2 * ttl_s
     while not stop.is_set():
         try:
-            await asyncio.to_thread(registry.announce, record, LEASE_TTL_S)
+            await asyncio.to_thread(registry.announce, record, ttl_s, on_lost)
             return
-        except AlreadyExists:
+        except (AlreadyExists, Unavailable):
             if time.monotonic() >= deadline_s:
                 raise
         with contextlib.suppress(TimeoutError):

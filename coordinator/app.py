@@ -5,11 +5,11 @@ import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator import metrics
 from coordinator.announcing import announce
-from coordinator.checkpoint import Checkpointer
+from coordinator.checkpoint import Checkpointer, marks
 from coordinator.control import RunControl, State
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
@@ -17,6 +17,7 @@ from coordinator.fleet.view import FleetView
 from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.joiners import Patience
+from coordinator.lead import Lead, may_write, telling
 from coordinator.loop import GrpoLoop
 from coordinator.observed import Observed
 from coordinator.order import Sampling
@@ -34,9 +35,9 @@ from coordinator.summary import SUMMARY_FILE, build_summary
 from coordinator.web.history import History
 from coordinator.web.server import PageServer
 from coordinator.web.snapshot import Source
-from coordinator.weights import Lead, WeightSync
+from coordinator.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError, TandemError, Unavailable
+from servicekit.errors import ConfigError, Fenced, TandemError, Unavailable
 from servicekit.files import write_json_atomic
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, cancel
 from servicekit.logs import get_logger
@@ -46,7 +47,8 @@ from servicekit.server import GrpcServer
 from servicekit.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
-from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
+from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.rendezvous import Evicted, Rendezvous
 
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
@@ -62,7 +64,10 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class App:
-    """The coordinator process's parts that live as long as it does."""
+    """The coordinator process's parts that live as long as it does.
+
+    lost: done, with a sentence, when another coordinator has taken our place.
+    """
 
     config: RunConfig
     environment: ServiceEnvironment
@@ -70,6 +75,8 @@ class App:
     inputs: Inputs
     reward: Reward
     registry: Registry
+    lead: CoordinatorLease
+    lost: "asyncio.Future[str]"
     events: EventLog
     control: RunControl
     cluster: "Cluster | None"
@@ -85,10 +92,15 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     """
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
-    reward = _build_reward(config)
+    try:
+        reward = build_reward(config.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
     events = EventLog()
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
     app = App(
@@ -98,6 +110,8 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         inputs=inputs,
         reward=reward,
         registry=registry,
+        lead=CoordinatorLease(group, config.sync.lease_ttl_s, telling(lost)),
+        lost=lost,
         events=events,
         control=RunControl(events),
         cluster=cluster,
@@ -114,6 +128,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
             await reward.close()
             events.close()
             await server.drain(_DRAIN_S)
+            await asyncio.to_thread(app.lead.close)
             await asyncio.to_thread(registry.close)
 
 
@@ -124,13 +139,6 @@ def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: E
     from coordinator.fleet.kubernetes.cluster import reach_cluster
 
     return reach_cluster(config, environment, events)
-
-
-def _build_reward(config: RunConfig) -> Reward:
-    try:
-        return build_reward(config.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
@@ -159,7 +167,7 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
         metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
-    await announce(app.registry, record, stop)
+    await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, telling(app.lost))
     server.set_ready(True)
     return server
 
@@ -196,27 +204,39 @@ async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None
 
 
 async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
-    """The run, unless a signal comes first: then everything in flight is cancelled at once."""
+    """The run, unless a signal or another coordinator comes first: then everything in flight is cancelled at once."""
     work = asyncio.create_task(_work(app), name="run")
     stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    waits: set[asyncio.Future[Any]] = {work, stopped, app.lost}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     await cancel(stopped)
     if not work.done():
         await cancel(work)
-        _end(app, State.INTERRUPTED, "by a signal")
+        if app.lost.done():
+            log.error("run failed", error=app.lost.result())
+            await _end(app, State.FAILED, f"{app.lost.result()}; the run is that one's")
+            return EXIT_FAILED
+        await _end(app, State.INTERRUPTED, "by a signal")
         return EXIT_OK
     error = work.exception()
     if error is None:
-        _end(app, State.FINISHED)
+        await _end(app, State.FINISHED)
         return EXIT_OK
     # The boundary of the run: whatever failed ends it, by name.
-    log.error("run failed", error=str(error), exc_info=error)
-    _end(app, State.FAILED, str(error) or type(error).__name__)
+    log.error("run failed", error=str(error), exc_info=None if isinstance(error, Evicted | Fenced) else error)
+    await _end(app, State.FAILED, str(error) or type(error).__name__)
     return EXIT_FAILED
 
 
 async def _work(app: App) -> None:
-    """The run; where the cluster gives it another trainer, again from its newest checkpoint."""
+    """The run; where the cluster gives it another trainer, again from its newest checkpoint.
+
+    Raises: AlreadyExists: another coordinator is alive.
+    """
+    await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+    there = await asyncio.to_thread(marks, app.environment.run_dir)
+    if app.inputs.resumed and there != app.inputs.marks:  # a predecessor went on while we waited for its end
+        app = await _as_on_disk(app)
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
             stack.callback(app.cluster.close)
@@ -235,14 +255,11 @@ async def _work(app: App) -> None:
 async def _attempt(app: App) -> bool:
     """Find the services, run the run, write its summary. Returns: whether it is over, or its trainer another one."""
     async with AsyncExitStack() as stack:
-        services = await find_services(app.config, app.registry, app.identity, stack, app.cluster)
+        services = await find_services(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence)
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
         versions = await services.versions()
-        group = await asyncio.to_thread(Rendezvous, app.environment.redis_url, f"tandem:{app.environment.run_id}")
-        lead = await _take_lead(app, group)
-        stack.push_async_callback(asyncio.to_thread, lead.close)
-        run = build_run(app, services, group, lead)
+        run = build_run(app, services, app.lead.rendezvous, app.lead)
         guard = _guard(app, services)
         try:
             await run.execute()
@@ -267,32 +284,29 @@ def _guard(app: App, services: Services) -> "TrainerGuard | None":
 
 async def _from_checkpoint(app: App) -> App:
     """The app with data and state as of the newest checkpoint, as after a restart with --resume."""
+    done = app.inputs.state.iteration
+    app = await _as_on_disk(app)
     state = app.inputs.state
-    done = state.iteration
-    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
-    state.become(inputs.state)
     message = f"the trainer is back: going on after iteration {state.iteration}, {done} were done"
     log.warning(message, iteration=state.iteration, done=done)
     app.events.append(EventKind.WARNING, message)
+    return app
+
+
+async def _as_on_disk(app: App) -> App:
+    """The app with data and state as of the newest checkpoint; whoever looks at its state sees that."""
+    state = app.inputs.state
+    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
+    state.become(inputs.state)
     return replace(app, inputs=replace(inputs, state=state))
 
 
-async def _take_lead(app: App, group: Rendezvous) -> Lease:
-    """Be the only coordinator of the run: our weight-sync rounds are refused as soon as another has this slot.
-
-    Raises: AlreadyExists: another one is alive.
-    """
-    ttl_s = app.config.sync.lease_ttl_s
-    lead = Lease(group, COORDINATOR_SLOT, ttl_s)
-    await asyncio.to_thread(lead.claim, 2 * ttl_s)
-    return lead
-
-
-def _end(app: App, ended: State, why: str = "") -> None:
-    """Record how the run ended: on disk, in the status, in the log's last line."""
+async def _end(app: App, ended: State, why: str = "") -> None:
+    """Record how the run ended: on disk if the run is ours, in the status, in the log's last line."""
     state = app.inputs.state
     state.status, state.error = ended.value, why
-    state.save(app.environment.run_dir / STATE_FILE)
+    if await may_write(app.lead, app.lost):
+        state.save(app.environment.run_dir / STATE_FILE)
     app.control.enter(ended, why)
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)
 
@@ -332,6 +346,8 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
         state=inputs.state,
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
+        lead=lead,
+        lead_patience_s=config.sync.formation_timeout_s,
     )
 
 

@@ -6,13 +6,23 @@ checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, 
 """
 
 import asyncio
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.state import RunState
 from coordinator.trainer import Trainer
-from servicekit.checkpoints import Sound, mark_complete, newest_sound, prune, read_complete, step_folder
+from servicekit.checkpoints import (
+    COMPLETE,
+    Sound,
+    list_complete,
+    mark_complete,
+    newest_sound,
+    prune,
+    read_complete,
+    step_folder,
+)
 from servicekit.errors import ConfigError
 
 COORDINATOR_FILE = "coordinator.json"
@@ -88,3 +98,12 @@ def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None
             f"(fingerprint {fingerprint[:12]}): resume with the first, or start a new run"
         )
     return Newest(state=RunState.load(sound.folder / COORDINATOR_FILE), sound=sound)
+
+
+def marks(run_dir: Path) -> dict[str, int]:
+    """When each complete checkpoint was marked (ns): equal as long as no process of the run has gone on."""
+    found = {}
+    for _, folder in list_complete(run_dir):
+        with contextlib.suppress(FileNotFoundError):  # pruned just now
+            found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns
+    return found

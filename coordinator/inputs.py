@@ -1,11 +1,11 @@
 """What a run reads from disk before it asks any service: data, tokenizer, the state to resume from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from coordinator.checkpoint import Newest, load_newest
+from coordinator.checkpoint import Newest, load_newest, marks
 from coordinator.fingerprint import model_fingerprint
 from coordinator.prompts import DataCursor, PromptSet, load_prompts
 from coordinator.report import METRICS_FILE
@@ -21,7 +21,8 @@ from tandem_config.schema import RunConfig
 class Inputs:
     """Data and state of a run; `cursor` and `rng` stand where `state` says.
 
-    resumed: it may have begun earlier. checkpoint: the one that it goes on from.
+    resumed: it may have begun earlier. checkpoint: the one that it goes on from. marks: of the checkpoints that were
+    there to choose from.
     """
 
     codec: TextCodec
@@ -32,6 +33,7 @@ class Inputs:
     state: RunState
     resumed: bool
     checkpoint: Sound | None = None
+    marks: dict[str, int] = field(default_factory=dict)
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -55,7 +57,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         model_fingerprint=fingerprint,
         order=order_of(config, train),
     )
-    newest = None
+    newest, there = None, marks(run_dir)
     if not resume:
         _refuse_used_folder(run_dir)
     else:
@@ -71,6 +73,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         state=state,
         resumed=resume,
         checkpoint=None if newest is None else newest.sound,
+        marks=there,
     )
 
 

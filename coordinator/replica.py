@@ -5,12 +5,14 @@ from collections.abc import AsyncGenerator
 from servicekit.channel import open_channel
 from servicekit.errors import rpc_errors
 from servicekit.tls import Identity
+from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 
 # A status comes at once or the service is in trouble; its contract says 10 s.
 STATUS_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 600.0
+TAKE_OVER_TIMEOUT_S = 3600.0
 
 
 class Replica:
@@ -41,6 +43,11 @@ class Replica:
             self._generating -= 1
             call.cancel()
 
+    async def take_over(self, fence: common_pb2.CoordinatorFence) -> None:
+        """Have coordinators that are older than `fence` refused; returns when what they have begun is done."""
+        with rpc_errors(self.name):
+            await self._stub.TakeOver(rollout_pb2.TakeOverRequest(fence=fence), timeout=TAKE_OVER_TIMEOUT_S)
+
     async def run_phase(
         self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
     ) -> list[weights_pb2.PhaseReport]:
@@ -50,10 +57,12 @@ class Replica:
             response = await self._stub.ReloadWeights(request, timeout=timeout_s)
         return list(response.ranks)
 
-    async def load_published(self, folder: str, *, policy_version: int, round_id: str) -> None:
+    async def load_published(
+        self, folder: str, *, policy_version: int, round_id: str, fence: common_pb2.CoordinatorFence
+    ) -> None:
         """Seed the replica, which has no weights, from what that round has published on disk."""
         request = rollout_pb2.LoadPublishedWeightsRequest(
-            folder=folder, policy_version=policy_version, round_id=round_id
+            folder=folder, policy_version=policy_version, round_id=round_id, fence=fence
         )
         with rpc_errors(self.name):
             await self._stub.LoadPublishedWeights(request, timeout=LOAD_TIMEOUT_S)

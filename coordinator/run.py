@@ -16,6 +16,7 @@ from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
+from coordinator.lead import Lead, SoleLead, check_lead
 from coordinator.loop import GrpoLoop
 from coordinator.remarks import remarks
 from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
@@ -47,6 +48,8 @@ class Run:
         state: what has been done, by this process and those before it.
         resumed: there may have been processes before it, and services that have worked with them.
         checkpoint: the one that the run goes on from.
+        lead: asked before anything is written.
+        lead_patience_s: for a Redis that cannot say whether we lead the run.
     """
 
     settings: RunSection
@@ -60,6 +63,8 @@ class Run:
     state: RunState
     resumed: bool = False
     checkpoint: Sound | None = None
+    lead: Lead = field(default_factory=SoleLead)
+    lead_patience_s: float = 0.0
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
     # Rows of data.train whose answers have been complained about.
@@ -85,6 +90,8 @@ class Run:
         await self._finish()
 
     async def _start(self) -> None:
+        await self.loop.weights.take_over()
+        await self._check_lead()
         lost = self._rows.cut_after(self.state.iteration)
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
@@ -99,6 +106,7 @@ class Run:
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is None:
             await self._evaluate(self.state.iteration, self.state.policy_version)
+        await self._check_lead()
         self._save_state("running")
 
     async def _agree_on_version(self) -> None:
@@ -157,6 +165,7 @@ class Run:
         checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
         if checkpoint:
             with watch.part("checkpoint"):
+                await self._check_lead()
                 await self.checkpointer.save_trainer(number)
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, accuracy, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
@@ -164,6 +173,7 @@ class Run:
     async def _report(self, record: IterationRecord, accuracy: float | None, timing: Timing, checkpoint: bool) -> None:
         """Write the row, then the state, then complete the checkpoint: what counts comes last."""
         start_s = time.perf_counter()
+        await self._check_lead()
         row = build_row(record, accuracy, timing)
         self._advance(record, row)
         for kind, message in remarks(record, self.logprob_diff_limit, self._remarked_rows):
@@ -172,6 +182,7 @@ class Run:
         self._save_state("running")
         if checkpoint:
             self._rows.sync()
+            await self._check_lead()
             await self.checkpointer.complete(self.state)
             self._checkpointed = record.iteration
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
@@ -229,11 +240,18 @@ class Run:
     async def _finish(self) -> None:
         """Leave everything that the run is for: a checkpoint of its end and the policy as a Hugging Face folder."""
         if self._checkpointed != self.state.iteration:
+            await self._check_lead()
             await self.checkpointer.save_trainer(self.state.iteration)
+            await self._check_lead()
             await self.checkpointer.complete(self.state)
         self._announce("export")
         await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
+        await self._check_lead()
         self._save_state("finished")
+
+    async def _check_lead(self) -> None:
+        """Raises: Evicted: another coordinator has taken over, and writes where we would."""
+        await check_lead(self.lead, self.lead_patience_s)
 
     def rows(self) -> list[Row]:
         """The rows of metrics.jsonl."""
@@ -241,7 +259,7 @@ class Run:
 
     def _note_sync(self, sync: SyncResult) -> None:
         totals = self.state.totals
-        totals.weight_sync_s.append(sync.total_s)
+        totals.note_sync(sync.total_s)
         totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
 
     def _announce(self, part: str) -> None:

@@ -16,6 +16,7 @@ from servicekit.lifecycle import cancel, watch
 from servicekit.logs import get_logger
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.tls import Identity
+from tandem_api.common.v1 import common_pb2
 from tandem_config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -72,18 +73,20 @@ async def find_services(
     identity: Identity | None,
     stack: AsyncExitStack,
     cluster: "Cluster | None" = None,
+    fence: common_pb2.CoordinatorFence | None = None,
 ) -> Services:
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
     Args:
         cluster: of a fleet of pods, watched already.
+        fence: of the coordinator that will ask them.
     Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
     """
     if cluster is None:
         record = await _wait_for_all(config, registry)
     else:
         record = await _wait_for_pods(config, registry, cluster)
-    trainer = Trainer(record.address, identity)
+    trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)
     stack.push_async_callback(watched.close)

@@ -4,13 +4,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.prompts import CursorState
 from servicekit.errors import ConfigError
 from servicekit.files import naming, write_bytes_atomic
 
 STATE_FILE = "state.json"
+# Weight syncs whose times are kept: the file is written anew in every iteration.
+KEPT_SYNCS = 256
 
 
 class Totals(BaseModel):
@@ -29,10 +31,26 @@ class Totals(BaseModel):
     warnings: int = 0
     # Largest |log pi_trainer - log pi_engine| of any token; None before the first step.
     logprob_abs_diff_max: float | None = None
-    # Seconds of every weight sync, in order.
+    num_weight_syncs: int = 0
+    weight_sync_max_s: float | None = None
+    # Seconds of the last KEPT_SYNCS weight syncs, in order.
     weight_sync_s: list[float] = Field(default_factory=list)
     bytes_per_rollout_rank: int = 0
     redundancy: float = 0.0
+
+    @model_validator(mode="after")
+    def _count_syncs(self) -> "Totals":
+        """A state of a release that kept the times of all syncs does not say how many there were."""
+        if self.weight_sync_s and not self.num_weight_syncs:
+            self.num_weight_syncs, self.weight_sync_max_s = len(self.weight_sync_s), max(self.weight_sync_s)
+            self.weight_sync_s = self.weight_sync_s[-KEPT_SYNCS:]
+        return self
+
+    def note_sync(self, seconds: float) -> None:
+        """Another weight sync."""
+        self.num_weight_syncs += 1
+        self.weight_sync_max_s = max(seconds, self.weight_sync_max_s or 0.0)
+        self.weight_sync_s = [*self.weight_sync_s, seconds][-KEPT_SYNCS:]
 
 
 class DataOrder(BaseModel):

@@ -43,9 +43,9 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "trained_samples": totals.trained_samples,
         "policy_version": state.policy_version,
         "weight_sync": {
-            "count": len(totals.weight_sync_s),
+            "count": totals.num_weight_syncs,
             "total_s_median": median(totals.weight_sync_s),
-            "total_s_max": max(totals.weight_sync_s, default=None),
+            "total_s_max": totals.weight_sync_max_s,
             "bytes_per_rollout_rank": totals.bytes_per_rollout_rank,
             "redundancy": totals.redundancy,
         },

@@ -1,5 +1,6 @@
 """Step 7: client of the trainer service. Its errors say "trainer", its calls always have a deadline."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from servicekit.channel import DeadlineChannel, open_channel
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
 from servicekit.tls import Identity
+from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 
@@ -37,12 +39,19 @@ class TrainResult:
 
 
 class Trainer:
-    """The trainer service. Every method raises the TandemError that the service raised, "trainer" in front."""
+    """The trainer service. Every method raises the TandemError that the service raised, "trainer" in front.
+
+    Args:
+        fence: of the coordinator that asks; None: of nobody who leads a run.
+    """
 
     name = "trainer"
 
-    def __init__(self, address: str, identity: Identity | None = None) -> None:
+    def __init__(
+        self, address: str, identity: Identity | None = None, fence: common_pb2.CoordinatorFence | None = None
+    ) -> None:
         self._address = address
+        self._fence = common_pb2.CoordinatorFence() if fence is None else fence
         self._identity = identity
         self._channel = self._open()
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
@@ -60,6 +69,11 @@ class Trainer:
     def _open(self) -> DeadlineChannel:
         return open_channel(self._address, identity=self._identity, peer=self.name)
 
+    async def take_over(self) -> None:
+        """Have older coordinators refused; returns when what they have begun is done."""
+        with rpc_errors(self.name):
+            await self._stub.TakeOver(trainer_pb2.TakeOverRequest(fence=self._fence), timeout=STEP_TIMEOUT_S)
+
     async def train_step(self, batch: TrainBatch) -> TrainResult:
         """Run one GRPO step.
 
@@ -74,10 +88,16 @@ class Trainer:
 
     async def _train_step(self, batch: TrainBatch) -> TrainResult:
         with rpc_errors(self.name):
-            response = await self._stub.TrainStep(batch.requests(), timeout=STEP_TIMEOUT_S)
+            response = await self._stub.TrainStep(self._fenced(batch), timeout=STEP_TIMEOUT_S)
         return TrainResult(
             policy_version=response.policy_version, metrics=dict(response.metrics), seconds=dict(response.seconds)
         )
+
+    def _fenced(self, batch: TrainBatch) -> Iterator[trainer_pb2.TrainStepRequest]:
+        for request in batch.requests():
+            if request.HasField("header"):
+                request.header.fence.CopyFrom(self._fence)
+            yield request
 
     async def run_phase(
         self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
@@ -90,7 +110,7 @@ class Trainer:
 
     async def save_checkpoint(self, folder: Path) -> int:
         """Write weights, optimizer and RNG into a folder. Returns: bytes written."""
-        request = trainer_pb2.SaveCheckpointRequest(path=str(folder))
+        request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence)
         with rpc_errors(self.name):
             response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
         return int(response.bytes)
@@ -98,13 +118,13 @@ class Trainer:
     async def restore(self, folder: Path | None, policy_version: int) -> None:
         """Go back to a checkpoint's folder (None: the initial model), under a version that is new to everybody."""
         path = "" if folder is None else str(folder)
-        request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version)
+        request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version, fence=self._fence)
         with rpc_errors(self.name):
             await self._stub.RestorePolicy(request, timeout=SAVE_TIMEOUT_S)
 
     async def export_model(self, folder: Path) -> int:
         """Write the policy as a Hugging Face folder. Returns: the version written."""
-        request = trainer_pb2.ExportModelRequest(path=str(folder))
+        request = trainer_pb2.ExportModelRequest(path=str(folder), fence=self._fence)
         with rpc_errors(self.name):
             response = await self._stub.ExportModel(request, timeout=SAVE_TIMEOUT_S)
         return int(response.policy_version)

@@ -10,18 +10,19 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from coordinator import metrics
 from coordinator.fleet.base import Fleet
 from coordinator.forecast import Forecast
+from coordinator.lead import Lead, SoleLead
 from coordinator.observed import Observed
+from coordinator.probing import while_alive
 from coordinator.replica import Replica
 from coordinator.roll_call import Group, Present, RollCall, parallel_sizes, seeded_version
 from coordinator.sync_report import Outcome, RoundReports, SyncResult
 from coordinator.sync_round import SyncRound
 from coordinator.trainer import Trainer
-from servicekit.errors import Aborted, DeadlineExceeded, DigestMismatch, PeerLost, TandemError, Unavailable
+from servicekit.errors import Aborted, DeadlineExceeded, DigestMismatch, Fenced, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -52,21 +53,6 @@ log = get_logger(__name__)
 def is_retriable(error: TandemError) -> bool:
     """Whether another round, with whoever is there then, may do what failed with `error`."""
     return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted)
-
-
-class Lead(Protocol):
-    """Our claim to be the run's coordinator (weightsync.rendezvous.Lease); blocking."""
-
-    def confirm(self, epoch: int) -> None:
-        """Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over."""
-        ...
-
-
-class SoleLead:
-    """The claim of a coordinator that cannot have a rival."""
-
-    def confirm(self, epoch: int) -> None:
-        """Always."""
 
 
 @dataclass(kw_only=True)
@@ -134,6 +120,7 @@ class WeightSync:
         self._lead: Lead = SoleLead() if lead is None else lead
         self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
         self._disk_folder = disk_folder
+        self._failed_rounds = 0
         self._on_disk = (0, "")  # version and id of the last round that went through disk
         self._observed = Observed() if observed is None else observed
         self._forecast = forecast
@@ -155,6 +142,24 @@ class WeightSync:
             if too few are there; the message names the participants. Everyone has been told to give the round up.
         """
         return await self._bring(policy_version, serving=())
+
+    async def take_over(self) -> None:
+        """Have coordinators before us refused by trainer and replicas, and what they have begun done: our first call.
+
+        A replica that does not answer now refuses them from our first round with it on.
+        Raises: TandemError: the trainer's; Fenced: another one has taken over from us.
+        """
+        probe_timeout_s = self._settings.probe_timeout_s
+        await while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s)
+        replicas = await self._fleet.look()
+        calls = (
+            while_alive(each.take_over(self._lead.fence), each, probe_timeout_s=probe_timeout_s) for each in replicas
+        )
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Fenced) or (answer is not None and not isinstance(answer, TandemError)):
+                raise answer
+            if answer is not None:
+                log.warning("a replica was not taken over yet", error=str(answer))
 
     async def newest_version(self) -> int:
         """The newest version that a replica has had, of those that answer; 0 if none has had any."""
@@ -212,7 +217,8 @@ class WeightSync:
         if not round_id or version != policy_version:
             return []
         calls = (
-            joiner.load_published(self._disk_folder, policy_version=version, round_id=round_id) for joiner in joiners
+            joiner.load_published(self._disk_folder, policy_version=version, round_id=round_id, fence=self._lead.fence)
+            for joiner in joiners
         )
         loaded = []
         for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -288,6 +294,7 @@ class WeightSync:
         try:
             await sync_round.run()
         except TandemError as error:
+            self._failed_rounds += 1
             told = "; ".join([str(error), *await sync_round.abort()])
             self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
             work.outcomes |= sync_round.outcomes
@@ -301,6 +308,7 @@ class WeightSync:
         work.committed.extend(done)
         left = [replica.name for replica in present.replicas if replica not in done]
         if left:
+            self._failed_rounds += 1
             work.failures.append(PeerLost(f"COMMIT failed on {', '.join(left)}"))
         return not left
 
@@ -321,6 +329,8 @@ class WeightSync:
                 transport=_TRANSPORT[self._settings.transport],
                 wire_dtype="" if self._settings.dtype == "same" else self._settings.dtype,
                 disk_folder=self._disk_folder,
+                fence=self._lead.fence,
+                failed_rounds=self._failed_rounds,
             )
         )
         return description

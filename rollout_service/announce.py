@@ -2,17 +2,17 @@
 
 import asyncio
 
-from servicekit.errors import AlreadyExists
+from servicekit.errors import AlreadyExists, Unavailable
 from servicekit.registry import Registry, ServiceRecord
 
 ANNOUNCE_RETRY_S = 0.25
 
 
 async def announce(registry: Registry, record: ServiceRecord, ttl_s: float) -> "asyncio.Future[None]":
-    """Announces the record, once the lease of a predecessor that was killed has run out.
+    """Announces the record, once the lease of a predecessor that was killed has run out and Redis answers.
 
     Returns: a future that fails when another process has taken the name.
-    Raises: AlreadyExists: another process has it and lives.
+    Raises: AlreadyExists: another process has it and lives; Unavailable: Redis does not answer for as long.
     """
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[None] = loop.create_future()
@@ -25,7 +25,7 @@ async def announce(registry: Registry, record: ServiceRecord, ttl_s: float) -> "
         try:
             await asyncio.to_thread(registry.announce, record, ttl_s, on_lost)
             return lost
-        except AlreadyExists:
+        except (AlreadyExists, Unavailable):
             if loop.time() >= deadline_s:
                 raise
         await asyncio.sleep(ANNOUNCE_RETRY_S)

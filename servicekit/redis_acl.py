@@ -25,6 +25,7 @@ COMMANDS = (
     "set",
     "mget",
     "del",
+    "expire",
     "sadd",
     "srem",
     "smembers",

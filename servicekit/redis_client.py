@@ -28,6 +28,10 @@ TLS_OPTIONS = {
 _RETRY_S = 0.5
 
 
+class AccessRefused(Unavailable):
+    """Redis does not let this user do that. It may pass: rules are changed, and loaded anew, while runs go on."""
+
+
 def connect(url: str, *, decode_responses: bool = True, wait_s: float = 0.0) -> redis.Redis:
     """A client that has seen the server answer; thread-safe. Replies are str unless `decode_responses` is False.
 
@@ -98,12 +102,13 @@ def with_tls_files(url: str, environ: Mapping[str, str]) -> str:
 def redis_errors() -> Iterator[None]:
     """Turns errors of Redis commands inside into Unavailable: outages, fail-overs and full memory all may pass.
 
-    Raises: ConfigError: the user may not do that.
+    Raises: AccessRefused, an Unavailable: the user may not do that now. Registry() finds out at the start whether it
+        ever may.
     """
     try:
         yield
     except redis.exceptions.NoPermissionError as error:
-        raise ConfigError(
+        raise AccessRefused(
             f"Redis does not let us do that ({error}); are user and password in REDIS_URL, and has the user the rules "
             "that `python -m servicekit.redis_acl` prints?"
         ) from error

@@ -6,6 +6,8 @@
     tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended the last time
     tandem:<run_id>:failures                "<role>:<name>" of those
 
+What a run leaves there goes by itself, a week after the last word of those who wrote it.
+
 Redis is the only clock: a record is alive as long as Redis has it. A live record belongs to its worker_id, and nobody
 else may replace or remove it.
 """
@@ -23,7 +25,7 @@ from servicekit import redis_client
 from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, ReleaseSkew, Unavailable
 from servicekit.lease import Lease
 from servicekit.logs import get_logger
-from servicekit.redis_client import redis_errors
+from servicekit.redis_client import AccessRefused, redis_errors
 from servicekit.versions import release
 
 T = TypeVar("T")
@@ -34,7 +36,9 @@ PAGE_URL = "page_url"
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.1
 _ROLES = ("coordinator", "trainer", "rollout", "rollout-worker")
-_FAILURE_TTL_S = 7 * 86_400
+# Longer than any run waits for its Redis or its processes; renewed with each lease.
+_KEPT_S = 7 * 86_400
+_RIGHTS_RETRY_S = 0.5
 
 _WITHDRAW = """
 local current = redis.call('GET', KEYS[1])
@@ -46,7 +50,8 @@ end
 return 0
 """
 
-# Returns the record of the worker that holds the name, or nil when it is ours now.
+# Returns the record of the worker that holds the name, or nil when it is ours now. Keys from the second on, values that
+# we have published among them, are kept for ARGV[5] seconds more.
 _CLAIM = """
 local current = redis.call('GET', KEYS[1])
 if current and cjson.decode(current)['worker_id'] ~= ARGV[2] then
@@ -54,6 +59,7 @@ if current and cjson.decode(current)['worker_id'] ~= ARGV[2] then
 end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
+for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
 return nil
 """
 
@@ -96,18 +102,37 @@ class Registry:
     """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
 
     Args:
-        wait_s: seconds that the constructor waits for a Redis that does not answer.
+        wait_s: seconds that the constructor waits for a Redis that does not answer, or refuses what we need.
     Raises (constructor): ConfigError: Redis refuses us; Unavailable: it does not answer.
     """
 
     def __init__(self, redis_url: str, run_id: str, *, wait_s: float = 0.0) -> None:
+        deadline_s = time.monotonic() + wait_s
         self._redis: redis.Redis = redis_client.connect(redis_url, wait_s=wait_s)
         self._prefix = f"tandem:{run_id}"
         self._claim = self._redis.register_script(_CLAIM)
         self._remove = self._redis.register_script(_WITHDRAW)
         self._record: ServiceRecord | None = None
         self._lease: Lease | None = None
+        self._values: set[str] = set()  # keys of those that we have published for as long as we live
         self._closed = threading.Event()
+        self._check_rights(deadline_s)
+
+    def _check_rights(self, deadline_s: float) -> None:
+        """Raises: ConfigError: what a registry does is refused until the deadline; Unavailable: Redis is gone again."""
+        told = False
+        while True:
+            try:
+                with redis_errors():  # reads, a script, and no change: nothing has this name
+                    self._remove(keys=[self._service_key("", ""), f"{self._prefix}:names:"], args=["", ""])
+                return
+            except AccessRefused as error:
+                if time.monotonic() >= deadline_s:
+                    raise ConfigError(str(error)) from error
+                if not told:
+                    _log.error("waiting for rights in Redis", error=str(error))
+                told = True
+            time.sleep(_RIGHTS_RETRY_S)
 
     def announce(self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None) -> None:
         """Publishes our record and keeps it alive from a daemon thread until withdraw() or close().
@@ -202,9 +227,16 @@ class Registry:
         return self._poll(look, missing, timeout_s)
 
     def set_value(self, key: str, value: str, ttl_s: float | None = None) -> None:
-        """Publishes a small value of the run, for `ttl_s` seconds or for good; replaces an older one."""
+        """Publishes a small value of the run; replaces an older one.
+
+        ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
+        """
         with redis_errors():
-            self._redis.set(self._value_key(key), value, px=None if ttl_s is None else max(1, round(ttl_s * 1000)))
+            self._redis.set(
+                self._value_key(key), value, px=round(1000 * _KEPT_S) if ttl_s is None else max(1, round(ttl_s * 1000))
+            )
+        if ttl_s is None:
+            self._values.add(self._value_key(key))
 
     def get_value(self, key: str) -> str | None:
         with redis_errors():
@@ -216,6 +248,7 @@ class Registry:
         return self._poll(lambda: self.get_value(key), lambda: f"value {key!r}", timeout_s)
 
     def delete_value(self, key: str) -> None:
+        self._values.discard(self._value_key(key))
         with redis_errors():
             self._redis.delete(self._value_key(key))
 
@@ -225,8 +258,9 @@ class Registry:
         """
         failure = Failure(role=role, name=name, reason=reason, unix_s=time.time())
         with redis_errors():
-            self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_FAILURE_TTL_S)
+            self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_KEPT_S)
             self._redis.sadd(f"{self._prefix}:failures", f"{role}:{name}")
+            self._redis.expire(f"{self._prefix}:failures", _KEPT_S)
 
     def failures(self) -> Failures:
         """Of all services that have ended and not come back, by role and name."""
@@ -265,9 +299,9 @@ class Registry:
 
     def _put(self, record: ServiceRecord, ttl_s: float) -> None:
         text = json.dumps(dataclasses.asdict(record))
-        arguments: tuple[str | int, ...] = (record.name, record.worker_id, text, max(1, round(ttl_s * 1000)))
+        arguments: tuple[str | int, ...] = (record.name, record.worker_id, text, max(1, round(ttl_s * 1000)), _KEPT_S)
         with redis_errors():
-            held_by: Any = self._claim(keys=self._keys(record), args=arguments)
+            held_by: Any = self._claim(keys=[*self._keys(record), *sorted(self._values)], args=arguments)
         if held_by is not None:
             other = _parse(held_by)
             raise AlreadyExists(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
@@ -101,7 +101,7 @@ class _RankZero:
                 await server.drain(0.0)
 
     def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
-        """Waits for the lease of a predecessor that was killed."""
+        """Waits for the lease of a predecessor that was killed, and for a Redis that is away."""
         record = ServiceRecord(
             role="trainer",
             name=NAME,
@@ -116,7 +116,7 @@ class _RankZero:
             try:
                 registry.announce(record, ttl_s, on_lost)
                 return
-            except AlreadyExists as error:
+            except (AlreadyExists, Unavailable) as error:
                 if time.monotonic() > deadline:
                     raise
                 if not told:

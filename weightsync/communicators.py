@@ -10,7 +10,7 @@ from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.facts import check_facts
 from weightsync.participants import Participants, trainer_slot
-from weightsync.rendezvous import Evicted, Lease, Membership
+from weightsync.rendezvous import Evicted, Lease, LeaseExpired, Membership
 from weightsync.tcp_store import bound_store
 from weightsync.transports.communicator import Communicator, form, join_store
 
@@ -94,7 +94,10 @@ class CommunicatorCache:
     def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
         if now.epoch != round_.epoch:
             raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
-        if now.members.get(self._lease.slot) != self._lease.worker_id:
+        holder = now.members.get(self._lease.slot)
+        if holder is None:
+            raise LeaseExpired(f"{self._lease.slot}: nobody holds this slot of {round_.group}; it is taken again soon")
+        if holder != self._lease.worker_id:
             raise Evicted(f"{self._lease.slot}: another worker holds this slot of {round_.group}")
 
     def _store(self, round_: pb.Round) -> dist.Store:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, TandemError, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
 from servicekit.redis_client import connect, redis_errors
@@ -34,6 +34,12 @@ class Evicted(Aborted):
     reason = "EVICTED"
 
 
+class LeaseExpired(Aborted):
+    """Nobody holds this worker's slot: its lease ran out, or Redis lost its data. It may take the slot again."""
+
+    reason = "LEASE_EXPIRED"
+
+
 class Rendezvous:
     """A view of a group, and its operations. Thread-safe (redis-py connections are pooled)."""
 
@@ -56,10 +62,25 @@ class Rendezvous:
 
     def claim(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
         """Takes a slot that is empty (or ours). Returns: the epoch. Raises: AlreadyExists: naming the holder."""
-        status, epoch, *holder = self._call("claim", slot, worker_id, int(ttl_s * 1000), facts)
-        if status == "held":
-            raise AlreadyExists(f"slot {slot} of {self.group} is held by worker {holder[0]}; its lease is alive")
-        return int(epoch)
+        return int(self._taken(slot, self._call("claim", slot, worker_id, int(ttl_s * 1000), facts))[1])
+
+    def lead(self, slot: str, worker_id: str, ttl_s: float, token: int = 0) -> int:
+        """Takes the coordinator's slot if it is empty (or ours).
+
+        Args:
+            token: that of an earlier claim of this worker, which it keeps; 0: it had none.
+        Returns: the token, greater than those of all workers that had the slot before.
+        Raises: AlreadyExists: naming the holder; Evicted: another worker has had the slot since.
+        """
+        answer = self._taken(slot, self._call("lead", slot, worker_id, int(ttl_s * 1000), token))
+        if answer[0] == "evicted":
+            raise Evicted(f"{slot}: another worker has held this slot of {self.group} since worker {worker_id} lost it")
+        return int(answer[2])
+
+    def _taken(self, slot: str, answer: list[Any]) -> list[Any]:
+        if answer[0] == "held":
+            raise AlreadyExists(f"slot {slot} of {self.group} is held by worker {answer[2]}; its lease is alive")
+        return answer
 
     def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
         """Renews the lease. Returns: "ok", "unknown" (the lease ran out) or "evicted" (another worker has the slot)."""
@@ -70,15 +91,20 @@ class Rendezvous:
         self._call("leave", slot, worker_id)
 
     def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
-        """Publishes the TCP store of an epoch. Raises: Evicted; Aborted: the epoch is over."""
+        """Publishes the TCP store of an epoch. Raises: as confirm()."""
         self._check(slot, worker_id, epoch, self._call("bind", slot, worker_id, epoch, endpoint))
 
     def confirm(self, slot: str, worker_id: str, epoch: int) -> None:
-        """Asks whether the worker may act in the epoch. Raises: Evicted; Aborted: the epoch is over."""
+        """Asks whether the worker may act in the epoch.
+
+        Raises: Evicted: another one has its slot; LeaseExpired: nobody has; Aborted: the epoch is over.
+        """
         self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch))
 
     def _check(self, slot: str, worker_id: str, epoch: int, answer: list[Any]) -> None:
         status, now = answer[:2]
+        if status == "unknown":
+            raise LeaseExpired(f"{slot}: the lease of worker {worker_id} in {self.group} has run out")
         if status == "evicted":
             raise Evicted(f"{slot}: worker {worker_id} no longer holds this slot of {self.group}")
         if status == "stale":
@@ -135,42 +161,56 @@ def _pairs(flat: list[Any]) -> dict[str, str]:
 
 
 class Lease:
-    """Holds a slot: a thread renews the lease, takes an expired one again, and notices an eviction.
+    """Holds a slot: a thread renews the lease, takes an empty slot again, and notices another holder.
 
-    facts: JSON that the other members may read.
+        the slot is empty            taken again: after a long stop, or when Redis has lost its data
+        another holds it             nothing: `evicted`; taken again once that one's lease has run out
+        another renews it for long   lost for good: on_lost, and the thread ends
+
+    Args:
+        facts: JSON that the other members may read.
+        on_lost: called once, from the thread, with a sentence; None: the slot is waited for as long as it takes.
     """
 
-    def __init__(self, rendezvous: Rendezvous, slot: str, ttl_s: float, facts: str = "{}") -> None:
+    # Leases for which another may hold the slot: one that does not renew it was no replacement of us.
+    patience_ttls = 2.0
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        slot: str,
+        ttl_s: float,
+        facts: str = "{}",
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
         self.rendezvous = rendezvous
         self.slot = slot
         self.worker_id = uuid.uuid4().hex
         self.evicted = False
         self._ttl_s = ttl_s
         self._facts = facts
+        self._on_lost = on_lost
+        self._evicted_s = 0.0  # since when
+        self._beating = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name=f"lease-{slot}", daemon=True)
 
     def start(self) -> None:
-        """Joins the group and keeps the lease alive."""
-        epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s, self._facts)
-        log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
-        self._thread.start()
+        """Joins the group and keeps the lease alive.
 
-    def claim(self, timeout_s: float) -> None:
-        """Joins as start() does, but takes the slot from nobody: waits until the holder's lease has run out.
-
-        Raises: AlreadyExists: a live worker still has it after timeout_s.
+        Raises: Unavailable: Redis has not answered for two leases' time.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + 2 * self._ttl_s
         while True:
             try:
-                self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)
+                epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s, self._facts)
                 break
-            except AlreadyExists:
-                if time.monotonic() >= deadline:
+            except Unavailable as error:  # what was loaded for minutes is not given up for a moment's outage
+                if time.monotonic() >= deadline_s:
                     raise
-            self._stop.wait(POLL_S)
-        log.info("claimed slot", group=self.rendezvous.group, slot=self.slot, worker_id=self.worker_id)
+                log.warning("not joined yet", slot=self.slot, error=str(error))
+            self._stop.wait(min(1.0, self._ttl_s / 3))
+        log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
         self._thread.start()
 
     def check(self) -> None:
@@ -179,9 +219,17 @@ class Lease:
             raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
 
     def confirm(self, epoch: int) -> None:
-        """Asks Redis whether this worker may act in the epoch. Raises: Evicted; Aborted: the epoch is over."""
+        """Asks Redis whether this worker may act in the epoch; takes an empty slot again, which is another epoch.
+
+        Raises: Evicted: another one has the slot; Aborted: the epoch is over.
+        """
         self.check()
-        self.rendezvous.confirm(self.slot, self.worker_id, epoch)
+        try:
+            self.rendezvous.confirm(self.slot, self.worker_id, epoch)
+        except LeaseExpired:
+            self._beat()
+            self.check()
+            raise
 
     def close(self) -> None:
         """Stops renewing and leaves the group."""
@@ -197,26 +245,40 @@ class Lease:
         while not self._stop.wait(self._ttl_s / 3):
             try:
                 self._beat()
-            except Unavailable as error:
+            except TandemError as error:  # whatever Redis refuses: it may do it later
                 LEASE_FAILURES.labels("slot", "unavailable").inc()
                 log.warning("heartbeat failed", slot=self.slot, error=str(error))
-            if self.evicted:
-                LEASE_FAILURES.labels("slot", "lost").inc()
-                log.error("evicted from weight group", slot=self.slot)
+            if self._is_lost():
+                log.error("slot is lost for good", slot=self.slot)
+                if self._on_lost is not None:
+                    self._on_lost(f"another worker holds the slot {self.slot} of {self.rendezvous.group}")
                 return
 
+    def _is_lost(self) -> bool:
+        patience_s = self.patience_ttls * self._ttl_s
+        return self.evicted and self._on_lost is not None and time.monotonic() - self._evicted_s >= patience_s
+
     def _beat(self) -> None:
-        status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
-        if status == "unknown":
-            status = self._come_back()
-        self.evicted = status == "evicted"
+        with self._beating:
+            status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
+            if status == "unknown":
+                status = self._come_back()
+            if status == "evicted" and not self.evicted:
+                self._evicted_s = time.monotonic()
+                LEASE_FAILURES.labels("slot", "lost").inc()
+                log.error("evicted from weight group", slot=self.slot)
+            self.evicted = status == "evicted"
 
     def _come_back(self) -> str:
         """After a long stop, or when Redis lost its data: under a new epoch, unless another has come meanwhile."""
         try:
-            epoch = self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)
-        except AlreadyExists:
+            self._take_again()
+        except (AlreadyExists, Evicted):
             return "evicted"
         LEASE_FAILURES.labels("slot", "expired").inc()
-        log.warning("lease had expired, joined again", slot=self.slot, epoch=epoch)
+        log.warning("lease had expired, joined again", slot=self.slot)
         return "ok"
+
+    def _take_again(self) -> None:
+        """Raises: AlreadyExists: another one has the slot."""
+        self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)

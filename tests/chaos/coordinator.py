@@ -18,7 +18,8 @@ from servicekit.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.chaos.members import begin, leave
 from tests.polling import until
-from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
+from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.rendezvous import Rendezvous
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -48,12 +49,12 @@ def _say(file: Path, said: dict[str, Any]) -> None:
 async def _publish(config: RunConfig, environment: ServiceEnvironment, settings: dict[str, Any]) -> dict[str, Any]:
     registry = await asyncio.to_thread(Registry, environment.redis_url, environment.run_id)
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
-    lead = Lease(group, COORDINATOR_SLOT, config.sync.lease_ttl_s)
+    lead = CoordinatorLease(group, config.sync.lease_ttl_s)
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(lead.claim, 3 * config.sync.lease_ttl_s)
         stack.push_async_callback(asyncio.to_thread, lead.close)
         records = await asyncio.to_thread(registry.wait_for, "trainer", ["trainer"], config.sync.formation_timeout_s)
-        client = Trainer(records[0].address)
+        client = Trainer(records[0].address, fence=lead.fence)
         stack.push_async_callback(client.close)
         fleet = WatchedFleet(registry, client)
         stack.push_async_callback(fleet.close)

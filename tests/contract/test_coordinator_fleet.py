@@ -27,7 +27,8 @@ from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.tiny_task import EOS, encode
 from tests.polling import until
-from weightsync.rendezvous import COORDINATOR_SLOT, Lease, Rendezvous
+from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.rendezvous import Rendezvous
 
 DEADLINE_S = 20.0
 TTL_S = 30.0
@@ -184,14 +185,16 @@ async def test_a_run_outlives_all_of_its_replicas(
     assert REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "replicas"}) == told + 2
 
 
-async def test_a_second_coordinator_is_refused_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
+async def test_a_second_coordinator_is_refused_by_name_and_leaves_the_first_ones_files_alone(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
     config = with_settings(config, sync={"lease_ttl_s": 0.2})
-    first = Lease(Rendezvous(environment.redis_url, f"tandem:{environment.run_id}"), COORDINATOR_SLOT, TTL_S)
+    first = CoordinatorLease(Rendezvous(environment.redis_url, f"tandem:{environment.run_id}"), TTL_S)
     first.claim(0.0)
     async with announced_fleet(environment.redis_url, environment.run_id) as services:
         code = await asyncio.wait_for(conduct(config, environment, resume=False, stop=asyncio.Event()), DEADLINE_S)
         assert code == 1
         assert all(service.sync.seen == [] for service in services.rollout_services)
-    error = (environment.run_dir / "state.json").read_text()
-    assert f"slot coordinator of tandem:t is held by worker {first.worker_id}" in error
+    assert f"slot coordinator of tandem:t is held by worker {first.worker_id}" in caplog.text
+    assert list(environment.run_dir.iterdir()) == []
     first.close()

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.fleet.static import StaticFleet
+from coordinator.lead import SoleLead
 from coordinator.replica import Replica
 from coordinator.sync_report import Outcome
 from coordinator.weights import MAX_ROUNDS, WeightSync
@@ -365,7 +366,7 @@ async def test_when_all_replicas_are_ahead_the_error_says_what_to_do() -> None:
 
 
 async def test_a_coordinator_that_was_replaced_begins_no_round() -> None:
-    class Lost:
+    class Lost(SoleLead):
         def confirm(self, epoch: int) -> None:
             raise Evicted("coordinator: worker a no longer holds this slot of tandem:test")
 

@@ -22,19 +22,23 @@ _TTL_S = 60.0
 
 @asynccontextmanager
 async def announced_fleet(
-    redis_url: str, run_id: str, trainer: FakeTrainer | None = None, tls: TlsFiles | None = None
+    redis_url: str,
+    run_id: str,
+    trainer: FakeTrainer | None = None,
+    tls: TlsFiles | None = None,
+    ttl_s: float = _TTL_S,
 ) -> AsyncIterator[FakeFleet]:
     """Trainer TP 2 and two replicas, announced."""
     group = Rendezvous(redis_url, f"tandem:{run_id}")
     async with fake_fleet(trainer=trainer, tls=tls) as fleet:
-        leases = [Lease(group, slot, _TTL_S) for slot in SLOTS]
+        leases = [Lease(group, slot, ttl_s) for slot in SLOTS]
         registries = {name: Registry(redis_url, run_id) for name in fleet.addresses}
         fleet.registries |= registries
         for lease in leases:
             lease.start()
         for name, address in fleet.addresses.items():
             record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=name)
-            registries[name].announce(record, _TTL_S)
+            registries[name].announce(record, ttl_s)
         try:
             yield fleet
         finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from servicekit.errors import NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
@@ -57,6 +58,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __post_init__(self) -> None:
         self._gone = False
+        self.fence = FenceGuard()
         self.hold = asyncio.Event()
         self.hold.set()
         self.asked = asyncio.Event()
@@ -67,6 +69,11 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
             received_bytes=shard,
             shard_bytes=shard,
         )
+
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
+        self._check_there()
+        self.fence.admit(request.fence)
+        return pb.TakeOverResponse(policy_version=self.policy_version)
 
     async def GenerateGroups(
         self, request: pb.GenerateGroupsRequest, context: Any
@@ -92,6 +99,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
         sync_round = request.round
+        self.fence.admit(sync_round.fence)
         if self.state == weights_pb2.REPLICA_STATE_SERVING and sync_round.policy_version < self.policy_version:
             raise StaleVersion(f"version {sync_round.policy_version} is older than {self.policy_version}")
         self._check_there()
@@ -107,6 +115,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any
     ) -> pb.LoadPublishedWeightsResponse:
+        self.fence.admit(request.fence)
         self.loads.append(request)
         if self.state == weights_pb2.REPLICA_STATE_SERVING:
             raise PhaseOrder(f"{self.name} serves already")

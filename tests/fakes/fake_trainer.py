@@ -1,5 +1,6 @@
 """A trainer service without an engine: a real gRPC server that checks every batch and counts versions."""
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import InvalidRequest, TandemError, Unavailable, WrongVersion
+from servicekit.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
@@ -28,6 +30,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     Attributes:
         logprob_diff: what it reports as logprob_abs_diff_max.
+        saving, hold: set by SaveCheckpoint, which waits while the other is cleared.
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
     """
 
@@ -45,11 +48,19 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __post_init__(self) -> None:
         self.sync = FakeSync(order=(PREPARE, TRANSFER, COMMIT), num_ranks=self.tensor_parallel)
         self._replies: dict[str, pb.TrainStepResponse] = {}
+        self.fence = FenceGuard()
+        self.saving, self.hold = asyncio.Event(), asyncio.Event()
+        self.hold.set()
+
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
+        self.fence.admit(request.fence)
+        return pb.TakeOverResponse(policy_version=self.policy_version)
 
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
     ) -> pb.TrainStepResponse:
         requests = [request async for request in request_iterator]
+        self.fence.admit(requests[0].header.fence)
         step = Step(requests[0].header, [request.micro_batch for request in requests[1:]])
         if step.header.step_id in self._replies:
             return self._replies[step.header.step_id]
@@ -70,9 +81,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return self._replies[step.header.step_id]
 
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+        self.fence.admit(request.round.fence)
         return pb.PublishWeightsResponse(ranks=self.sync.run_phase(request.phase, request.round))
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+        self.fence.admit(request.fence)
+        self.saving.set()
+        await self.hold.wait()
         folder = Path(request.path)
         folder.mkdir()
         (folder / "version").write_text(str(self.policy_version))
@@ -80,6 +95,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
 
     async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
+        self.fence.admit(request.fence)
         if request.path and not Path(request.path, "version").is_file():
             raise InvalidRequest(f"{request.path} is no checkpoint")
         self.restored.append((request.path, request.policy_version))
@@ -87,6 +103,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.RestorePolicyResponse(policy_version=self.policy_version)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
+        self.fence.admit(request.fence)
         Path(request.path).mkdir(exist_ok=True)
         self.exported.append(Path(request.path))
         return pb.ExportModelResponse(policy_version=self.policy_version, bytes=1)

@@ -1,15 +1,21 @@
 -- The state machine of a weight group. Each operation answers {status, epoch, ...}; the statuses are
---   ok        done
---   unknown   heartbeat: nobody has the slot (the lease ran out, or Redis lost its data)
---   held      claim: a live worker has the slot (third value)
---   evicted   another worker has the slot, or nobody: the caller changes nothing
+--   ok        done; lead: the third value is the holder's token
+--   unknown   heartbeat, bind, confirm: nobody has the slot (the lease ran out, or Redis lost its data)
+--   held      claim, lead: a live worker has the slot (third value)
+--   evicted   another worker has the slot (lead: has had it since): the caller changes nothing
 --   stale     bind, confirm: the epoch is over
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
--- endpoint), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
+-- endpoint, token), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
 -- clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
 local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- What a run leaves goes by itself. A week without a word is longer than any run waits for its Redis or its processes.
+local KEPT_S = 604800
+local function keep()
+  for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, KEPT_S) end
+end
 
 -- An empty Redis begins at its clock (ms), so that epochs grow even if it has lost its data: no number comes twice.
 local function new_epoch()
@@ -44,13 +50,34 @@ if operation == 'join' or operation == 'claim' then
   end
   redis.call('HSET', facts, slot, ARGV[5])
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
+  keep()
   return {'ok', epoch()}
+end
+
+if operation == 'lead' then
+  -- A claim of the coordinator's slot. ARGV[5] is the token that the worker has from an earlier claim, or 0. Tokens grow
+  -- from holder to holder, also over a loss of data: they begin at the clock. Who lost its slot for a while takes it
+  -- again under its old token, unless another has led the run meanwhile.
+  if holder and holder ~= worker then return {'held', epoch(), holder} end
+  local newest, token = tonumber(redis.call('HGET', state, 'token') or '0'), tonumber(ARGV[5])
+  if token == 0 and holder == worker then token = newest end -- the reply to its claim was lost
+  if token ~= 0 and newest > token then return {'evicted', epoch()} end
+  if token == 0 then token = math.max(now, newest + 1) end
+  if not holder then
+    redis.call('HSET', members, slot, worker)
+    new_epoch()
+  end
+  redis.call('HSET', state, 'token', string.format('%d', token))
+  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
+  keep()
+  return {'ok', epoch(), token}
 end
 
 if operation == 'heartbeat' then
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
+  keep()
   return {'ok', epoch()}
 end
 
@@ -62,6 +89,7 @@ end
 
 if operation == 'confirm' then
   -- ARGV[4] is the epoch that the caller is about to act in.
+  if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
   if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
   return {'ok', epoch()}
@@ -69,6 +97,7 @@ end
 
 if operation == 'bind' then
   -- ARGV[4] is the epoch that the endpoint was made for, ARGV[5] its address.
+  if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
   if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
   redis.call('HSET', state, 'endpoint_epoch', ARGV[4], 'endpoint', ARGV[5])

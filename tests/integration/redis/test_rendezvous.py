@@ -13,6 +13,7 @@ from servicekit.errors import Aborted, AlreadyExists, TandemError
 from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
+from weightsync.coordinator_lease import CoordinatorLease
 from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, Rendezvous
 
 pytestmark = pytest.mark.integration
@@ -103,10 +104,10 @@ def test_messages_of_an_old_epoch_change_nothing(group: Rendezvous) -> None:
 
 def test_a_claim_waits_for_a_lease_that_runs_out(group: Rendezvous) -> None:
     group.claim(COORDINATOR_SLOT, "dead", 0.2)
-    lease = Lease(group, COORDINATOR_SLOT, TTL_S)
+    lease = CoordinatorLease(group, TTL_S)
     lease.claim(timeout_s=10.0)
     assert group.snapshot().members == {COORDINATOR_SLOT: lease.worker_id}
-    rival = Lease(group, COORDINATOR_SLOT, TTL_S)
+    rival = CoordinatorLease(group, TTL_S)
     with pytest.raises(AlreadyExists, match=lease.worker_id):
         rival.claim(timeout_s=0.1)
     lease.close()

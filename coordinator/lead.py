@@ -1,0 +1,99 @@
+"""Our claim to be the run's coordinator, which is asked for before anything is written."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from servicekit.errors import Unavailable
+from tandem_api.common.v1 import common_pb2
+from weightsync.rendezvous import Evicted
+
+_RETRY_S = 0.2
+
+
+class Lead(Protocol):
+    """The claim (weightsync.coordinator_lease.CoordinatorLease); its methods block."""
+
+    @property
+    def fence(self) -> common_pb2.CoordinatorFence:
+        """What calls that change something carry."""
+        ...
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was made good, and nobody else is known to have come since."""
+        ...
+
+    @property
+    def left_s(self) -> float:
+        """Seconds for which nobody else can have it, whether Redis answers or not."""
+        ...
+
+    def confirm(self, epoch: int) -> None:
+        """Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over; Unavailable."""
+        ...
+
+    def hold(self) -> None:
+        """Raises: Evicted: another coordinator has taken over; Unavailable: Redis does not answer."""
+        ...
+
+
+class SoleLead:
+    """The claim of a coordinator that cannot have a rival."""
+
+    fence = common_pb2.CoordinatorFence()
+    left_s = float("inf")
+    is_held = True
+
+    def confirm(self, epoch: int) -> None:
+        """Always."""
+
+    def hold(self) -> None:
+        """Always."""
+
+
+async def check_lead(lead: Lead, patience_s: float) -> None:
+    """Returns once it is certain that we lead the run: before a row, a state or a checkpoint is written.
+
+    Args:
+        patience_s: for a Redis that does not answer, once our lease may have run out.
+    Raises: Evicted: another coordinator has taken over; Unavailable: Redis was away for longer.
+    """
+    deadline_s = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            await asyncio.to_thread(lead.hold)
+            return
+        except Unavailable:
+            if lead.left_s > 0:
+                return
+            if asyncio.get_running_loop().time() >= deadline_s:
+                raise
+        await asyncio.sleep(_RETRY_S)
+
+
+async def may_write(lead: Lead, lost: "asyncio.Future[str]") -> bool:
+    """Whether nobody else is known to lead the run; yes while Redis is away: one that ends of that says so on disk.
+
+    Args:
+        lost: done once another coordinator is known to have taken over.
+    """
+    if not lead.is_held or lost.done():
+        return False
+    try:
+        await check_lead(lead, patience_s=0.0)
+    except Unavailable:
+        return True
+    except Evicted:
+        return False
+    return True
+
+
+def telling(lost: "asyncio.Future[str]") -> Callable[[str], None]:
+    """A callback for other threads that completes `lost` with a sentence."""
+    loop = lost.get_loop()
+
+    def tell(why: str) -> None:
+        loop.call_soon_threadsafe(lambda: None if lost.done() else lost.set_result(why))
+
+    return tell

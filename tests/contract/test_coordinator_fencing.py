@@ -1,0 +1,125 @@
+"""A coordinator that was stopped for longer than its lease wakes up beside its successor, and ends without a trace."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from servicekit.environment import ServiceEnvironment
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import FakeFleet
+from tests.polling import until
+
+TTL_S = 1.0
+DEADLINE_S = 60.0
+Coordinator = subprocess.Popen[str]
+
+
+@pytest.fixture
+def start(config: RunConfig, environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[[], Coordinator]]:
+    """Starts `python -m coordinator --resume` processes of one run; ended after the test."""
+    settings = with_settings(
+        config,
+        run={"iterations": 1_000_000, "checkpoint_every": 1, "evaluate_every": 1_000_000},
+        sync={"lease_ttl_s": TTL_S},
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(settings.model_dump_json())))
+    variables = {
+        "REDIS_URL": environment.redis_url,
+        "TANDEM_RUN_ID": environment.run_id,
+        "TANDEM_RUN_DIR": str(environment.run_dir),
+    }
+    started: list[Coordinator] = []
+
+    def run() -> Coordinator:
+        command = [sys.executable, "-m", "coordinator", "--config", str(path), "--resume"]
+        log = (tmp_path / f"{len(started)}.log").open("w")
+        started.append(subprocess.Popen(command, env={**os.environ, **variables}, stderr=log, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait(timeout=10)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, condition, DEADLINE_S)
+
+
+def num_rows(environment: ServiceEnvironment) -> int:
+    return len(rows(environment)) if (environment.run_dir / "metrics.jsonl").exists() else 0
+
+
+async def ends(process: Coordinator, log: Path) -> str:
+    """A coordinator that was fenced ends by itself, with 1. Returns: its log."""
+    assert await asyncio.to_thread(process.wait, DEADLINE_S) == 1
+    return log.read_text()
+
+
+def leader(fleet: FakeFleet) -> str:
+    return fleet.trainer_service.fence._newest.worker_id
+
+
+async def stop_in_generate(process: Coordinator, fleet: FakeFleet) -> None:
+    for service in fleet.rollout_services:
+        service.asked.clear()
+        service.hold.clear()
+    await asyncio.wait_for(fleet.rollout_services[0].asked.wait(), DEADLINE_S)
+    process.send_signal(signal.SIGSTOP)
+    for service in fleet.rollout_services:
+        service.hold.set()
+
+
+async def stop_in_checkpoint(process: Coordinator, fleet: FakeFleet) -> None:
+    fleet.trainer_service.saving.clear()
+    fleet.trainer_service.hold.clear()
+    await asyncio.wait_for(fleet.trainer_service.saving.wait(), DEADLINE_S)
+    process.send_signal(signal.SIGSTOP)
+    fleet.trainer_service.hold.set()
+
+
+async def test_a_paused_coordinator_that_wakes_harms_nothing(
+    environment: ServiceEnvironment, start: Callable[[], Coordinator], tmp_path: Path
+) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        first = start()
+        await wait_until(lambda: num_rows(environment) >= 2)
+        # In generate: it wakes as soon as its successor leads, and would train its samples.
+        await stop_in_generate(first, fleet)
+        before = leader(fleet)
+        second = start()
+        await wait_until(lambda: leader(fleet) not in ("", before))
+        first.send_signal(signal.SIGCONT)
+        assert "run failed" in await ends(first, tmp_path / "0.log")
+        done = num_rows(environment)
+        await wait_until(lambda: num_rows(environment) >= done + 2)
+        # In a checkpoint: it wakes when its successor has gone on for a while, and would write its row and mark.
+        await stop_in_checkpoint(second, fleet)
+        done, third = num_rows(environment), start()
+        await wait_until(lambda: num_rows(environment) >= done + 3)
+        second.send_signal(signal.SIGCONT)
+        assert "run failed" in await ends(second, tmp_path / "1.log")
+        done = num_rows(environment)
+        await wait_until(lambda: num_rows(environment) >= done + 2)
+        third.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(third.wait, DEADLINE_S) == 0
+    table, state = rows(environment), saved_state(environment)
+    assert [row["iteration"] for row in table] == list(range(1, len(table) + 1))
+    versions = [row["policy_version"] for row in table]
+    assert versions == sorted(set(versions))
+    assert (state["status"], state["iteration"], state["error"]) == ("interrupted", len(table), "by a signal")
+    for folder in (environment.run_dir / "checkpoints").iterdir():
+        if (folder / "complete.json").exists():
+            saved = json.loads((folder / "coordinator.json").read_text())["policy_version"]
+            assert (folder / "trainer" / "version").read_text() == str(saved)
