@@ -59,16 +59,27 @@ def transfer_s(fleet: ChaosFleet) -> float:
     return float(said["stages"]["transfer"])
 
 
+def begin_transfer(fleet: ChaosFleet, victim: str) -> Path:
+    """A publication of which this process is in TRANSFER. Returns: the file that its result will be in."""
+    fleet.train_step()
+    result = fleet.start_coordinator()
+    until(lambda: fleet.is_in_transfer(victim), 60.0, interval_s=0.002)
+    return result
+
+
 def lose(fleet: ChaosFleet, victim: str, moment_s: float, install: str) -> tuple[float, dict[str, Any]]:
     """Kill a process so long after its TRANSFER began.
 
     Returns: seconds until the publication was over, and what came of it.
     """
-    fleet.train_step()
     fleet.use(install=install)
-    result = fleet.start_coordinator()
-    until(lambda: fleet.is_in_transfer(victim), 60.0, interval_s=0.002)
+    result = begin_transfer(fleet, victim)
     time.sleep(moment_s)  # the moment is what is drawn: there is no condition
+    while not fleet.is_in_transfer(victim):  # this transfer was quicker: the next one, then
+        fleet.result_of(result)
+        result = begin_transfer(fleet, victim)
+        moment_s *= 0.7
+        time.sleep(moment_s)
     fleet.send_signal(victim, signal.SIGKILL)
     killed_s = time.monotonic()
     (fleet.folder / f"{victim}.transfer").unlink(missing_ok=True)

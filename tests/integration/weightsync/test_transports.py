@@ -89,13 +89,13 @@ def test_an_unknown_dtype_is_named(fleet: Callable[..., Fleet]) -> None:
         them.members["trainer/0"].run_phase(pb.ROUND_PHASE_PREPARE, them.round(1, wire_dtype="float8"))
 
 
-def test_ranks_that_are_told_other_transports_say_so(fleet: Callable[..., Fleet]) -> None:
+def test_ranks_that_are_told_other_transports_say_so(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     outcome = them.run_each(
         pb.ROUND_PHASE_PREPARE,
         {
             "trainer/0": them.round(1, transport=pb.SYNC_TRANSPORT_COLLECTIVE),
-            "rollout-0/0": them.round(1, transport=pb.SYNC_TRANSPORT_DISK),
+            "rollout-0/0": them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=str(tmp_path)),
         },
     )
     assert "rollout-0/0 takes SYNC_TRANSPORT_DISK" in failure(outcome, ConfigError)
