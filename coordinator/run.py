@@ -27,6 +27,7 @@ from coordinator.take_over import take_over
 from servicekit.checkpoints import Sound, set_aside
 from servicekit.errors import Internal, WrongVersion
 from servicekit.logs import get_logger
+from servicekit.run_config import adopt_next
 from servicekit.tracing import span
 from tandem_config.schema import RunSection
 
@@ -180,6 +181,8 @@ class Run:
             self._warn(kind, message)
         self._rows.append(row)
         self._save_state("running")
+        if adopt_next(self.run_dir):
+            log.info("the run goes on with the configuration of this launch")
         if checkpoint:
             self._rows.sync()
             await self._check_lead()

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -10,14 +12,18 @@ from rich.text import Text
 from launcher.preflight import preflight
 from launcher.preflight_resume import note_model
 from launcher.report import headline, print_problems
-from launcher.run_folder import RESOLVED_CONFIG, claimed, locked
+from launcher.run_folder import claimed, locked
 from launcher.view import RunView, make_console
 from servicekit.errors import ConfigError, TandemError
 from servicekit.files import write_bytes_atomic
+from servicekit.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 from weightsync.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from launcher.run import RunRequest
 
 FAILED, BAD_CONFIGURATION = 1, 2
 
@@ -41,15 +47,13 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
         return BAD_CONFIGURATION
-    try:
-        if resume is not None:
-            with locked(resume):
-                return _run_in(resume, draft.config, console, resume=True)
-        with claimed(draft.config.run.output_dir, draft.config.run.name) as run_dir:
-            return _run_in(run_dir, draft.config, console, resume=False)
-    except (ConfigError, OSError) as error:
-        complaints.print(Text(f"not started: {error}", style="bold red"))
-        return BAD_CONFIGURATION
+    with ExitStack() as stack:
+        try:
+            request = _prepare(stack, draft.config, resume)
+        except (ConfigError, OSError) as error:
+            complaints.print(Text(f"not started: {error}", style="bold red"))
+            return BAD_CONFIGURATION
+        return _run(request, console)
 
 
 def demo_command(overrides: Sequence[str]) -> int:
@@ -112,21 +116,43 @@ def _not_a_run(folder: Path) -> ConfigProblem:
     )
 
 
-def _run_in(run_dir: Path, config: RunConfig, console: Console, *, resume: bool) -> int:
+def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRequest":
+    """Lock the run's folder, until `stack` ends, and write what is needed to start.
+
+    Raises: ConfigError, OSError: the folder cannot be had or written to.
+    """
+    from launcher.run import RunRequest
+
+    if resume is None:
+        run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
+    else:
+        run_dir = resume
+        stack.enter_context(locked(run_dir))
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+    content = dump_resolved(config).encode()
+    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
+    for name in (LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG):
+        write_bytes_atomic(run_dir / name, content)
+    if resume is None:
+        note_model(run_dir, ModelSpec.from_folder(config.model.path))
+    return RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url_with_files(), resume=resume is not None)
+
+
+def _run(request: "RunRequest", console: Console) -> int:
+    """Run it to its end, and say how it ended, whatever else fails. Returns: the exit code."""
     from launcher.plot import plot_rewards
-    from launcher.run import RunRequest, launch
+    from launcher.run import launch
     from launcher.summary import print_summary
 
-    config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    write_bytes_atomic(run_dir / RESOLVED_CONFIG, dump_resolved(config).encode())
-    if not resume:
-        note_model(run_dir, ModelSpec.from_folder(config.model.path))
-    view = RunView(console, config.run.iterations)
-    view.say(f"run {run_dir.name} in {run_dir}", "bold")
-    outcome = launch(RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url_with_files(), resume=resume), view)
-    plot_rewards(run_dir)
-    if outcome.code == 0:
-        print_summary(console, run_dir)
+    view = RunView(console, request.config.run.iterations)
+    view.say(f"run {request.run_dir.name} in {request.run_dir}", "bold")
+    outcome = launch(request, view)
+    try:
+        plot_rewards(request.run_dir)
+        if outcome.code == 0:
+            print_summary(console, request.run_dir)
+    except Exception as error:  # a picture is not worth the outcome: the disk may be full, or matplotlib at odds
+        view.warning(f"the curve or the summary could not be made: {error}")
     view.say(outcome.text, "bold green" if outcome.code == 0 else "bold red")
     return outcome.code
 

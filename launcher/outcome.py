@@ -36,7 +36,7 @@ def failed(run_dir: Path, culprit: ProcessExit) -> Outcome:
 
 def broken(run_dir: Path, error: Exception) -> Outcome:
     """Starting up did not work."""
-    return Outcome(code=1, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}")
+    return Outcome(code=1, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}; {_how_to_go_on(run_dir)}")
 
 
 def stopped(run_dir: Path, number: signal.Signals) -> Outcome:

@@ -13,9 +13,10 @@ from coordinator.prompts import load_prompts
 from coordinator.resuming import order_differences, order_of
 from coordinator.state import RunState
 from coordinator.tokenizer import TextCodec
-from launcher.run_folder import RESOLVED_CONFIG, busy_message, is_locked
+from launcher.run_folder import busy_message, is_locked
 from servicekit.checkpoints import newest_sound, read_complete
 from servicekit.errors import ConfigError
+from servicekit.run_config import RESOLVED_CONFIG
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from trainer_service.identity import differences, identity

@@ -5,9 +5,11 @@ a replica           it alone                             nothing: the coordinato
 a trainer rank      all of them, and the coordinator     the newest checkpoint, else the initial model
 the coordinator     it alone                             the same; trainer and replicas stay, it takes them over
 
-Nobody does before the first iteration is done: what fails while a run starts would fail again. A coordinator that ends
-by itself has said that the run failed, and is believed. A replica that dies too often is left out while
-rollout.min_replicas others are there. Anything else ends the run: Redis, say, which holds what the others agree on.
+Nobody does before this launch has done an iteration: what fails while a run starts would fail again. So does what a
+configuration makes fail (exit code 2), at any time. A coordinator that ends by itself has said that the run failed, and
+is believed; if it says that the trainer does not answer (exit code 3), the trainer is what has died. A replica that
+dies too often is left out while rollout.min_replicas others are there. Anything else ends the run: Redis, say, which
+holds what the others agree on.
 """
 
 import time
@@ -17,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.plan_processes import COORDINATOR, is_rollout, is_trainer
-from launcher.run_folder import metrics_rows
+from launcher.run_folder import has_begun
 from launcher.supervisor import ProcessExit, ProcessSpec
 from servicekit.checkpoints import newest_iteration
-from servicekit.lifecycle import EXIT_BAD_CONFIG, EXIT_FAILED
+from servicekit.lifecycle import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 
 HOUR_S = 3600.0
@@ -60,14 +62,14 @@ class Restarts:
 
     def after(self, death: ProcessExit) -> Restart | None:
         """What is done now; None: the run ends."""
-        self._has_begun = self._has_begun or bool(metrics_rows(self._run_dir))
-        if not self._has_begun:
+        self._has_begun = self._has_begun or has_begun(self._run_dir)
+        if not self._has_begun or death.code == EXIT_BAD_CONFIG:
             return None
-        if is_trainer(death.name):
+        if is_trainer(death.name) or (death.name == COORDINATOR and death.code == EXIT_LOST_TRAINER):
             return self._after_trainer(death)
         if is_rollout(death.name):
             return self._after_replica(death)
-        if death.name == COORDINATOR and death.code not in (EXIT_FAILED, EXIT_BAD_CONFIG):
+        if death.name == COORDINATOR and death.code != EXIT_FAILED:
             return self._after_coordinator(death)
         return None
 

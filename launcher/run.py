@@ -3,20 +3,21 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import Signals
 
 from launcher import outcome, redis_server
 from launcher.devices import DevicePlan, plan_devices, visible_gpus
 from launcher.outcome import Outcome
 from launcher.plan_processes import COORDINATOR, Launch, plan_processes
 from launcher.restarts import Restarts
-from launcher.run_folder import RESOLVED_CONFIG
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view import RunView
 from launcher.watching import Watching
 from servicekit.errors import TandemError
+from servicekit.run_config import LAUNCHED_CONFIG, NEXT_CONFIG
 from tandem_config.schema import RunConfig
 
 # When the coordinator reports a failure, the service that caused it has ended just before or ends just after.
@@ -25,7 +26,7 @@ _CULPRIT_WINDOW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to run, where. The folder is locked and holds the resolved file.
+    """What to run, where. The folder is locked and holds the configuration's files (servicekit/run_config.py).
 
     redis_url: None: start a server. plan: which processes a run is made of.
     """
@@ -44,15 +45,15 @@ def launch(request: RunRequest, view: RunView) -> Outcome:
 
 async def _launch(request: RunRequest, view: RunView) -> Outcome:
     supervisor = Supervisor()
+    stopped_by: Signals | None = None
     with StopSignals(on_second=supervisor.kill) as signals:
         drive = asyncio.create_task(_drive(request, supervisor, view), name="drive")
         stop = asyncio.create_task(signals.wait(), name="signal")
         try:
             await asyncio.wait([drive, stop], return_when=asyncio.FIRST_COMPLETED)
             if stop.done() and not drive.done():
-                view.say(f"{stop.result().name}: stopping everything; once more to kill at once", "yellow")
-                return outcome.stopped(request.run_dir, stop.result())
-            return drive.result()
+                stopped_by = stop.result()
+                view.say(f"{stopped_by.name}: saving and stopping everything; once more to kill at once", "yellow")
         finally:
             stop.cancel()
             drive.cancel()
@@ -61,6 +62,17 @@ async def _launch(request: RunRequest, view: RunView) -> Outcome:
             for ended in await supervisor.stop():
                 view.warning(f"{ended.name} did not end when asked to and was killed; its log: {ended.log}")
             view.close()
+    # Only now: a run that is stopped leaves a checkpoint.
+    result = drive.result() if stopped_by is None else outcome.stopped(request.run_dir, stopped_by)
+    return _with_configuration_kept(request.run_dir, result)
+
+
+def _with_configuration_kept(run_dir: Path, result: Outcome) -> Outcome:
+    """A resumed run that has not trained an iteration keeps its configuration, whatever this launch had changed."""
+    if not (run_dir / NEXT_CONFIG).exists():
+        return result
+    (run_dir / NEXT_CONFIG).unlink()
+    return replace(result, text=f"{result.text}; the run's configuration is what it was before")
 
 
 async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> Outcome:
@@ -120,7 +132,7 @@ def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: boo
     shared = Launch(
         run_id=launch_id,
         run_dir=request.run_dir,
-        config_file=request.run_dir / RESOLVED_CONFIG,
+        config_file=request.run_dir / LAUNCHED_CONFIG,
         redis_url=redis_url,
         resume=resume,
     )

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from servicekit.errors import ConfigError
+from servicekit.run_config import NEXT_CONFIG
 
-RESOLVED_CONFIG = "config.resolved.yaml"
 _LOCK = ".lock"
 _NOTES = "launcher.json"
 
@@ -108,6 +108,11 @@ def read_notes(run_dir: Path) -> LauncherNotes | None:
         return LauncherNotes(**json.loads((run_dir / _NOTES).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether the launch under way has trained an iteration; of a resumed run, one of its own."""
+    return not (run_dir / NEXT_CONFIG).exists() and bool(metrics_rows(run_dir))
 
 
 def metrics_rows(run_dir: Path) -> list[dict[str, float]]:

@@ -15,13 +15,14 @@ from typing import Any
 import grpc
 
 from launcher.plan_processes import COORDINATOR
-from launcher.run_folder import RESOLVED_CONFIG, is_locked, metrics_rows, read_notes
+from launcher.run_folder import is_locked, metrics_rows, read_notes
 from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
 from servicekit.checkpoints import newest_iteration
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.registry import Failure, Registry
+from servicekit.run_config import RESOLVED_CONFIG
 from servicekit.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc

@@ -44,17 +44,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessExit:
-    """How a process ended; `code` is 128 + the signal's number if a signal ended it."""
+    """How a process ended; `code` is 128 + the signal's number if a signal ended it.
+
+    Attributes:
+        since: byte of its log where it began; what is before it is of processes before it.
+    """
 
     name: str
     code: int
     log: Path
+    since: int = 0
 
     def describe(self) -> str:
         """`rollout-0 exited with code 1: <last error of its log>`."""
         name = _signal_name(self.code)
         how = f"was ended by {name}" if name else f"exited with code {self.code}"
-        reason = last_error(self.log)
+        reason = last_error(self.log, since=self.since, killed=bool(name))
         return f"{self.name} {how}" + (f": {reason}" if reason else "")
 
 
@@ -83,6 +88,7 @@ class Supervisor:
     async def _start(self, spec: ProcessSpec) -> None:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
+            since = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *_guarded(spec),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -92,7 +98,7 @@ class Supervisor:
                 start_new_session=True,
             )
         self._specs[spec.name], self._processes[spec.name] = spec, process
-        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, process), name=f"wait {spec.name}")
+        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, process, since), name=f"wait {spec.name}")
 
     def ended(self) -> list[ProcessExit]:
         """Exits so far, without waiting."""
@@ -136,12 +142,12 @@ class Supervisor:
         for name in self._specs:
             self._signal(name, signal.SIGUSR1)
 
-    async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> ProcessExit:
+    async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process, since: int) -> ProcessExit:
         code = await process.wait()
         if spec.remove is not None:
             # The guard does this too, for when we are gone; but a signal may have ended it before it was listening.
             shutil.rmtree(spec.remove, ignore_errors=True)
-        return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log)
+        return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log, since=since)
 
     async def _stop_one(self, name: str) -> None:
         self._signal(name, signal.SIGTERM)

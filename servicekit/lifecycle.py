@@ -4,6 +4,7 @@ exit code   meaning
 0           asked to stop (SIGTERM, SIGINT), or the work is done
 1           failed; the last log line says what happened
 2           the configuration or the environment is wrong; nothing was started
+3           (coordinator) the trainer does not answer any more: it is what failed
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from servicekit.tracing import start_tracing, stop_tracing
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
+EXIT_LOST_TRAINER = 3
 
 _log = get_logger(__name__)
 

@@ -11,6 +11,7 @@ import pytest
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
+from servicekit.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
@@ -88,6 +89,18 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, envi
 
 def failing_at(step: int) -> "deque[TandemError | None]":
     return deque([None] * (step - 1) + [NotFinite("loss of i4.g0.row3#1 is nan")])
+
+
+@pytest.mark.parametrize(("good_steps", "adopted"), [(0, False), (1, True)])
+async def test_a_configuration_becomes_the_runs_when_it_has_trained_an_iteration(
+    config: RunConfig, environment: ServiceEnvironment, good_steps: int, adopted: bool
+) -> None:
+    (environment.run_dir / RESOLVED_CONFIG).write_text("old")
+    (environment.run_dir / NEXT_CONFIG).write_text("new")
+    async with fleet_of(environment, FakeTrainer(faults=failing_at(good_steps + 1))):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert (environment.run_dir / RESOLVED_CONFIG).read_text() == ("new" if adopted else "old")
+    assert (environment.run_dir / NEXT_CONFIG).exists() is not adopted
 
 
 async def test_a_failing_service_ends_the_run_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:

@@ -67,6 +67,17 @@ SUCCEEDS_WITHOUT_THE_REPLICA = (
     + "while os.path.exists(f'/proc/{pid}'):\n    pass\n"
     + "import select\nselect.select([], [], [], 0.5)\n"
 )
+# A coordinator that leaves a checkpoint when it is asked to end.
+SAVES_WHEN_STOPPED = (
+    _IDLE
+    + "import site\nsite.main()\nfrom pathlib import Path\n"
+    + "from servicekit.checkpoints import mark_complete, step_folder\n"
+    + "def save(*_):\n"
+    + "    folder = step_folder(Path(sys.argv[1]).parent, 7)\n"
+    + "    folder.mkdir(parents=True)\n    mark_complete(folder)\n    sys.exit(0)\n"
+    + "signal.signal(signal.SIGTERM, save)\nopen(sys.argv[1], 'w').write(str(os.getpid()))"
+    + _FOREVER
+)
 # A grandchild in a session of its own that ignores SIGTERM: the hardest one to find and to end.
 HAS_GRANDCHILD = (
     _IDLE

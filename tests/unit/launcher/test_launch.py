@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from servicekit.checkpoints import mark_complete, step_folder
+from servicekit.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tests.unit.launcher.model_folder import write_config
 from tests.unit.launcher.processes import alive, read_pid, wait_until
 
@@ -239,6 +240,33 @@ def test_a_killed_launcher_takes_redis_and_services_along(tmp_path: Path, launch
     launcher.process.kill()
     wait_until(lambda: not any(alive(pid) for pid in pids), "services of the killed launcher gone")
     wait_until(lambda: not launcher.redis_socket().parent.exists(), "Redis and its folder gone")
+
+
+def test_a_resume_that_trains_nothing_is_not_tried_again_and_keeps_the_configuration(
+    tmp_path: Path, launched: list[Launched]
+) -> None:
+    run_dir = tmp_path / "runs" / "tiny"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (run_dir / RESOLVED_CONFIG).write_text("as it was")
+    (run_dir / NEXT_CONFIG).write_text("as somebody wants it")
+    code, last = start(launched, tmp_path, "trainer-0=FAILS_ALWAYS", "coordinator=COUNTS").end()
+    assert code == 1
+    assert last.endswith("; the run's configuration is what it was before")
+    assert (run_dir / RESOLVED_CONFIG).read_text() == "as it was"
+    assert not (run_dir / NEXT_CONFIG).exists()
+    assert len((run_dir / "trainer-0.pid").read_text().splitlines()) == 1
+
+
+def test_a_stopped_run_tells_of_the_checkpoint_that_it_has_left_when_stopping(
+    tmp_path: Path, launched: list[Launched]
+) -> None:
+    launcher = start(launched, tmp_path, "coordinator=SAVES_WHEN_STOPPED_LONG")
+    read_pid(launcher.folder, "coordinator")
+    launcher.process.send_signal(signal.SIGTERM)
+    code, last = launcher.end()
+    assert code == 143
+    assert "go on from iteration 7 with: tandem run --resume" in last
 
 
 def test_two_launches_do_not_meet(tmp_path: Path, launched: list[Launched]) -> None:

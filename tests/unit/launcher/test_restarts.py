@@ -9,6 +9,7 @@ import pytest
 from launcher.restarts import HOUR_S, Restarts
 from launcher.supervisor import ProcessExit, ProcessSpec
 from servicekit.checkpoints import mark_complete, step_folder
+from servicekit.run_config import NEXT_CONFIG, adopt_next
 from tandem_config.schema import RunConfig
 
 NAMES = ("trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2", "coordinator")
@@ -50,16 +51,21 @@ def death(tmp_path: Path, name: str, code: int = KILLED) -> ProcessExit:
         ("rollout-1", {"rollout-1"}),
         ("trainer-1", {"trainer-0", "trainer-1", "coordinator"}),
         ("coordinator", {"coordinator"}),
+        # it says that the trainer does not answer: a frozen one has died, whatever its processes do
+        ("coordinator:3", {"trainer-0", "trainer-1", "coordinator"}),
     ],
 )
 def test_who_starts_again(tmp_path: Path, clock: Clock, name: str, again: set[str]) -> None:
-    restart = restarts_of(tmp_path, clock).after(death(tmp_path, name))
+    name, _, code = name.partition(":")
+    restart = restarts_of(tmp_path, clock).after(death(tmp_path, name, int(code or KILLED)))
     assert restart is not None
     assert restart.names == again
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("redis", KILLED), ("coordinator", 1), ("coordinator", 2)], ids=lambda value: str(value)
+    ("name", "code"),
+    [("redis", KILLED), ("coordinator", 1), ("coordinator", 2), ("trainer-0", 2), ("rollout-1", 2)],
+    ids=lambda value: str(value),
 )
 def test_what_ends_a_run(tmp_path: Path, clock: Clock, name: str, code: int) -> None:
     assert restarts_of(tmp_path, clock).after(death(tmp_path, name, code)) is None
@@ -68,6 +74,15 @@ def test_what_ends_a_run(tmp_path: Path, clock: Clock, name: str, code: int) -> 
 @pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "coordinator"])
 def test_a_run_that_has_not_begun_is_not_saved(tmp_path: Path, clock: Clock, name: str) -> None:
     assert restarts_of(tmp_path, clock, has_begun=False).after(death(tmp_path, name)) is None
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "coordinator"])
+def test_a_resumed_run_has_not_begun_before_an_iteration_of_its_own(tmp_path: Path, clock: Clock, name: str) -> None:
+    restarts = restarts_of(tmp_path, clock)
+    (tmp_path / NEXT_CONFIG).write_text("of the resume")
+    assert restarts.after(death(tmp_path, name)) is None
+    adopt_next(tmp_path)
+    assert restarts.after(death(tmp_path, name)) is not None
 
 
 def test_a_run_that_has_begun_stays_so_when_it_begins_anew(tmp_path: Path, clock: Clock) -> None:

@@ -15,7 +15,6 @@ from coordinator.state import RunState
 from coordinator.tokenizer import TextCodec
 from launcher.preflight_resume import check_resume, note_model
 from launcher.run_folder import (
-    RESOLVED_CONFIG,
     LauncherNotes,
     claimed,
     is_locked,
@@ -26,6 +25,7 @@ from launcher.run_folder import (
 )
 from servicekit.checkpoints import mark_complete, step_folder
 from servicekit.errors import ConfigError
+from servicekit.run_config import RESOLVED_CONFIG
 from tandem_config.loading import dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
 from tests.unit.launcher.model_folder import write_config, write_model

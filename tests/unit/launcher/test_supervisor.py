@@ -35,6 +35,24 @@ def heeds_sigterm(status: Path) -> bool:
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
+async def test_the_cause_is_of_the_process_that_has_just_ended(tmp_path: Path) -> None:
+    """A log holds what earlier processes of the name have said, and what one said that a signal then ended."""
+    log = tmp_path / "logs" / "coordinator.log"
+    log.parent.mkdir()
+    log.write_text('{"level": "error", "message": "run failed", "error": "of the one before"}\n')
+    supervisor = Supervisor()
+    await supervisor.start(spec(tmp_path, "coordinator", WAITS))
+    pid = read_pid(tmp_path, "coordinator")
+    os.kill(pid, signal.SIGKILL)
+    assert (await supervisor.wait("coordinator")).describe() == "coordinator was ended by SIGKILL"
+    chatty = "import os, signal\nprint('weights committed', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    await supervisor.replace([spec(tmp_path, "coordinator", chatty)])
+    assert (await supervisor.wait("coordinator")).describe() == "coordinator was ended by SIGKILL"
+    await supervisor.replace([spec(tmp_path, "coordinator", FAILS)])
+    described = (await supervisor.wait("coordinator")).describe()
+    assert described == "coordinator exited with code 3: ValueError: out of cheese"
+
+
 async def test_a_failing_process_is_named_with_code_and_last_error(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(spec(tmp_path, "idle", WAITS))

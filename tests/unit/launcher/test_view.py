@@ -156,7 +156,8 @@ LOGS = [
     ('{"message": "bad", "level": "error"}\n{"message": "stopped", "level": "info"}\n', "bad"),
     ('{"message": "bad", "level": "error"}\nTraceback (most recent call last):\n  x\nKeyError: 1\n', "KeyError: 1"),
     ('{"message": "run failed", "level": "error", "exception": "T\\nValueError: x"}\n', "run failed: ValueError: x"),
-    ("x" * 400, "x" * 297 + "..."),
+    ("x" * 2000, "x" * 2000),
+    ("x" * 2001, "x" * 1997 + "..."),
 ]  # fmt: skip
 
 

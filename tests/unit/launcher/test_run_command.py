@@ -1,0 +1,83 @@
+"""`tandem run` around its launch: what is written before it, and what is said after it whatever else fails."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.fingerprint import model_fingerprint
+from launcher import commands, plot, run
+from launcher.outcome import Outcome
+from launcher.run import RunRequest
+from launcher.view import RunView
+from servicekit.checkpoints import mark_complete, step_folder
+from servicekit.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from tandem_config.loading import load_config
+from tests.unit.launcher.model_folder import write_config
+
+FAILED = Outcome(code=1, text="failed: the disk is full; go on from iteration 1 with: tandem run --resume runs/tiny")
+
+
+class FakeLaunch:
+    """Remembers what it was to launch."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.requests: list[RunRequest] = []
+
+    def __call__(self, request: RunRequest, view: RunView) -> Outcome:
+        self.requests.append(request)
+        return self.outcome
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
+    fake = FakeLaunch(FAILED)
+    monkeypatch.setattr(run, "launch", fake)
+    return fake
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no font")])
+def test_a_picture_that_cannot_be_drawn_does_not_hide_the_outcome(
+    tmp_path: Path,
+    launch: FakeLaunch,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def fail(run_dir: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(plot, "plot_rewards", fail)
+    assert commands.run_command(write_config(tmp_path), [], resume=None) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == FAILED.text
+    assert str(error) in lines[-2]
+
+
+def test_a_folder_that_cannot_be_made_is_not_started(
+    tmp_path: Path, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(commands, "write_bytes_atomic", fail)
+    assert commands.run_command(write_config(tmp_path), [], resume=None) == 2
+    assert "not started: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert launch.requests == []
+
+
+def test_a_new_runs_configuration_is_its_own_at_once_a_resumes_waits(tmp_path: Path, launch: FakeLaunch) -> None:
+    file = write_config(tmp_path)
+    assert commands.run_command(file, [], resume=None) == 1
+    run_dir = tmp_path / "runs" / "tiny"
+    before = (run_dir / RESOLVED_CONFIG).read_bytes()
+    assert (run_dir / LAUNCHED_CONFIG).read_bytes() == before
+    assert not (run_dir / NEXT_CONFIG).exists()
+    folder = step_folder(run_dir, 1)
+    folder.mkdir(parents=True)
+    mark_complete(folder, model_fingerprint=model_fingerprint(load_config(file).model.path))
+    assert commands.run_command(None, ["run.iterations=9"], resume=run_dir) == 1
+    assert (run_dir / RESOLVED_CONFIG).read_bytes() == before
+    for name in (NEXT_CONFIG, LAUNCHED_CONFIG):
+        assert load_config(run_dir / name).run.iterations == 9
+    assert [request.resume for request in launch.requests] == [False, True]
