@@ -332,6 +332,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     return Run(
         settings=config.run,
         logprob_diff_limit=config.grpo.logprob_diff_limit,
+        logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
         evaluator=_evaluator(app, rollouts, scorer),

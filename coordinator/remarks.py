@@ -4,9 +4,31 @@ from collections.abc import Iterator
 
 from coordinator.report import IterationRecord
 from coordinator.scoring import Scored
+from servicekit.errors import Internal
 
 # Rows whose answers cannot be read that one warning names.
 _NAMED_ROWS = 5
+
+
+def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
+    """Refuse to go on when trainer and engine do not compute the same model.
+
+    Args:
+        stop_at: grpo.logprob_diff_stop.
+    Raises: Internal: their mean difference is larger.
+    """
+    metrics = {} if record.step is None else record.step.metrics
+    mean = metrics.get("logprob_abs_diff_mean")
+    # NaN is no agreement either.
+    if stop_at is None or mean is None or mean <= stop_at:
+        return
+    raise Internal(
+        f"iteration {record.iteration}: the log-probs of trainer and engine differ by {mean:.3g} nats on average over "
+        f"all tokens (at most {metrics.get('logprob_abs_diff_max', mean):.3g}), more than grpo.logprob_diff_stop = "
+        f"{stop_at:g}: they do not compute the same model, so nothing of the iteration is kept. Look at config.json in "
+        "model.path (rope_parameters, rope_scaling, rope_theta, hidden_act, tie_word_embeddings, quantization), then "
+        "at model.dtype, sync.dtype, grpo.temperature and the parallel sizes; docs/runbook.md, TandemLogprobMismatch"
+    )
 
 
 def remarks(record: IterationRecord, logprob_diff_limit: float, known_rows: set[int]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
 from coordinator.lead import Lead, SoleLead, check_lead
 from coordinator.loop import GrpoLoop
-from coordinator.remarks import remarks
+from coordinator.remarks import check_same_model, remarks
 from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
 from coordinator.state import STATE_FILE, RunState
 from coordinator.stopwatch import Stopwatch
@@ -44,7 +44,7 @@ class Run:
     """One run on its way.
 
     Attributes:
-        logprob_diff_limit: grpo.logprob_diff_limit.
+        logprob_diff_limit: grpo.logprob_diff_limit; logprob_diff_stop: grpo.logprob_diff_stop.
         evaluator: None without held-out data.
         state: what has been done, by this process and those before it.
         resumed: there may have been processes before it, and services that have worked with them.
@@ -55,6 +55,7 @@ class Run:
 
     settings: RunSection
     logprob_diff_limit: float
+    logprob_diff_stop: float | None
     run_dir: Path
     loop: GrpoLoop
     evaluator: Evaluator | None
@@ -159,6 +160,7 @@ class Run:
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._announce)
         record = await self.loop.iterate(number, self.state.policy_version, watch)
+        check_same_model(record, self.logprob_diff_stop)
         accuracy = None
         if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
             with watch.part("evaluate"):

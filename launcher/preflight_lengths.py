@@ -33,8 +33,10 @@ def check_lengths(
     if over:
         drop = config.data.overlong_prompts == "drop"
         everything = len(over) == len(measured)
-        told = _dropped if drop and not everything else _overlong
-        problems.append(told(key, path, over, num_rows=len(measured), limit=limit))
+        if drop and not everything:
+            problems.append(_dropped(key, path, over, num_rows=len(measured), limit=limit))
+        else:
+            problems.append(_overlong(key, path, over, num_rows=len(measured), limit=limit, may_drop=not everything))
     return longest, problems
 
 
@@ -78,13 +80,17 @@ def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
     )
 
 
-def _overlong(key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int) -> ConfigProblem:
+def _overlong(
+    key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int, may_drop: bool
+) -> ConfigProblem:
+    """may_drop: something would be left."""
     longest = max(length for _, length in over)
     return ConfigProblem(
         key=key,
         value=f"{path}:{over[0][0]}",
         message=_how_many(over, num_rows, limit),
-        suggestion=f"raise data.max_prompt_tokens to {longest}, or set data.overlong_prompts: drop",
+        suggestion=f"raise data.max_prompt_tokens to {longest}"
+        + (", or set data.overlong_prompts: drop" if may_drop else ": no prompt is left otherwise"),
     )
 
 

@@ -9,6 +9,44 @@ from tandem_config.schema import RunConfig, Section
 # A typo of one or two letters in a word of six scores about 0.7; below 0.6 suggestions are noise.
 _CLOSE_ENOUGH = 0.6
 
+# What other trainers call it -> what to do here; a close spelling would suggest something else.
+_ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(
+        ("kl_coefficient", "kl_coef", "kl_loss_coef", "kl_beta", "beta", "use_kl_loss"),
+        "there is no KL term to a reference policy: leave it out (kl_old in metrics.jsonl measures each step's change)",
+    ),
+    **dict.fromkeys(
+        ("recompute", "activation_recompute", "recompute_granularity", "gradient_checkpointing"),
+        "activations are not recomputed: leave it out; trainer.max_tokens_per_micro_batch bounds their memory",
+    ),
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p"),
+        "completions are sampled from the whole distribution: leave it out; see grpo.temperature",
+    ),
+    **dict.fromkeys(
+        ("chat_template", "apply_chat_template", "system_prompt"),
+        "prompts are used as they are in the data: render them with the template first",
+    ),
+}
+_MEANS: dict[str, str] = {
+    **dict.fromkeys(("num_generations", "num_completions", "rollout_n", "n", "samples_per_prompt"), "grpo.group_size"),
+    **dict.fromkeys(("save_every", "save_interval", "save_steps", "save_freq", "save_iters"), "run.checkpoint_every"),
+    **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "test_freq"), "run.evaluate_every"),
+    **dict.fromkeys(("steps", "max_steps", "total_steps", "num_steps", "train_iters", "num_rollout"), "run.iterations"),
+    **dict.fromkeys(
+        ("max_completion_length", "max_response_length", "max_tokens", "response_length"), "grpo.max_new_tokens"
+    ),
+    **dict.fromkeys(("max_prompt_length", "prompt_length"), "data.max_prompt_tokens"),
+    **dict.fromkeys(("lr",), "trainer.learning_rate"),
+    **dict.fromkeys(("loss_agg_mode", "loss_type"), "grpo.aggregation"),
+    **dict.fromkeys(("clip_ratio", "epsilon", "cliprange", "eps_clip"), "grpo.clip_low"),
+    **dict.fromkeys(("micro_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
+                    "trainer.max_tokens_per_micro_batch"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
+    **dict.fromkeys(("eval_data", "val_files", "test_files"), "data.heldout"),
+    **dict.fromkeys(("reward_function", "reward_fn", "function"), "reward.kind"),
+}  # fmt: skip
+
 
 def sections() -> dict[str, type[Section]]:
     """Section name -> its model, in the order of the schema."""
@@ -59,7 +97,13 @@ def did_you_mean(section: str, field: str) -> str:
     'did you mean trainer.learning_rate?'
     >>> did_you_mean("", "trainr")
     'did you mean trainer?'
+    >>> did_you_mean("grpo", "num_generations")
+    'did you mean grpo.group_size?'
     """
+    if field in _ELSEWHERE:
+        return _ELSEWHERE[field]
+    if field in _MEANS:
+        return f"did you mean {_MEANS[field]}?"
     for candidates in _candidate_lists(section, field):
         if candidates:
             return f"did you mean {' or '.join(candidates)}?"

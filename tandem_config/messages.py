@@ -34,6 +34,13 @@ _REASONS = {
         "16 is the default",
     ),
 }
+# Values that others use with another meaning.
+_VALUES = {
+    ("grpo.aggregation", "seq-mean-token-sum-norm"): (
+        "means another thing elsewhere: verl's is the sum over all tokens / max length, not divided by the sequences",
+        "dr-grpo is that divided by the number of sequences too, as TRL's dr_grpo; trainer.clip_grad is on its scale",
+    ),
+}
 
 
 def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
@@ -58,6 +65,8 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind in _BOUND:
         name, text = _BOUND[kind]
         return text.format(context[name]), keys.description(key)
+    if kind == "literal_error" and (key, detail["input"]) in _VALUES:
+        return _VALUES[(key, detail["input"])]
     if kind == "literal_error":
         return f"must be one of {context['expected']}", _closest(detail["input"], context["expected"])
     if kind == "string_pattern_mismatch":

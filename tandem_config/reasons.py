@@ -56,6 +56,9 @@ NOTES: dict[str, Note] = {
     "grpo.entropy_coefficient": Note("factor", "a bonus changes the optimum; watch the entropy first"),
     "grpo.old_logprobs": Note("", "exact whatever the engine's numerics; costs a forward pass"),
     "grpo.tis_cap": Note("ratio", "not needed while trainer and engine agree"),
+    "grpo.logprob_diff_stop": Note(
+        "nats", "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it"
+    ),
     "grpo.logprob_diff_limit": Note("nats", "float32 on both sides stays below it"),
     "trainer.tensor_parallel": Note("ranks", "a small model needs no more than one device"),
     "trainer.pipeline_parallel": Note("ranks", "a small model needs no more than one device"),

@@ -159,9 +159,12 @@ class GrpoSection(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="Bound c of the dual clip for negative advantages; null: off."
     )
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = Field(
         "token-mean",
-        description="How token losses become one number; denominators are global over an optimizer update.",
+        description=(
+            "How token losses become one number; denominators are global over an optimizer update. dr-grpo: sum / "
+            "(sequences x max_new_tokens)."
+        ),
     )
     entropy_coefficient: float = Field(0.0, description="Entropy bonus; entropy is always measured.")
     old_logprobs: Literal["recompute", "rollout"] = Field(
@@ -180,6 +183,13 @@ class GrpoSection(Section):
         description=(
             "Largest |log pi_trainer - log pi_engine| after a sync before a warning; 1e-4 suits float32, use 0.2 "
             "for bfloat16."
+        ),
+    )
+    logprob_diff_stop: PositiveFloat | None = Field(
+        0.25,
+        description=(
+            "Mean |log pi_trainer - log pi_engine| over an iteration's tokens that ends the run: the two do not "
+            "compute the same model. null: never."
         ),
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
 
 # e^20 is still finite in float32; beyond it a ratio carries no information.
 MAX_LOG_RATIO = 20.0
@@ -72,7 +72,7 @@ def sample_weights(completion_lengths: Tensor, aggregation: Aggregation, *, max_
     """Weight of each completion token of a sample; all samples of the update count, trainable or not.
 
     token-mean: 1 / (tokens of the update). seq-mean-token-mean: 1 / (S * the sample's tokens). seq-mean-token-sum:
-    1 / S. seq-mean-token-sum-norm: 1 / (S * max_new_tokens), a constant length normaliser as in Dr. GRPO.
+    1 / S. dr-grpo: 1 / (S * max_new_tokens), a constant length normaliser.
 
     Args:
         completion_lengths: [S] of the *whole* update, all data-parallel ranks and micro-batches.
@@ -89,7 +89,7 @@ def sample_weights(completion_lengths: Tensor, aggregation: Aggregation, *, max_
         weights = 1.0 / (num_samples * lengths)
     elif aggregation == "seq-mean-token-sum":
         weights = torch.full_like(lengths, 1.0 / num_samples)
-    elif aggregation == "seq-mean-token-sum-norm":
+    elif aggregation == "dr-grpo":
         weights = torch.full_like(lengths, 1.0 / (num_samples * max_new_tokens))
     else:
         raise ValueError(f"unknown aggregation {aggregation!r}")

@@ -159,6 +159,23 @@ async def test_a_log_prob_difference_above_its_limit_is_a_warning(
     assert saved_state(environment)["totals"]["warnings"] == 6
 
 
+@pytest.mark.parametrize(("difference", "ends"), [(0.4, "finished"), (0.6, "failed")])
+async def test_a_mean_difference_of_another_model_ends_the_run(
+    config: RunConfig, environment: ServiceEnvironment, difference: float, ends: str
+) -> None:
+    async with watched_run(config, environment) as run:
+        run.fleet.trainer_service.logprob_diff = difference  # the largest; the mean is half of it
+        run.fleet.rollout_services[0].hold.set()
+        await run.until(is_state(ends))
+    state = saved_state(environment)
+    assert state["status"] == ends
+    assert state["iteration"] == (6 if ends == "finished" else 0)
+    if ends == "failed":
+        assert "differ by 0.3 nats on average" in state["error"]
+        assert "grpo.logprob_diff_stop = 0.25" in state["error"]
+        assert not (environment.run_dir / "checkpoints").exists()
+
+
 async def test_top_draws_a_run_until_its_end(
     config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

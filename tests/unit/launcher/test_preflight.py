@@ -252,6 +252,9 @@ def test_long_prompts_are_an_error_or_are_left_out_by_policy(tmp_path: Path) -> 
     dropped = only(config, "data.overlong_prompts=drop")
     assert dropped.severity == "warning"
     assert dropped.message.endswith("they are left out")
+    # The policy is set already and would leave nothing.
+    everything = next(each for each in check(config, "data.overlong_prompts=drop", "data.max_prompt_tokens=3"))
+    assert everything.suggestion == "raise data.max_prompt_tokens to 11: no prompt is left otherwise"
 
 
 def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:

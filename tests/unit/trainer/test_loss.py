@@ -57,7 +57,7 @@ def test_no_gradient_flows_through_clipped_tokens() -> None:
         ("token-mean", [1 / 4, 1 / 4]),
         ("seq-mean-token-mean", [1 / 2, 1 / 6]),
         ("seq-mean-token-sum", [1 / 2, 1 / 2]),
-        ("seq-mean-token-sum-norm", [1 / 16, 1 / 16]),
+        ("dr-grpo", [1 / 16, 1 / 16]),
     ],
 )
 def test_aggregations(aggregation: Aggregation, expected: list[float]) -> None:

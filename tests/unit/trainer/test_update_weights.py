@@ -18,5 +18,5 @@ def test_masked_sample_keeps_its_place_in_the_denominators() -> None:
         trainable=np.array([True, False, True, True]),
     )
     assert update_weights(samples, GrpoSection()).tolist() == pytest.approx([1 / 4, 0, 1 / 8, 1 / 8])
-    grpo = GrpoSection(aggregation="seq-mean-token-sum-norm", max_new_tokens=10)
+    grpo = GrpoSection(aggregation="dr-grpo", max_new_tokens=10)
     assert update_weights(samples, grpo).tolist() == pytest.approx([1 / 20, 0, 1 / 20, 1 / 20])
