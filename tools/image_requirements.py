@@ -65,10 +65,12 @@ IMAGES = {
     ),
     "parquet": Image(also=("pyarrow",)),
     "trainer": Image(packages=("trainer_service", *SHARED), without=_TORCH_FIRST),
-    "trainer-gpu": Image(packages=("trainer_service", *SHARED), base_has=("torch",)),
+    # The SDK accepts no other version of the API than its own.
+    "trainer-gpu": Image(
+        packages=("trainer_service", *SHARED), also=("opentelemetry-api",), base_has=("torch", "sglang")
+    ),
     # SGLang imports dill without saying that it needs it.
     "rollout": Image(packages=("rollout_service", *SHARED), also=("dill",), without=_TORCH_FIRST),
-    # The SDK accepts no other version of the API than its own.
     "rollout-gpu": Image(
         packages=("rollout_service", *SHARED), also=("opentelemetry-api",), base_has=("torch", "sglang")
     ),

@@ -5,8 +5,7 @@
 #
 #   VARIANT             of trainer and rollout: cpu (default) or gpu
 #   TANDEM_PYTHON_BASE  base of the coordinator and of the cpu variants; default: that of the Dockerfiles
-#   TANDEM_TRAINER_BASE base of the trainer's gpu variant: the NVIDIA PyTorch image
-#   TANDEM_ROLLOUT_BASE base of the rollout's gpu variant: the SGLang image
+#   TANDEM_GPU_BASE     base of the gpu variants; default: SGLang's image of the version that is locked
 #   TANDEM_PARQUET      1: the coordinator reads Parquet too, and is 160 MB larger
 #   TORCH_INDEX_URL     index of torch's CPU builds, where the configured index has none
 #   PIP_CONF, CA_PEM    files for pip while building (an index with credentials, a proxy's certificates); in no image
@@ -35,10 +34,10 @@ build() {
 }
 
 build_engine() {
-    local image=$1 gpu_base=$2
+    local image=$1
     case "${VARIANT:-cpu}" in
         cpu) build "$image" "$version-cpu" "${TANDEM_PYTHON_BASE:-}" --target cpu --build-arg "TORCH_INDEX_URL=${TORCH_INDEX_URL:-}" ;;
-        gpu) build "$image" "$version" "$gpu_base" --target gpu ;;
+        gpu) build "$image" "$version" "${TANDEM_GPU_BASE:-lmsysorg/sglang:v0.5.23}" --target gpu ;;
         *) fail "VARIANT=$VARIANT: cpu or gpu" ;;
     esac
 }
@@ -46,15 +45,11 @@ build_engine() {
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 revision=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 [ $# -gt 0 ] || set -- coordinator trainer rollout
-if [ "${VARIANT:-cpu}" = gpu ]; then
-    [[ " $* " != *" trainer "* ]] || [ -n "${TANDEM_TRAINER_BASE:-}" ] || fail "set TANDEM_TRAINER_BASE to the NVIDIA PyTorch image"
-    [[ " $* " != *" rollout "* ]] || [ -n "${TANDEM_ROLLOUT_BASE:-}" ] || fail "set TANDEM_ROLLOUT_BASE to the SGLang image"
-fi
 for image in "$@"; do
     case "$image" in
         coordinator) build coordinator "$version" "${TANDEM_PYTHON_BASE:-}" --build-arg "PARQUET=${TANDEM_PARQUET:-0}" ;;
-        trainer) build_engine trainer "${TANDEM_TRAINER_BASE:-}" ;;
-        rollout) build_engine rollout "${TANDEM_ROLLOUT_BASE:-}" ;;
+        trainer) build_engine trainer ;;
+        rollout) build_engine rollout ;;
         *) fail "no image '$image'; there are coordinator, trainer and rollout" ;;
     esac
 done

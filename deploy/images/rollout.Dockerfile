@@ -1,7 +1,7 @@
 # A rollout replica: one SGLang engine in a container. `make images` builds it; see docs/docker.md.
 #
-# Target `gpu` (the last, so the default) on BASE = the SGLang image, which has torch, CUDA, SGLang and its
-# kernels; target `cpu` on BASE = a Debian-like image with Python 3.11 and pip. Both pinned by the caller.
+# Target `gpu` (the last, so the default) on BASE = SGLang's image, the same for trainer and rollout, so that both have
+# one torch and one NCCL; target `cpu` on BASE = a Debian-like image with Python 3.11 and pip. Pinned by the caller.
 # TORCH_INDEX_URL: `cpu` only, an index of torch's CPU builds where the configured index has none.
 # Secrets, both optional: pip.conf (package index, credentials), ca.pem (certificates of a proxy; name it in pip.conf).
 ARG BASE=python:3.11.14-slim-bookworm
@@ -33,7 +33,9 @@ RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --m
         -r requirements/images/rollout.txt
 
 FROM installer AS gpu-packages
-RUN python3 -c "import sglang, torch; assert torch.version.cuda, 'BASE has no CUDA build of torch: give the SGLang image'" \
+COPY deploy/images/check_base.py deploy/images/
+COPY requirements/cuda-3.11.txt requirements/cuda-3.12.txt requirements/
+RUN python3 deploy/images/check_base.py requirements/cuda-3.11.txt requirements/cuda-3.12.txt \
     && python3 -m venv --without-pip --system-site-packages /opt/tandem
 COPY requirements/images/rollout-gpu.txt requirements/images/
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \

@@ -1,7 +1,7 @@
 # The trainer: Megatron, all ranks of one host in a container. `make images` builds it; see docs/docker.md.
 #
-# Target `gpu` (the last, so the default) on BASE = the NVIDIA PyTorch image, which has torch, CUDA and
-# TransformerEngine; target `cpu` on BASE = a Debian-like image with Python 3.11 and pip. Both pinned by the caller.
+# Target `gpu` (the last, so the default) on BASE = SGLang's image, the same for trainer and rollout, so that both have
+# one torch and one NCCL; target `cpu` on BASE = a Debian-like image with Python 3.11 and pip. Pinned by the caller.
 # TORCH_INDEX_URL: `cpu` only, an index of torch's CPU builds where the configured index has none.
 # Secrets, both optional: pip.conf (package index, credentials), ca.pem (certificates of a proxy; name it in pip.conf).
 ARG BASE=python:3.11.14-slim-bookworm
@@ -11,7 +11,7 @@ RUN groupadd --gid 10001 tandem \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp tandem \
     && install -d -o tandem -g tandem /var/lib/tandem/run
 
-# pip and setuptools for the two stages that install; PIP_CONSTRAINT: the NVIDIA image pins what we bring ourselves.
+# pip and setuptools for the two stages that install; PIP_CONSTRAINT: a base may pin what we bring ourselves.
 FROM base AS installer
 ENV PIP_CONFIG_FILE=/run/secrets/pip.conf PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=
@@ -33,7 +33,9 @@ RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --m
         -r requirements/images/trainer.txt
 
 FROM installer AS gpu-packages
-RUN python3 -c "import torch; assert torch.version.cuda, 'BASE has no CUDA build of torch: give the NVIDIA PyTorch image'" \
+COPY deploy/images/check_base.py deploy/images/
+COPY requirements/cuda-3.11.txt requirements/cuda-3.12.txt requirements/
+RUN python3 deploy/images/check_base.py requirements/cuda-3.11.txt requirements/cuda-3.12.txt \
     && python3 -m venv --without-pip --system-site-packages /opt/tandem
 COPY requirements/images/trainer-gpu.txt requirements/images/
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \

@@ -14,7 +14,7 @@ from tandem_config.loading import load_config
 from tests.house.repository import REPO
 from tests.images.compose import FILE, OURS, VARIABLE, compose, of_profile, resolved, service, variables
 from tests.images.dockerfiles import read
-from tests.images.test_dockerfiles import ENTRYPOINTS
+from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
 from tests.manifests.test_settings import known_flags
 
 KIND = {name: kind for kind, names in OURS.items() for name in names}
@@ -24,6 +24,10 @@ COMPOSE_TIMEOUT_S = 60.0
 OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE"}
 # Read by trainer_service.host, which is not imported here: a test runs it as a program.
 OF_THE_TRAINER = {"TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"}
+
+# Read by NCCL itself, where there are GPUs.
+OF_NCCL = {"NCCL_HOSTID", "NCCL_CUMEM_HOST_ENABLE"}
+ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host")
 
 # Settings that one machine's private network does without, and why; all others are set.
 UNSET = {
@@ -54,7 +58,7 @@ def settings_of(kind: str) -> set[str]:
 def test_the_environment_is_what_the_service_reads(name: str) -> None:
     """Both ways: nothing that it does not know, and nothing left out but what UNSET gives a reason for."""
     known, given = settings_of(KIND[name]), set(service(name)["environment"])
-    assert given - known == set()
+    assert given - known == (OF_NCCL if name in ON_GPUS else set())
     assert known - given == known & set(UNSET)
 
 
@@ -137,8 +141,8 @@ def test_builds_are_those_of_the_dockerfiles(name: str) -> None:
     assert build.get("target", "final") in {stage.name for stage in file.stages}
     known = set(file.arguments) | {text.partition("=")[0] for text in file.all("ARG")}
     assert set(build["args"]) <= known
-    if "gpu" not in build.get("target", ""):
-        assert resolved(build["args"]["BASE"]) == file.arguments["BASE"]
+    gpu = build.get("target") == "gpu"
+    assert resolved(build["args"]["BASE"]) == (GPU_BASE if gpu else file.arguments["BASE"])
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -169,6 +173,20 @@ def test_the_gpu_profile_reserves_a_gpu_for_every_rank() -> None:
     assert len(set(taken)) == len(taken)
 
 
+def test_on_gpus_all_containers_are_one_host_to_nccl() -> None:
+    """It hashes host name and boot id, and a container's name is its own: they would talk TCP, `ipc: host` or not."""
+    environments = [service(name)["environment"] for name in ON_GPUS]
+    assert len(environments) == 3
+    assert len({each["NCCL_HOSTID"] for each in environments}) == 1
+    assert {each["NCCL_CUMEM_HOST_ENABLE"] for each in environments} == {"0"}, "file descriptors do not cross networks"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_is_compiled_at_run_time_can_be_loaded(name: str) -> None:
+    """HOME is /tmp, where Triton, flashinfer and inductor put shared objects; Docker's tmpfs is noexec by default."""
+    assert service(name)["tmpfs"] == (["/tmp:exec"] if name in ON_GPUS else ["/tmp"])
+
+
 def test_prometheus_scrapes_what_the_services_serve() -> None:
     scraped = yaml.safe_load((REPO / "deploy" / "monitoring" / "prometheus.yml").read_text(encoding="utf-8"))
     found = {
@@ -192,7 +210,7 @@ def test_the_document_lists_every_variable() -> None:
     defaults = {match[1]: match[2] or "" for match in VARIABLE.finditer(FILE.read_text(encoding="utf-8"))}
     assert set(table) == variables()
     assert {name: default for name, default in table.items() if default} == {
-        name: default for name, default in defaults.items() if default and not default.startswith("the-")
+        name: default for name, default in defaults.items() if default
     }
 
 

@@ -1,18 +1,25 @@
 """The Dockerfiles keep the rules of our images: pinned, not root, exec form, labelled, no more than is needed."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.house.repository import REPO
-from tests.images.dockerfiles import Dockerfile, copied, ignore_lines, is_exec_form, is_sent, parse, read
+from tests.images.dockerfiles import FOLDER, Dockerfile, copied, ignore_lines, is_exec_form, is_sent, parse, read
+from tools.check_venv import read_pins
 from tools.image_requirements import IMAGES
 
 TARGETS = {"coordinator": ["final"], "trainer": ["cpu", "gpu"], "rollout": ["cpu", "gpu"]}
 ENTRYPOINTS = {"coordinator": "coordinator", "trainer": "trainer_service.host", "rollout": "rollout_service"}
 BUILT = [(image, target) for image, targets in TARGETS.items() for target in targets]
 LABELS = ("title", "description", "licenses", "version", "revision")
+# Of the version that is locked: SGLang's makers name their images so.
+GPU_BASE = f"lmsysorg/sglang:v{read_pins(REPO / 'requirements' / 'cuda-3.12.txt')['sglang']}"
 USER = re.compile(r"[1-9]\d*:[1-9]\d*")
 
 
@@ -107,6 +114,53 @@ def test_our_code_comes_after_the_packages(image: str) -> None:
     copies = [copied(each.text)[0] for each in stage.instructions if each.word == "COPY"]
     assert copies
     assert [source for sources in copies for source in sources if (REPO / source / "__init__.py").is_file()] == []
+
+
+def test_trainer_and_rollout_have_one_base_on_gpus() -> None:
+    """One torch and one NCCL by construction; the compose file and build.sh name it alike."""
+    script = (FOLDER / "build.sh").read_text(encoding="utf-8")
+    assert re.findall(r"\$\{TANDEM_GPU_BASE:-([^}]*)\}", script) == [GPU_BASE]
+    assert re.findall(r"TANDEM_\w+_BASE", script.partition("set -euo")[2]).count("TANDEM_GPU_BASE") == 1
+    for image in ("trainer", "rollout"):
+        [check] = [text for text in read(image).all("RUN") if "check_base.py" in text]
+        assert check.startswith("python3 deploy/images/check_base.py requirements/cuda-3.11.txt")
+
+
+def check_base(folder: Path, *, sglang: str, cuda: str | None, lock: str) -> subprocess.CompletedProcess[str]:
+    """check_base.py in a base with that SGLang and a build of torch 2.14.1, against a lock of 0.5.23 and 2.14.1."""
+    for name, version in (("sglang", sglang), ("torch", "2.14.1+cu130")):
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (folder / "torch.py").write_text(f"__version__ = 'x'\nclass version:\n    cuda = {cuda!r}\n")
+    (folder / lock).write_text("# a lock\nsglang==0.5.23\ntorch==2.14.1\n")
+    command = [sys.executable, str(FOLDER / "check_base.py"), str(folder / lock)]
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+OF_THIS_PYTHON = f"cuda-{sys.version_info.major}.{sys.version_info.minor}.txt"
+
+
+def test_the_locked_base_is_taken(tmp_path: Path) -> None:
+    done = check_base(tmp_path, sglang="0.5.23", cuda="13.0", lock=OF_THIS_PYTHON)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("base: sglang==0.5.23 torch==2.14.1 nvidia-nccl-cu13==")
+
+
+@pytest.mark.parametrize(
+    ("sglang", "cuda", "lock", "reason"),
+    [
+        ("0.4.0", "13.0", OF_THIS_PYTHON, "the base has sglang 0.4.0, and the lock is for 0.5.23"),
+        ("0.5.23", None, OF_THIS_PYTHON, "without CUDA"),
+        ("0.5.23", "13.0", "cuda-2.7.txt", "cuda-2.7.txt"),
+    ],
+)
+def test_another_base_is_refused(tmp_path: Path, sglang: str, cuda: str | None, lock: str, reason: str) -> None:
+    """The build ends there, before it installs anything."""
+    done = check_base(tmp_path, sglang=sglang, cuda=cuda, lock=lock)
+    assert done.returncode == 1
+    assert reason in done.stderr
 
 
 def test_a_build_sees_only_what_is_listed() -> None:
