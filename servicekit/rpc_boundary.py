@@ -5,16 +5,20 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from servicekit.errors import InvalidRequest, Status, to_status
 from servicekit.limits import LONGEST_DEADLINE_S
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
+from servicekit.request_bounds import check_request
 from servicekit.tracing import served
 
 _log = get_logger(__name__)
@@ -26,6 +30,15 @@ Boundary = Callable[[str, Any, Any], contextlib.AbstractAsyncContextManager[None
 
 # Longer than a client takes between two writes of a stream that it has at hand.
 _QUIET_S = 1.0
+# Lines about refused calls of one method and reason, per so many seconds: a client in a loop must not fill the disk.
+_LINES, _LINES_S = 10, 60.0
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Stands for a request that could not be read, until the boundary can answer it: gRPC itself would say UNKNOWN."""
+
+    why: str
 
 
 class RpcBoundary(grpc.aio.ServerInterceptor):
@@ -59,9 +72,46 @@ def wrap_handler(handler: Any, method: str, wrap: Callable[[Any, str, bool], Any
     behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
     return make(
         wrap(behaviour, method, handler.response_streaming),
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=_lenient(handler.request_deserializer),
         response_serializer=handler.response_serializer,
     )
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return Malformed(f"{len(data)} bytes that are no request of this method: {error}")
+
+    return read
+
+
+def checked(request: Any) -> Any:
+    """A request, or the requests of a stream as they are read, that are well-formed and within their bounds.
+
+    Raises: InvalidRequest: at once, or when it is read.
+    """
+    if isinstance(request, AsyncIterator):
+        return _checked_each(request)
+    if isinstance(request, Iterator):
+        return map(_checked_one, request)
+    return _checked_one(request)
+
+
+def _checked_one(request: Any) -> Any:
+    if isinstance(request, Malformed):
+        raise InvalidRequest(request.why)
+    check_request(request)
+    return request
+
+
+async def _checked_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked_one(request)
 
 
 def check_deadline(method: str, remaining_s: float | None) -> None:
@@ -82,11 +132,37 @@ def record(method: str, code: str, started_s: float) -> None:
 def status_of(method: str, error: Exception) -> Status:
     """The status of a handler's error; an error that has no name of its own is logged with its traceback."""
     status = to_status(error)
+    if not _lines.take(f"{method} {status.reason}"):
+        return status
     if status.code is grpc.StatusCode.INTERNAL:
         _log.error("rpc failed", method=method, error=status.message, exc_info=error)
     else:
         _log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
     return status
+
+
+class Lines:
+    """Lets so many lines of each kind through per period. Used from any thread: a line too many does not matter."""
+
+    def __init__(self, most: int, period_s: float) -> None:
+        self._most = most
+        self._period_s = period_s
+        self._taken: Counter[str] = Counter()
+        self._began_s = time.monotonic()
+
+    def take(self, kind: str) -> bool:
+        """Whether a line of this kind may be written; says how many were not, once per period."""
+        now_s = time.monotonic()
+        if now_s - self._began_s > self._period_s:
+            left_out = {each: count - self._most for each, count in self._taken.items() if count > self._most}
+            self._taken, self._began_s = Counter(), now_s
+            if left_out:
+                _log.info("more rpcs failed than were logged", period_s=self._period_s, left_out=left_out)
+        self._taken[kind] += 1
+        return self._taken[kind] <= self._most
+
+
+_lines = Lines(_LINES, _LINES_S)
 
 
 @contextlib.asynccontextmanager
@@ -153,14 +229,17 @@ def _wrap_single(boundary: Boundary, behaviour: Any, method: str) -> Any:
         async with boundary(method, request, context):
             if not inspect.iscoroutinefunction(behaviour):
                 raise NotImplementedError(f"{method} is not implemented here (as an async method)")
-            return await behaviour(request, context)
+            return await behaviour(checked(request), context)
 
     return single
 
 
 def _wrap_generator(boundary: Boundary, behaviour: Any, method: str) -> Any:
     async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with boundary(method, request, context), contextlib.aclosing(behaviour(request, context)) as replies:
+        async with (
+            boundary(method, request, context),
+            contextlib.aclosing(behaviour(checked(request), context)) as replies,
+        ):
             async for reply in replies:
                 yield reply
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from servicekit.limits import SERVER_OPTIONS
-from servicekit.rpc_boundary import check_deadline, record, status_of, wrap_handler
+from servicekit.rpc_boundary import check_deadline, checked, record, status_of, wrap_handler
 from servicekit.server import bind_address
 
 
@@ -45,11 +45,11 @@ class _SyncBoundary(grpc.ServerInterceptor):
 def _wrap(behaviour: Any, method: str, streams_replies: bool) -> Any:
     def single(request: Any, context: grpc.ServicerContext) -> Any:
         with _boundary(method, request, context):
-            return behaviour(request, context)
+            return behaviour(checked(request), context)
 
     def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         with _boundary(method, (), context):  # waiting for more requests might wait for a client that waits for us
-            yield from behaviour(request, context)
+            yield from behaviour(checked(request), context)
 
     return stream if streams_replies else single
 

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+# What a request may say (servicekit/request_bounds.py); a day is longer than any round.
+RoundSeconds = Annotated[float, Field(ge=0.001, le=86_400)]
+MessageMib = Annotated[float, Field(ge=2**-8, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -335,7 +338,7 @@ class SyncSection(Section):
         None,
         description="Where transport disk writes, the same path for every rank; null: weights/ in the run's folder.",
     )
-    bucket_mib: PositiveFloat | None = Field(
+    bucket_mib: MessageMib | None = Field(
         None,
         description=(
             "Largest message, in MiB (2^20 bytes); two per rank are in memory at once. null: 256 between GPUs, 32 "
@@ -349,8 +352,8 @@ class SyncSection(Section):
             "uses it). 400 is a round number for one port per GPU."
         ),
     )
-    formation_timeout_s: PositiveFloat = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
-    transfer_timeout_s: PositiveFloat = Field(60.0, description="Seconds for one transfer.")
+    formation_timeout_s: RoundSeconds = Field(60.0, description="Seconds for all ranks to meet in a new epoch.")
+    transfer_timeout_s: RoundSeconds = Field(60.0, description="Seconds for one transfer.")
     probe_timeout_s: PositiveFloat = Field(
         10.0, description="Seconds for a service to say how it is before it is taken for lost."
     )

@@ -20,6 +20,8 @@ CALL_S = 5.0
 RETRY_S = 0.25
 # A worker that has lost a rank notices within milliseconds; its word for it is waited for this long.
 BLAME_S = 2.0
+# Of why we leave: an error's text may be of any length.
+REASON_CHARS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ class Bond:
         """Lets the worker go; one that does not hear it ends by itself, for our silence."""
         try:
             with rpc_errors(self.title):
-                request = pb.LeaveRequest(leader_id=self._leader_id, reason=reason, failed=failed)
+                request = pb.LeaveRequest(leader_id=self._leader_id, reason=reason[:REASON_CHARS], failed=failed)
                 await self.stub.Leave(request, timeout=CALL_S)
         except TandemError as error:
             _log.info("a worker did not take its leave", error=str(error))

@@ -1,5 +1,6 @@
 """The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
 
+import math
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -258,9 +259,37 @@ async def test_published_weights_are_the_exported_ones(
 
 
 async def test_round_of_another_version_is_refused(stub: Any) -> None:
-    round_ = weights_pb2.Round(round_id="other", policy_version=await version(stub) + 1)
+    round_ = a_round(policy_version=await version(stub) + 1)
     request = pb.PublishWeightsRequest(phase=weights_pb2.ROUND_PHASE_PREPARE, round=round_)
     assert isinstance(await refusal(stub.PublishWeights(request, timeout=TIMEOUT_S)), WrongVersion)
+
+
+def a_round(**fields: Any) -> weights_pb2.Round:
+    """Of no members."""
+    return weights_pb2.Round(
+        **{"round_id": "other", "formation_timeout_s": 1, "transfer_timeout_s": 1} | fields  # type: ignore[arg-type]
+    )
+
+
+async def test_values_that_ended_the_trainer_are_refused_at_once(stub: Any) -> None:
+    now = await version(stub)
+    many = weights_pb2.ReplicaSpec(name="rollout-0", parallel=weights_pb2.ParallelSizes(tensor=30_000_000))
+    rounds = {
+        "formation_timeout_s is inf": a_round(formation_timeout_s=math.inf),
+        "transfer_timeout_s is nan": a_round(transfer_timeout_s=math.nan),
+        "tensor is 30000000": a_round(policy_version=now, replicas=[many]),
+        "round_id is ": a_round(round_id="../../x"),
+    }
+    for says, round_ in rounds.items():
+        for phase in (weights_pb2.ROUND_PHASE_ABORT, weights_pb2.ROUND_PHASE_PREPARE):
+            request = pb.PublishWeightsRequest(phase=phase, round=round_)
+            error = await refusal(stub.PublishWeights(request, timeout=5))
+            assert isinstance(error, InvalidRequest)
+            assert says in str(error)
+    for number in (2**63, 2**64 - 1):
+        request = pb.RestorePolicyRequest(policy_version=number)
+        assert isinstance(await refusal(stub.RestorePolicy(request, timeout=5)), InvalidRequest)
+    assert await version(stub) == now
 
 
 def test_metrics_are_served(record: ServiceRecord) -> None:

@@ -64,7 +64,8 @@ class Rig:
 
 
 def a_round(round_id: str = "r", version: int = 2, **fields: Any) -> pb.Round:
-    defaults: dict[str, Any] = {"install_mode": IN_PLACE, "pause_mode": DRAIN, "transfer_timeout_s": 1.0}
+    defaults: dict[str, Any] = {"install_mode": IN_PLACE, "pause_mode": DRAIN}
+    defaults |= {"formation_timeout_s": 0.001, "transfer_timeout_s": 1.0}
     return pb.Round(round_id=round_id, policy_version=version, **defaults | fields)
 
 

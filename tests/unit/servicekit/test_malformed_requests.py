@@ -1,0 +1,125 @@
+"""Bytes that are no request, and values that no request may hold, get INVALID_ARGUMENT, whatever the kind of RPC."""
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from servicekit.errors import REASON_KEY, InvalidRequest, from_rpc_error
+from servicekit.rpc_boundary import Lines
+from servicekit.server import GrpcServer
+from servicekit.sync_server import start_sync_server
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+
+SERVICE = "tandem_test.v1.RestoreService"
+GARBAGE = b"\x0a" + b"\xff" * 20
+BEYOND = pb.RestorePolicyRequest(policy_version=2**64 - 1).SerializeToString()
+GOOD = pb.RestorePolicyRequest(policy_version=7).SerializeToString()
+KINDS = ("Unary", "Replies", "Requests", "Both")
+
+
+class Restores:
+    """Answers what it was asked for."""
+
+    async def unary(self, request: Any, context: Any) -> Any:
+        return request
+
+    async def replies(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield request
+
+    async def requests(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        return [request async for request in requests][-1]
+
+    async def both(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield request
+
+
+class SyncRestores:
+    """The same, for threads."""
+
+    def unary(self, request: Any, context: Any) -> Any:
+        return request
+
+    def replies(self, request: Any, context: Any) -> Iterator[Any]:
+        yield request
+
+    def requests(self, requests: Iterator[Any], context: Any) -> Any:
+        return list(requests)[-1]
+
+    def both(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        yield from requests
+
+
+def add(servicer: Any, server: Any) -> None:
+    ways = {"request_deserializer": pb.RestorePolicyRequest.FromString, "response_serializer": _serialized}
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(servicer.unary, **ways),
+        "Replies": grpc.unary_stream_rpc_method_handler(servicer.replies, **ways),
+        "Requests": grpc.stream_unary_rpc_method_handler(servicer.requests, **ways),
+        "Both": grpc.stream_stream_rpc_method_handler(servicer.both, **ways),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _serialized(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+async def call(channel: grpc.aio.Channel, kind: str, payload: bytes) -> bytes:
+    path = f"/{SERVICE}/{kind}"
+    if kind == "Unary":
+        return bytes(await channel.unary_unary(path)(payload, timeout=10))
+    if kind == "Replies":
+        return [bytes(each) async for each in channel.unary_stream(path)(payload, timeout=10)][-1]
+    if kind == "Requests":
+        return bytes(await channel.stream_unary(path)(iter([GOOD, payload]), timeout=10))
+    return [bytes(each) async for each in channel.stream_stream(path)(iter([GOOD, payload]), timeout=10)][-1]
+
+
+async def refused(address: str, kind: str, payload: bytes) -> InvalidRequest:
+    async with grpc.aio.insecure_channel(address) as channel:
+        assert await call(channel, kind, GOOD) == GOOD
+        with pytest.raises(grpc.RpcError) as caught:
+            await call(channel, kind, payload)
+        assert dict(caught.value.trailing_metadata())[REASON_KEY] == "INVALID_REQUEST"  # type: ignore[attr-defined]
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert await call(channel, kind, GOOD) == GOOD
+    return error
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"), [(GARBAGE, "21 bytes that are no request"), (BEYOND, "policy_version is")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_service_refuses_it_and_logs_no_traceback(
+    kind: str, payload: bytes, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = GrpcServer("test")
+    server.add(add, Restores(), SERVICE)
+    address = await server.start()
+    with caplog.at_level(logging.WARNING):
+        assert says in str(await refused(address, kind, payload))
+    await server.drain(0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"), [(GARBAGE, "21 bytes that are no request"), (BEYOND, "policy_version is")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_so_does_a_threaded_one(kind: str, payload: bytes, says: str, tmp_path: Path) -> None:
+    server = start_sync_server(add, SyncRestores(), f"unix:{tmp_path}/s")
+    assert says in str(await refused(f"unix:{tmp_path}/s", kind, payload))
+    server.stop(0).wait(10)
+
+
+def test_a_flood_of_refusals_leaves_a_few_lines() -> None:
+    lines = Lines(10, 60.0)
+    assert sum(lines.take("/s/M INVALID_REQUEST") for _ in range(1000)) == 10
+    assert lines.take("/s/Other INVALID_REQUEST")
