@@ -158,6 +158,7 @@ for _outcome in Outcome:
 for _kind in (
     "logprob_difference",
     "nothing_to_train",
+    "training",
     "reward_error",
     "reward_timeout",
     "unreadable_answer",

@@ -16,6 +16,7 @@ from coordinator.checkpoint import Checkpointer
 from coordinator.control import RunControl
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
+from coordinator.health import Watch, troubles
 from coordinator.lead import Lead, SoleLead, check_lead
 from coordinator.loop import GrpoLoop
 from coordinator.remarks import check_same_model, remarks
@@ -71,6 +72,8 @@ class Run:
     _checkpointed: int = field(default=-1, init=False)
     # Rows of data.train whose answers have been complained about.
     _remarked_rows: set[int] = field(default_factory=set, init=False)
+    _curves: list[dict[str, float]] = field(default_factory=list, init=False)
+    _watch: Watch = field(default_factory=Watch, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -98,6 +101,7 @@ class Run:
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
             self._warn("lost_rows", f"{message}: a crash or a full disk has torn them")
+        self._curves = [numeric(row) for row in self._rows.rows()]
         self._announce("sync")
         await self._agree_on_version()
         self._step_over_damaged()
@@ -181,6 +185,7 @@ class Run:
         self._advance(record, row)
         for kind, message in remarks(record, self.logprob_diff_limit, self._remarked_rows):
             self._warn(kind, message)
+        self._look_at_the_training(row)
         self._rows.append(row)
         self._save_state("running")
         if adopt_next(self.run_dir):
@@ -199,6 +204,15 @@ class Run:
                 f"{self.state.skipped_in_a_row} iterations in a row had nothing to train on, since all rewards of each "
                 "group were equal: set grpo.zero_variance=keep, or look at the reward and the task's difficulty"
             )
+
+    def _look_at_the_training(self, row: Row) -> None:
+        """Note what is wrong with it, and warn when that begins."""
+        self._curves.append(numeric(row))
+        now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
+        self.state.troubles = [trouble.text for trouble in now]
+        for trouble in self._watch.begun(now):
+            if trouble.kind != "mismatch":  # a remark of each iteration
+                self._warn("training", f"iteration {self.state.iteration}: {trouble.text}")
 
     def _advance(self, record: IterationRecord, row: Row) -> None:
         """Bring the state to the end of the iteration."""

@@ -72,7 +72,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             last_progress=_timestamp(self._progress.last_progress_s),
             error=self._control.error,
             serving_replicas=self._fleet.serving(),
-            troubles=self._fleet.troubles(),
+            troubles=[*self._fleet.troubles(), *self._progress.troubles],
         )
 
     async def GetOverview(self, request: pb.GetOverviewRequest, context: Any) -> pb.GetOverviewResponse:

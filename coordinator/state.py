@@ -85,6 +85,8 @@ class RunState(BaseModel):
     best_accuracy: float | None = None
     # Checkpoints that were found damaged and stepped over, in words.
     damaged_checkpoints: list[str] = Field(default_factory=list)
+    # What was wrong with the training after the last iteration, in words (health.py).
+    troubles: list[str] = Field(default_factory=list)
     # Iterations in a row that had nothing to train on.
     skipped_in_a_row: int = 0
     # Seconds that the run has worked, restarts included, time between them not.

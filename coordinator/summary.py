@@ -60,6 +60,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "retried_calls": totals.retried_calls,
             "warnings": totals.warnings,
         },
+        "troubles": list(state.troubles),
         "damaged_checkpoints": list(state.damaged_checkpoints),
         "model_fingerprint": state.model_fingerprint,
         "versions": dict(versions),

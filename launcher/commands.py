@@ -153,7 +153,8 @@ def _run(request: "RunRequest", console: Console) -> int:
             print_summary(console, request.run_dir)
     except Exception as error:  # a picture is not worth the outcome: the disk may be full, or matplotlib at odds
         view.warning(f"the curve or the summary could not be made: {error}")
-    view.say(outcome.text, "bold green" if outcome.code == 0 else "bold red")
+    style = "bold red" if outcome.code else "bold yellow" if outcome.troubles else "bold green"
+    view.say(outcome.text, style)
     return outcome.code
 
 

@@ -1,11 +1,10 @@
 """How a launch ended: its exit code and its last line."""
 
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.run_folder import metrics_rows
+from launcher.run_folder import metrics_rows, noted_troubles, read_state
 from launcher.supervisor import ProcessExit
 from servicekit.checkpoints import newest_iteration
 
@@ -14,24 +13,27 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "ha
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Exit code 0: finished; 1: failed; 128 + signal: stopped by it."""
+    """Exit code 0: finished; 1: failed; 128 + signal: stopped by it. troubles: what was wrong with the training."""
 
     code: int
     text: str
+    troubles: tuple[str, ...] = ()
 
 
 def ended(run_dir: Path) -> Outcome:
     """The coordinator ended with code 0: the run is over, or somebody sent the coordinator a signal."""
     if _status(run_dir) == "interrupted":
         return Outcome(code=1, text=f"failed: the coordinator was stopped by a signal; {_how_to_go_on(run_dir)}")
-    return Outcome(code=0, text=f"finished; results are in {_shown(run_dir)}")
+    troubles = noted_troubles(run_dir)
+    but = f", but look at the training: {' '.join(troubles)} Results" if troubles else "; results"
+    return Outcome(code=0, text=f"finished{but} are in {_shown(run_dir)}", troubles=troubles)
 
 
 def failed(run_dir: Path, culprit: ProcessExit) -> Outcome:
     """A process ended before the run was over, or the coordinator with an error."""
     early = " before the run was over" if culprit.code == 0 else ""
     text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_go_on(run_dir)}"
-    return Outcome(code=1, text=text)
+    return Outcome(code=1, text=text + _aside(run_dir))
 
 
 def broken(run_dir: Path, error: Exception) -> Outcome:
@@ -48,15 +50,16 @@ def stopped(run_dir: Path, number: signal.Signals) -> Outcome:
         else "before its first iteration ended"
     )
     text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_go_on(run_dir)}"
-    return Outcome(code=128 + number, text=text)
+    return Outcome(code=128 + number, text=text + _aside(run_dir))
 
 
 def _status(run_dir: Path) -> str:
-    """What the coordinator noted last about the run; "" if nothing can be read."""
-    try:
-        return str(json.loads((run_dir / "state.json").read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(read_state(run_dir).get("status", ""))
+
+
+def _aside(run_dir: Path) -> str:
+    troubles = noted_troubles(run_dir)
+    return f"; the training before: {' '.join(troubles)}" if troubles else ""
 
 
 def _how_to_go_on(run_dir: Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from servicekit.errors import ConfigError
 from servicekit.run_config import NEXT_CONFIG
@@ -130,3 +131,18 @@ def metrics_rows(run_dir: Path) -> list[dict[str, float]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """What the coordinator noted last about the run; empty if nothing can be read."""
+    try:
+        state = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def noted_troubles(run_dir: Path) -> tuple[str, ...]:
+    """What was wrong with the training after the last iteration, in words."""
+    noted = read_state(run_dir).get("troubles")
+    return tuple(str(text) for text in noted) if isinstance(noted, list) else ()

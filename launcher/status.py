@@ -5,17 +5,15 @@ container), in the registry.
 """
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from launcher.plan_processes import COORDINATOR
-from launcher.run_folder import is_locked, metrics_rows, read_notes
+from launcher.run_folder import is_locked, metrics_rows, noted_troubles, read_notes, read_state
 from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
 from servicekit.checkpoints import newest_iteration
@@ -73,9 +71,11 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     newest = newest_iteration(run_dir)
     if newest is not None:
         lines.append(("last checkpoint", f"iteration {newest}"))
-    lines += [("damaged", text) for text in _read_state(run_dir).get("damaged_checkpoints", [])]
+    lines += [("damaged", text) for text in read_state(run_dir).get("damaged_checkpoints", [])]
     summary = read_summary(run_dir)
     rows = metrics_rows(run_dir)
+    if not address:
+        lines += [("trouble", text) for text in noted_troubles(run_dir)]
     if summary is not None:
         return lines + summary_lines(summary, rows, run_dir)
     return lines + _last_row(rows)
@@ -83,17 +83,8 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
 
 def last_words(run_dir: Path) -> str:
     """How the coordinator has left the run, `failed: why`, for when it is not there any more; "" if it has not said."""
-    state = _read_state(run_dir)
+    state = read_state(run_dir)
     return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
-
-
-def _read_state(run_dir: Path) -> dict[str, Any]:
-    """What the coordinator noted last; empty if that cannot be read."""
-    try:
-        state = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:

@@ -7,14 +7,12 @@ those of the alerts, so that docs/runbook.md has an entry for each.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from coordinator.health import troubles
+
 NO_PROGRESS_S = 900.0
 NO_PROGRESS_ITERATIONS = 3
-KL_HIGH = 0.1
-ENTROPY_COLLAPSED = 0.05
-NOTHING_TO_LEARN = 0.9
 DISK_FULL = 0.05
-REWARD_COLLAPSED = 0.5
-# Iterations over which a curve is averaged, so that a single bad one is no alarm.
+# Iterations over which an iteration's time is averaged.
 _AVERAGED = 10
 
 
@@ -38,6 +36,7 @@ class Conditions:
         poisoned: replicas whose last round left them so.
         failed_rounds: among the last rounds.
         disk_free: share of the run folder's disk.
+        initial_accuracy: on held-out prompts, before the first iteration.
     """
 
     state: str
@@ -50,6 +49,7 @@ class Conditions:
     poisoned: Sequence[str]
     failed_rounds: int
     disk_free: float
+    initial_accuracy: float | None = None
 
 
 def alerts(now: Conditions) -> list[Alert]:
@@ -78,34 +78,8 @@ def _of_the_fleet(now: Conditions) -> Iterator[Alert]:
 
 
 def _of_the_training(now: Conditions) -> Iterator[Alert]:
-    if not now.rows:
-        return
-    difference = now.rows[-1].get("logprob_abs_diff_max", 0.0)
-    if difference > now.logprob_diff_limit:
-        yield Alert(
-            name="TandemLogprobMismatch",
-            text=f"Trainer and engine log-probs differ by {difference:.3g} (limit {now.logprob_diff_limit:g}).",
-        )
-    if len(now.rows) < _AVERAGED:
-        return
-    kl, entropy, equal = (_mean(now.rows, field) for field in ("kl_old", "entropy", "zero_variance_ratio"))
-    if kl is not None and kl > KL_HIGH:
-        yield Alert(name="TandemKLHigh", text=f"KL(old || new) averages {kl:.3g} per token.")
-    if entropy is not None and entropy < ENTROPY_COLLAPSED:
-        yield Alert(name="TandemEntropyCollapsed", text=f"Token entropy averages {entropy:.3g} nats.")
-    if equal is not None and equal > NOTHING_TO_LEARN:
-        yield Alert(name="TandemNothingToLearn", text=f"{equal:.0%} of the groups have equal rewards.")
-    yield from _of_the_reward(now)
-
-
-def _of_the_reward(now: Conditions) -> Iterator[Alert]:
-    # Whole blocks from the newest back, so that the last one is what the run earns now.
-    ends = range(len(now.rows), _AVERAGED - 1, -_AVERAGED)
-    means = [_mean(now.rows[end - _AVERAGED : end], "reward_mean") or 0.0 for end in ends]
-    if means[0] < REWARD_COLLAPSED * max(means):
-        yield Alert(
-            name="TandemRewardCollapsed", text=f"The mean reward is {means[0]:.3g}; it has been {max(means):.3g}."
-        )
+    for trouble in troubles(now.rows, now.initial_accuracy, now.logprob_diff_limit):
+        yield Alert(name=trouble.name, text=trouble.text)
 
 
 def _mean(rows: Sequence[Mapping[str, float]], field: str) -> float | None:

@@ -83,6 +83,7 @@ class Source:
             poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
             failed_rounds=sum(each.error != "" for each in rounds[-_FAILURES_LOOKED_AT:]),
             disk_free=_disk_free(self.run_dir),
+            initial_accuracy=self.state.initial_accuracy,
         )
         return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coordinator import health
 from coordinator.web import conditions
 from tandem_config.schema import RunConfig
 from tests.house.repository import PACKAGES, REPO, python_files
@@ -114,10 +115,10 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
             "TandemNoProgress",
             f"<= on (namespace) {conditions.NO_PROGRESS_ITERATIONS} * tandem:iteration_seconds:mean6h",
         ),
-        ("TandemKLHigh", f"> {conditions.KL_HIGH:g}"),
-        ("TandemEntropyCollapsed", f"< {conditions.ENTROPY_COLLAPSED:g}"),
-        ("TandemNothingToLearn", f"> {conditions.NOTHING_TO_LEARN:g}"),
-        ("TandemRewardCollapsed", f"< {conditions.REWARD_COLLAPSED:g} * "),
+        ("TandemKLHigh", f"> {health.KL_HIGH:g}"),
+        ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
+        ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
+        ("TandemRewardCollapsed", f"< {health.REWARD_COLLAPSED:g} * "),
         ("TandemDiskFull", f"< {conditions.DISK_FULL:g} * "),
     ],
 )

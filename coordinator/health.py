@@ -1,0 +1,186 @@
+"""Whether a run learns, from the rows of metrics.jsonl: the one source for `tandem run`, `status`, `top`, the page, the
+summary and the last line. Pure.
+
+Thresholds are those of deploy/monitoring/rules, where those have the alert too; Prometheus also looks at the past and
+at the other services. Curves are averaged over a third of the run, 2 to 10 iterations: short runs are told too, and
+long ones have no alarm for a single bad iteration.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+KL_HIGH = 0.1
+ENTROPY_COLLAPSED = 0.05
+NOTHING_TO_LEARN = 0.9
+REWARD_COLLAPSED = 0.5
+ALL_TRUNCATED = 0.9
+# Of held-out accuracy: more than the noise of a few hundred prompts.
+_FALLEN = 0.05
+# Of the best: a reward that has risen to about there says that the task is solved, not that the policy is lost.
+_ABOUT_BEST = 0.9
+_RISEN = 1.1
+_LONGEST = 10
+_SHORTEST = 2
+# This is worked out in every iteration, and for every look at the page.
+_LOOKS = 500
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something that needs a person.
+
+    Attributes:
+        kind: one word per kind of trouble.
+        name: its entry in docs/runbook.md and its alert's name, "" for none.
+    """
+
+    kind: str
+    name: str
+    text: str
+
+
+def troubles(rows: Sequence[Row], initial_accuracy: float | None, logprob_diff_limit: float) -> list[Trouble]:
+    """What is wrong with the training now, the worst first.
+
+    Args:
+        rows: iterations, the newest last; what was not measured is left out of a row.
+        initial_accuracy: on held-out prompts before the first iteration.
+    """
+    return [trouble for find in _FINDERS for trouble in find(_Curves(rows, initial_accuracy, logprob_diff_limit))]
+
+
+@dataclass(frozen=True)
+class _Curves:
+    rows: Sequence[Row]
+    initial_accuracy: float | None
+    logprob_diff_limit: float
+
+    @property
+    def window(self) -> int:
+        """Iterations that are averaged."""
+        return min(_LONGEST, max(_SHORTEST, len(self.rows) // 3))
+
+    def recent(self, field: str) -> float | None:
+        """The field's mean over the newest iterations; None if there are too few."""
+        return _mean(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
+
+    def best(self, field: str) -> float | None:
+        """The largest mean over as many iterations in a row, at any time (of long runs at _LOOKS times)."""
+        starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _LOOKS))
+        means = [_mean(self.rows[start : start + self.window], field) for start in starts]
+        return max((mean for mean in means if mean is not None), default=None)
+
+    @property
+    def solved(self) -> bool:
+        """The reward has risen, and is about what it was at best: then it is no wonder that little is left to learn."""
+        recent, best, first = self.recent("reward_mean"), self.best("reward_mean"), self.rows[0].get("reward_mean")
+        if recent is None or best is None or first is None:
+            return False
+        return recent >= _ABOUT_BEST * best and recent > _RISEN * first
+
+
+def _mean(rows: Sequence[Row], field: str) -> float | None:
+    values = [row[field] for row in rows if field in row]
+    return sum(values) / len(values) if values else None
+
+
+def _not_finite(now: _Curves) -> Iterator[Trouble]:
+    last = now.rows[-1] if now.rows else {}
+    missing = [name for name in ("loss", "grad_norm", "entropy") if name not in last]
+    if last.get("trained_samples", 0) > 0 and missing:
+        yield Trouble(kind="not_finite", name="", text=f"{', '.join(missing)} of the last train step: not a number.")
+
+
+def _mismatch(now: _Curves) -> Iterator[Trouble]:
+    difference = now.rows[-1].get("logprob_abs_diff_max", 0.0) if now.rows else 0.0
+    if difference > now.logprob_diff_limit:
+        yield Trouble(
+            kind="mismatch",
+            name="TandemLogprobMismatch",
+            text=f"Trainer and engine log-probs differ by {difference:.3g} (limit {now.logprob_diff_limit:g}).",
+        )
+
+
+def _accuracy(now: _Curves) -> Iterator[Trouble]:
+    last = next((row["heldout_accuracy"] for row in reversed(now.rows) if "heldout_accuracy" in row), None)
+    if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - _FALLEN:
+        yield Trouble(
+            kind="accuracy",
+            name="",
+            text=f"Held-out accuracy is {last:.3f}; it was {now.initial_accuracy:.3f} before the training.",
+        )
+
+
+def _reward(now: _Curves) -> Iterator[Trouble]:
+    recent, best = now.recent("reward_mean"), now.best("reward_mean")
+    if recent is not None and best is not None and recent < REWARD_COLLAPSED * best:
+        yield Trouble(
+            kind="reward",
+            name="TandemRewardCollapsed",
+            text=f"The mean reward is {recent:.3g}; it has been {best:.3g}.",
+        )
+
+
+def _truncated(now: _Curves) -> Iterator[Trouble]:
+    share = now.recent("truncated_ratio")
+    if share is not None and share >= ALL_TRUNCATED:
+        yield Trouble(
+            kind="truncated",
+            name="",
+            text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens: none of them ends by itself, and "
+            "with reward.require_stop none is paid.",
+        )
+
+
+def _kl(now: _Curves) -> Iterator[Trouble]:
+    kl = now.recent("kl_old")
+    if kl is not None and kl > KL_HIGH:
+        yield Trouble(kind="kl", name="TandemKLHigh", text=f"KL(old || new) averages {kl:.3g} per token.")
+
+
+def _entropy(now: _Curves) -> Iterator[Trouble]:
+    entropy = now.recent("entropy")
+    if entropy is not None and entropy < ENTROPY_COLLAPSED and not now.solved:
+        yield Trouble(kind="entropy", name="TandemEntropyCollapsed", text=f"Token entropy averages {entropy:.3g} nats.")
+
+
+def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
+    equal, spread = now.recent("zero_variance_ratio"), now.recent("reward_std")
+    if equal is None or equal <= NOTHING_TO_LEARN or now.solved:
+        return
+    text = f"{equal:.0%} of the groups have equal rewards."
+    if equal == 1.0 and spread == 0.0:
+        reward = now.rows[-1].get("reward_mean", 0.0)
+        text = (
+            f"Every completion of the last {now.window} iterations got the reward {reward:g}, so nothing is learnt: "
+            "look at reward.kind, its settings, the answers and grpo.max_new_tokens."
+        )
+    yield Trouble(kind="equal_rewards", name="TandemNothingToLearn", text=text)
+
+
+_FINDERS: tuple[Callable[[_Curves], Iterator[Trouble]], ...] = (
+    _not_finite,
+    _mismatch,
+    _accuracy,
+    _reward,
+    _truncated,
+    _kl,
+    _entropy,
+    _nothing_to_learn,
+)
+
+
+class Watch:
+    """Tells each trouble of a run when it begins."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def begun(self, now: Sequence[Trouble]) -> list[Trouble]:
+        """Those that were not there at the last call; one that has gone is told again when it comes back."""
+        kinds = {trouble.kind for trouble in now}
+        new = [trouble for trouble in now if trouble.kind not in self._known]
+        self._known = kinds
+        return new

@@ -1,0 +1,91 @@
+"""Runs that cannot learn, or are destroyed, are told; those that learn are left alone."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.health import Watch, troubles
+
+Curve = dict[str, list[float]]
+STEADY = {
+    "entropy": 0.8,
+    "kl_old": 1e-3,
+    "zero_variance_ratio": 0.3,
+    "reward_std": 0.4,
+    "truncated_ratio": 0.02,
+    "trained_samples": 128,
+    "loss": 0.01,
+    "grad_norm": 1.0,
+    "logprob_abs_diff_max": 1e-6,
+}
+
+
+def rows(reward: list[float], **curves: Any) -> list[dict[str, float]]:
+    """One row per reward; other curves as numbers or as lists as long."""
+    return [
+        {"iteration": i + 1, **STEADY, "reward_mean": value}
+        | {name: curve[i] if isinstance(curve, list) else curve for name, curve in curves.items()}
+        for i, value in enumerate(reward)
+    ]
+
+
+def kinds(table: list[dict[str, float]], start: float | None = None) -> list[str]:
+    return [trouble.kind for trouble in troubles(table, start, 1e-4)]
+
+
+RISING = [0.27 + 0.7 * i / 39 for i in range(40)]
+
+
+@pytest.mark.parametrize("length", range(41))
+def test_a_run_that_learns_is_left_alone_at_every_length(length: int) -> None:
+    table = rows(RISING[:length], entropy=[0.9 - 0.022 * i for i in range(length)])
+    assert kinds(table, 0.268) == []
+
+
+def test_a_solved_task_is_no_collapse() -> None:
+    assert kinds(rows([*RISING, *[0.99] * 20], entropy=0.01, zero_variance_ratio=0.97), 0.268) == []
+
+
+def test_a_pattern_that_never_matches() -> None:
+    table = rows([0.0] * 3, zero_variance_ratio=1.0, reward_std=0.0)
+    assert [kinds(table[:n]) for n in (0, 1, 2, 3)] == [[], [], ["equal_rewards"], ["equal_rewards"]]
+    assert "got the reward 0, so nothing is learnt" in troubles(table, None, 1e-4)[0].text
+
+
+def test_a_learning_rate_of_ten() -> None:
+    table = rows(
+        [0.7, 0.01, 0.0],
+        entropy=[0.8, 0.001, 0.0],
+        kl_old=[9.0, 3.0, 0.0],
+        truncated_ratio=[0.0, 1.0, 1.0],
+        zero_variance_ratio=[0.3, 0.95, 1.0],
+    )
+    table[-1]["heldout_accuracy"] = 0.0
+    assert kinds(table, 0.717) == ["accuracy", "reward", "truncated", "kl", "entropy", "equal_rewards"]
+    assert troubles(table, 0.717, 1e-4)[0].text == "Held-out accuracy is 0.000; it was 0.717 before the training."
+
+
+@pytest.mark.parametrize(("accuracy", "told"), [(0.72, []), (0.66, []), (0.633, ["accuracy"])])
+def test_accuracy_below_its_start(accuracy: float, told: list[str]) -> None:
+    table = rows([0.4, 0.5, 0.6])
+    table[1]["heldout_accuracy"] = accuracy  # the last one measured
+    assert kinds(table, 0.7) == told
+    assert kinds(table) == []
+
+
+def test_numbers_that_are_none() -> None:
+    table = rows([0.4, 0.5])
+    del table[-1]["loss"]
+    assert kinds(table) == ["not_finite"]
+    assert kinds([*rows([0.4]), {"iteration": 2.0, "reward_mean": 0.4, "trained_samples": 0.0}]) == []
+
+
+def test_one_bad_iteration_of_a_long_run_is_no_alarm() -> None:
+    bad = {"entropy": 0.0, "kl_old": 0.5, "zero_variance_ratio": 1.0, "truncated_ratio": 1.0, "reward_mean": 0.0}
+    assert kinds([*rows([0.5] * 40), {**rows([0.5])[0], **bad}]) == []
+
+
+def test_a_trouble_is_told_when_it_begins_and_when_it_comes_back() -> None:
+    watch = Watch()
+    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), None, 1e-4)
+    assert [bool(watch.begun(now)) for now in (bad, bad, [], bad)] == [True, False, False, True]
