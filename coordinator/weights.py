@@ -150,13 +150,19 @@ class WeightSync:
         Raises: TandemError: the trainer's; Fenced: another one has taken over from us.
         """
         probe_timeout_s = self._settings.probe_timeout_s
-        await while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s)
         replicas = await self._fleet.look()
-        calls = (
-            while_alive(each.take_over(self._lead.fence), each, probe_timeout_s=probe_timeout_s) for each in replicas
+        # All at once: what an older one has begun on the trainer may wait for a replica.
+        trainer, *answers = await asyncio.gather(
+            while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s),
+            *(
+                while_alive(each.take_over(self._lead.fence), each, probe_timeout_s=probe_timeout_s)
+                for each in replicas
+            ),
+            return_exceptions=True,
         )
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, Fenced) or (answer is not None and not isinstance(answer, TandemError)):
+        for answer in (trainer, *answers):
+            tolerable = answer is not trainer and isinstance(answer, TandemError) and not isinstance(answer, Fenced)
+            if answer is not None and not tolerable:
                 raise answer
             if answer is not None:
                 log.warning("a replica was not taken over yet", error=str(answer))

@@ -100,7 +100,7 @@ class Wire:
     def send_outcome(self, outcome: Outcome) -> None:
         """On a follower."""
         failed = outcome.error is not None
-        body = f"{outcome.error.reason}\n{outcome.error}".encode() if outcome.error is not None else outcome.body
+        body = _text_of(outcome.error).encode() if outcome.error is not None else outcome.body
         dist.send(torch.tensor([failed, len(body)], dtype=torch.int64), 0, group=self._group)
         if body:
             dist.send(_as_tensor(body), 0, group=self._group)
@@ -128,6 +128,12 @@ class Wire:
 
 def _as_tensor(body: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _text_of(error: TandemError) -> str:
+    """Its reason, or that of the class behind it that every process knows, and its message."""
+    known = next((each for each in type(error).__mro__ if each in ERRORS), Internal)
+    return f"{known.reason}\n{error}"
 
 
 def _error_from(text: str) -> TandemError:

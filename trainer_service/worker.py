@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from servicekit import checkpoints
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import TandemError
+from servicekit.errors import Aborted, TandemError
 from servicekit.logs import get_logger
 from servicekit.registry import Registry
 from tandem_config.schema import RunConfig
@@ -122,6 +122,12 @@ class Worker:
         dist.barrier(group=group)
         dist.destroy_process_group()
 
+    def _fail(self, why: str) -> None:
+        """Ends all ranks: this one can take no part in weight syncs any more."""
+        log.error("trainer rank ends", rank=self._settings.place.rank, error=why)
+        if self.liveness is not None:
+            self.liveness.report(Aborted(why))
+
     def _load(self, store: dist.Store, device: torch.device) -> TrainerEngine:
         # the import takes seconds and prepares megatron for the device: not at the top, where tests would pay for it
         from trainer_service.megatron_engine.engine import MegatronEngine
@@ -176,6 +182,7 @@ class Worker:
             group=f"tandem:{environment.run_id}",
             host=environment.advertise_host,
             lease_ttl_s=self._settings.config.sync.lease_ttl_s,
+            on_lost=self._fail,
             disk_folder=self._settings.config.sync.published_folder(environment.run_dir),
         )
 

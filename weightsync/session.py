@@ -74,6 +74,7 @@ class SyncMember:
             not aliases of them.
         group: rendezvous group in Redis.
         host: address that the other ranks reach this process at.
+        on_lost: called once, from a thread, with a sentence, when another process has taken this one's place for good.
         disk_folder: where the transport disk may write and read; None: nowhere.
     """
 
@@ -89,6 +90,7 @@ class SyncMember:
         host: str = "127.0.0.1",
         lease_ttl_s: float = 15.0,
         disk_folder: Path | None = None,
+        on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._spec = spec
         self._disk_folder = disk_folder
@@ -99,7 +101,7 @@ class SyncMember:
         self._tensors = in_local_spelling(spec, tensors)
         self._device = device = next(iter(tensors.values())).device
         self._default_bucket_bytes = DEFAULT_BUCKET_BYTES[device.type]
-        self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)))
+        self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)), on_lost)
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
         self._layout = self._own_layout()

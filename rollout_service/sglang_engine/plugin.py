@@ -77,6 +77,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         group=settings.group,
         host=settings.host,
         lease_ttl_s=settings.lease_ttl_s,
+        on_lost=_end,
         disk_folder=Path(settings.disk_folder),
     )
     member.start()
@@ -86,6 +87,14 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         settings.address(parallel.tp_rank),
     )
     _kept.append((member, server))
+
+
+def _end(why: str) -> None:
+    """This rank can take no part in weight syncs any more: its end is the replica's, which is started again."""
+    from servicekit.logs import get_logger
+
+    get_logger(__name__).error("rollout rank ends", error=why)
+    os._exit(1)
 
 
 def _leave(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

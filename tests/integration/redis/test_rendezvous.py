@@ -14,7 +14,7 @@ from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
 from weightsync.coordinator_lease import CoordinatorLease
-from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, Rendezvous
+from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, LeaseExpired, Rendezvous
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0
@@ -131,6 +131,78 @@ def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[.
         lease.check()
     lease.close()
     assert group.snapshot().members == {"rollout-0/0": "newer"}
+
+
+def test_a_rank_whose_slot_another_held_for_a_while_comes_back(group: Rendezvous) -> None:
+    lease = Lease(group, "rollout-0/0", 0.3, '{"device": "cpu"}')
+    lease.start()
+    group.join("rollout-0/0", "intruder", 0.6)
+    until(lambda: lease.evicted)
+    with pytest.raises(Evicted):
+        lease.check()
+    until(lambda: not lease.evicted)
+    assert group.snapshot().members == {"rollout-0/0": lease.worker_id}
+    assert group.facts() == {"rollout-0/0": '{"device": "cpu"}'}
+    lease.check()
+    lease.close()
+
+
+def test_a_rank_that_was_replaced_for_good_ends_by_name(group: Rendezvous) -> None:
+    lost: list[str] = []
+    lease, newer = Lease(group, "rollout-0/0", 0.3, on_lost=lost.append), Lease(group, "rollout-0/0", 0.3)
+    lease.start()
+    newer.start()
+    until(lambda: lost != [])
+    assert lost == [f"another worker holds the slot rollout-0/0 of {GROUP}"]
+    assert group.snapshot().members == {"rollout-0/0": newer.worker_id}
+    for each in (lease, newer):
+        each.close()
+
+
+def test_a_coordinator_s_fence_grows_with_each_and_stays_with_one(server: Callable[..., RedisProcess]) -> None:
+    process = server()
+    group = Rendezvous(process.url, GROUP)
+    first = CoordinatorLease(group, TTL_S)
+    first.claim(0.0)
+    fence = first.fence
+    first.hold()
+    process.restart()  # empty: its slot is free, and nobody has led since
+    first.hold()
+    assert first.fence == fence
+    assert group.snapshot().members == {COORDINATOR_SLOT: first.worker_id}
+    process.restart()
+    second = CoordinatorLease(group, TTL_S)
+    second.claim(0.0)
+    assert second.fence.token > fence.token
+    second.close()
+    assert group.snapshot().members == {}
+    with pytest.raises(Evicted, match="replaced"):  # empty once more, but another has led the run
+        first.hold()
+    assert not first.is_held
+    first.close()
+
+
+def test_a_coordinator_that_is_only_late_confirms_under_a_new_epoch(group: Rendezvous) -> None:
+    lease = CoordinatorLease(group, TTL_S)
+    lease.claim(0.0)
+    epoch = group.snapshot().epoch
+    group.leave(COORDINATOR_SLOT, lease.worker_id)
+    with pytest.raises(LeaseExpired):
+        lease.confirm(epoch)
+    lease.confirm(group.snapshot().epoch)
+    lease.close()
+
+
+def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> None:
+    lost: list[str] = []
+    lease = CoordinatorLease(group, 0.3, lost.append)
+    lease.claim(0.0)
+    group.leave(COORDINATOR_SLOT, lease.worker_id)
+    group.lead(COORDINATOR_SLOT, "newer", TTL_S)
+    until(lambda: lost != [])
+    with pytest.raises(Evicted):
+        lease.hold()
+    lease.close()
 
 
 @pytest.fixture

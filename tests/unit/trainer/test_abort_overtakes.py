@@ -10,8 +10,8 @@ import pytest
 from servicekit.errors import PeerLost
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
+from tests.fakes.trainer_servicer import TrainerServicer
 from trainer_service.ranks import Command, Commander, Wire
-from trainer_service.servicer import TrainerServicer
 
 TRANSFER, ABORT = weights_pb2.ROUND_PHASE_TRANSFER, weights_pb2.ROUND_PHASE_ABORT
 

@@ -12,13 +12,14 @@ from servicekit.errors import Fenced
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
+from tests.fakes.trainer_servicer import TrainerServicer
 from tests.unit.trainer.batches import LIMITS, message
 from trainer_service.ranks import Command, Commander
-from trainer_service.servicer import TrainerServicer
 
 OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
 HEADER = pb.TrainStepHeader(step_id="s", num_updates=1, num_samples=2, fence=OLD)
 ABORT = weights_pb2.ROUND_PHASE_ABORT
+DEADLINE_S = 10.0
 
 
 class FakeEngine:
@@ -94,14 +95,14 @@ async def test_a_replaced_coordinator_is_refused(
     if "path" in request.DESCRIPTOR.fields_by_name and request.path:
         request.path = str(tmp_path / "x")
     with pytest.raises(Fenced, match=r"coordinator a \(token 7\)"):
-        await getattr(servicer, call)(request, None)
+        await asyncio.wait_for(getattr(servicer, call)(request, None), DEADLINE_S)
     assert commander.commands == [Command.NOOP]
 
 
 async def test_a_replaced_coordinator_trains_no_step(servicer: TrainerServicer, commander: FakeCommander) -> None:
     await taken_over(servicer, commander)
     with pytest.raises(Fenced):
-        await servicer.TrainStep(step(HEADER), None)
+        await asyncio.wait_for(servicer.TrainStep(step(HEADER), None), DEADLINE_S)
     assert commander.commands == [Command.NOOP]
 
 
@@ -114,7 +115,7 @@ async def test_a_step_whose_samples_came_too_late_is_not_trained(
     await taken_over(servicer, commander)
     late.set()
     with pytest.raises(Fenced):
-        await training
+        await asyncio.wait_for(training, DEADLINE_S)
     assert commander.commands == [Command.NOOP]
 
 

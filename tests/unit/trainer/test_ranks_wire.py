@@ -2,9 +2,10 @@
 
 import pytest
 
-from servicekit.errors import ConfigError, Internal, NotFinite, WrongVersion
-from trainer_service.ranks import Command, Commander, Outcome, _error_from, _first_error, run_handler
+from servicekit.errors import Aborted, ConfigError, Internal, NotFinite, WrongVersion
+from trainer_service.ranks import Command, Commander, Outcome, _error_from, _first_error, _text_of, run_handler
 from trainer_service.world import Place
+from weightsync.rendezvous import Evicted
 
 
 def test_error_travels_with_its_class() -> None:
@@ -12,6 +13,13 @@ def test_error_travels_with_its_class() -> None:
     assert isinstance(error, WrongVersion)
     assert str(error) == "the step\nstarts from 3"
     assert isinstance(_error_from("SOMETHING_NEW\nx"), Internal)
+
+
+def test_an_error_of_weight_sync_s_own_travels_as_what_it_is_a_kind_of() -> None:
+    """A rank that lost its slot is a reason for another round, as on rank 0; it was INTERNAL, which ends the run."""
+    error = _error_from(_text_of(Evicted("trainer/1: this worker was replaced by a newer one")))
+    assert type(error) is Aborted
+    assert str(error) == "trainer/1: this worker was replaced by a newer one"
 
 
 def test_equal_errors_of_all_ranks_are_one_error() -> None:
