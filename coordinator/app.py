@@ -4,30 +4,22 @@ import asyncio
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coordinator import metrics
 from coordinator.announcing import announce
-from coordinator.checkpoint import Checkpointer, marks
+from coordinator.build import build_run
+from coordinator.checkpoint import marks
 from coordinator.control import RunControl, State
-from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
 from coordinator.fleet.view import FleetView
-from coordinator.forecast import Forecast
 from coordinator.inputs import Inputs, read_inputs
-from coordinator.joiners import Patience
-from coordinator.lead import Lead, may_write, telling
-from coordinator.loop import GrpoLoop
+from coordinator.lead import may_write, telling
+from coordinator.leaving import Leaving, exit_code_of, words_of
 from coordinator.observed import Observed
-from coordinator.order import Sampling
 from coordinator.report import METRICS_FILE, MetricsFile, numeric
+from coordinator.reserve import release_reserve, take_reserve
 from coordinator.rewards.base import Reward
 from coordinator.rewards.registry import build_reward
-from coordinator.roll_call import Group
-from coordinator.rollouts import Rollouts
-from coordinator.run import Run
-from coordinator.scoring import Scorer
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
 from coordinator.services import Services, find_services
 from coordinator.state import STATE_FILE
@@ -35,7 +27,6 @@ from coordinator.summary import SUMMARY_FILE, build_summary
 from coordinator.web.history import History
 from coordinator.web.server import PageServer
 from coordinator.web.snapshot import Source
-from coordinator.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Fenced, TandemError, Unavailable
 from servicekit.files import write_json_atomic
@@ -79,6 +70,7 @@ class App:
     lost: "asyncio.Future[str]"
     events: EventLog
     control: RunControl
+    leaving: Leaving
     cluster: "Cluster | None"
     view: FleetView
     observed: Observed
@@ -114,10 +106,12 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         lost=lost,
         events=events,
         control=RunControl(events),
+        leaving=Leaving(),
         cluster=cluster,
         view=FleetView(cluster),
         observed=Observed(),
     )
+    await asyncio.to_thread(take_reserve, environment.run_dir)
     async with AsyncExitStack() as stack:
         overview = await _overview(app, stack)
         await _serve_page(app, overview, stack)
@@ -204,18 +198,18 @@ async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None
 
 
 async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
-    """The run, unless a signal or another coordinator comes first: then everything in flight is cancelled at once."""
+    """The run, unless a signal (see leaving.py) or another coordinator comes first: then it is cancelled at once."""
     work = asyncio.create_task(_work(app), name="run")
     stopped = asyncio.create_task(stop.wait(), name="stop")
     waits: set[asyncio.Future[Any]] = {work, stopped, app.lost}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     await cancel(stopped)
-    if not work.done():
+    if not work.done() and app.lost.done():
         await cancel(work)
-        if app.lost.done():
-            log.error("run failed", error=app.lost.result())
-            await _end(app, State.FAILED, f"{app.lost.result()}; the run is that one's")
-            return EXIT_FAILED
+        log.error("run failed", error=app.lost.result())
+        await _end(app, State.FAILED, f"{app.lost.result()}; the run is that one's")
+        return EXIT_FAILED
+    if not work.done() and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
         return EXIT_OK
     error = work.exception()
@@ -223,9 +217,11 @@ async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
         await _end(app, State.FINISHED)
         return EXIT_OK
     # The boundary of the run: whatever failed ends it, by name.
-    log.error("run failed", error=str(error), exc_info=None if isinstance(error, Evicted | Fenced) else error)
-    await _end(app, State.FAILED, str(error) or type(error).__name__)
-    return EXIT_FAILED
+    release_reserve(app.environment.run_dir)
+    why = words_of(error)
+    log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
+    await _end(app, State.FAILED, why)
+    return exit_code_of(error)
 
 
 async def _work(app: App) -> None:
@@ -255,7 +251,9 @@ async def _work(app: App) -> None:
 async def _attempt(app: App) -> bool:
     """Find the services, run the run, write its summary. Returns: whether it is over, or its trainer another one."""
     async with AsyncExitStack() as stack:
-        services = await find_services(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence)
+        services = await find_services(
+            app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
+        )
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
         versions = await services.versions()
@@ -265,9 +263,12 @@ async def _attempt(app: App) -> bool:
             await run.execute()
         except TandemError as error:
             if guard is None:
+                await services.blame(error)
                 raise
             await guard.wait_for_return(error)
             return False
+        if app.leaving.left:
+            return True
         summary = build_summary(run.state, run.rows(), versions)
         write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
         return True
@@ -303,98 +304,13 @@ async def _as_on_disk(app: App) -> App:
 
 async def _end(app: App, ended: State, why: str = "") -> None:
     """Record how the run ended: on disk if the run is ours, in the status, in the log's last line."""
+    release_reserve(app.environment.run_dir)
     state = app.inputs.state
     state.status, state.error = ended.value, why
     if await may_write(app.lead, app.lost):
-        state.save(app.environment.run_dir / STATE_FILE)
+        try:
+            state.save(app.environment.run_dir / STATE_FILE)
+        except OSError as error:  # the log still says how the run ended
+            log.error("the run's end is not noted", error=words_of(error))
     app.control.enter(ended, why)
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)
-
-
-def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
-    """Connect the parts of a run."""
-    config, inputs = app.config, app.inputs
-    weights = _weights(app, services, group, lead)
-    rollouts = _rollouts(app, services, weights)
-    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
-    loop = GrpoLoop(
-        grpo=config.grpo,
-        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
-        sampling=_sampling(app, config.grpo.temperature),
-        cursor=inputs.cursor,
-        rollouts=rollouts,
-        scorer=scorer,
-        trainer=services.trainer,
-        weights=weights,
-        incarnation=uuid.uuid4().hex[:8],
-        rng=inputs.rng,
-    )
-    return Run(
-        settings=config.run,
-        logprob_diff_limit=config.grpo.logprob_diff_limit,
-        logprob_diff_stop=config.grpo.logprob_diff_stop,
-        run_dir=app.environment.run_dir,
-        loop=loop,
-        evaluator=_evaluator(app, rollouts, scorer),
-        checkpointer=Checkpointer(
-            run_dir=app.environment.run_dir,
-            model=str(config.model.path),
-            trainer=services.trainer,
-            keep=config.run.keep_checkpoints,
-        ),
-        control=app.control,
-        events=app.events,
-        state=inputs.state,
-        resumed=inputs.resumed,
-        checkpoint=inputs.checkpoint,
-        lead=lead,
-        lead_patience_s=config.sync.formation_timeout_s,
-    )
-
-
-def _weights(app: App, services: Services, group: Group, lead: Lead) -> WeightSync:
-    config = app.config
-    return WeightSync(
-        trainer=services.trainer,
-        fleet=services.fleet,
-        group=group,
-        settings=config.sync,
-        lead=lead,
-        min_replicas=config.rollout.min_replicas,
-        rejoin_timeout_s=config.rollout.rejoin_timeout_s,
-        observed=app.observed,
-        forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
-        disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
-    )
-
-
-def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
-    config = app.config
-    return Rollouts(
-        services.fleet,
-        max_groups_per_call=config.rollout.max_groups_per_call,
-        timeout_s=config.rollout.generate_timeout_s,
-        patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
-        seed=weights.seed_late_joiners,
-        tell=partial(_warn_of_fleet, app.events),
-    )
-
-
-def _warn_of_fleet(events: EventLog, message: str) -> None:
-    metrics.WARNINGS.labels(kind="replicas").inc()
-    events.append(EventKind.WARNING, message)
-    log.warning(message)
-
-
-def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
-    if app.inputs.heldout is None:
-        return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
-
-
-def _sampling(app: App, temperature: float) -> Sampling:
-    return Sampling(
-        temperature=temperature,
-        max_new_tokens=app.config.grpo.max_new_tokens,
-        stop_token_ids=app.inputs.codec.stop_token_ids,
-    )

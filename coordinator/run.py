@@ -5,6 +5,7 @@ iterate    gate -> iteration (loop.py) -> evaluation -> checkpoint -> report
 finish     checkpoint, Hugging Face export, summary
 """
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
 from coordinator.health import Watch, troubles
 from coordinator.lead import Lead, SoleLead, check_lead
+from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.remarks import check_same_model, remarks
 from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
@@ -27,6 +29,7 @@ from coordinator.sync_report import SyncResult
 from coordinator.take_over import take_over
 from servicekit.checkpoints import Sound, set_aside
 from servicekit.errors import Internal, WrongVersion
+from servicekit.lifecycle import cancel
 from servicekit.logs import get_logger
 from servicekit.run_config import adopt_next
 from servicekit.tracing import span
@@ -64,6 +67,7 @@ class Run:
     control: RunControl
     events: EventLog
     state: RunState
+    leaving: Leaving = field(default_factory=Leaving)
     resumed: bool = False
     checkpoint: Sound | None = None
     lead: Lead = field(default_factory=SoleLead)
@@ -83,10 +87,23 @@ class Run:
         self._checkpointed = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
-        """The whole run.
+        """The whole run; or, when it is asked to leave, what leaving.py says.
 
         Raises: TandemError: of the service that failed, named; the state on disk is that of the last iteration.
         """
+        working = asyncio.create_task(self._work(), name="iterations")
+        try:
+            await self.leaving.until_safe(working)
+            if working.done() or self._is_over(self.state.iteration):
+                await working
+                return
+            await cancel(working)
+            await self._save()
+            self.leaving.left = True
+        finally:
+            await cancel(working)
+
+    async def _work(self) -> None:
         await self._start()
         while not self._is_over(self.state.iteration):
             await self.control.gate()
@@ -114,6 +131,8 @@ class Run:
             await self._evaluate(self.state.iteration, self.state.policy_version)
         await self._check_lead()
         self._save_state("running")
+        self.leaving.settled.set()
+        self.leaving.saves = True
 
     async def _agree_on_version(self) -> None:
         """Raises: WrongVersion: a new run finds a trainer that has trained already."""
@@ -168,7 +187,7 @@ class Run:
         accuracy = None
         if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
             with watch.part("evaluate"):
-                accuracy = await self._evaluate(number, record.policy_version)
+                accuracy = await self.leaving.unless_asked(self._evaluate(number, record.policy_version))
         checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
         if checkpoint:
             with watch.part("checkpoint"):
@@ -199,6 +218,7 @@ class Run:
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
         log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
         self._report_s = time.perf_counter() - start_s
+        self.leaving.settled.set()
         if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise Internal(
                 f"{self.state.skipped_in_a_row} iterations in a row had nothing to train on, since all rewards of each "
@@ -256,13 +276,21 @@ class Run:
         )
         return accuracy
 
+    async def _save(self) -> None:
+        """A checkpoint of the state, if it has none and there is something in it."""
+        if self.state.iteration in (0, self._checkpointed):
+            return
+        await self._check_lead()
+        await self.checkpointer.save_trainer(self.state.iteration)
+        self._rows.sync()
+        await self._check_lead()
+        await self.checkpointer.complete(self.state)
+        self._checkpointed = self.state.iteration
+        log.info("checkpoint of the last iteration", iteration=self.state.iteration)
+
     async def _finish(self) -> None:
         """Leave everything that the run is for: a checkpoint of its end and the policy as a Hugging Face folder."""
-        if self._checkpointed != self.state.iteration:
-            await self._check_lead()
-            await self.checkpointer.save_trainer(self.state.iteration)
-            await self._check_lead()
-            await self.checkpointer.complete(self.state)
+        await self._save()
         self._announce("export")
         await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
         await self._check_lead()
@@ -282,6 +310,8 @@ class Run:
         totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
 
     def _announce(self, part: str) -> None:
+        if part == "train":
+            self.leaving.settled.clear()
         self.state.last_progress_s = time.time()
         metrics.progress()
         self.events.append(EventKind.PROGRESS, part)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.watched import WatchedFleet
+from coordinator.leaving import TrainerLost
 from coordinator.roll_call import LOOK_INTERVAL_S
 from coordinator.summary import merge_versions
 from coordinator.trainer import Trainer
@@ -39,6 +40,11 @@ class Services:
         except TandemError:
             return False
         return True
+
+    async def blame(self, error: TandemError) -> None:
+        """After a failure. Raises: TrainerLost: the trainer does not answer, so it is what failed."""
+        if not await self.trainer_answers():
+            raise TrainerLost(f"{error}; the trainer does not answer") from error
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
         """Until the trainer answers: one that was killed stays in the registry until its lease has run out.
@@ -74,16 +80,19 @@ async def find_services(
     stack: AsyncExitStack,
     cluster: "Cluster | None" = None,
     fence: common_pb2.CoordinatorFence | None = None,
+    *,
+    resumed: bool = False,
 ) -> Services:
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
     Args:
         cluster: of a fleet of pods, watched already.
         fence: of the coordinator that will ask them.
+        resumed: the run goes on, and rollout.min_replicas are enough for that; the others join when they come.
     Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
     """
     if cluster is None:
-        record = await _wait_for_all(config, registry)
+        record = await (_wait_for_enough if resumed else _wait_for_all)(config, registry)
     else:
         record = await _wait_for_pods(config, registry, cluster)
     trainer = Trainer(record.address, identity, fence)
@@ -107,6 +116,28 @@ async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
         raise DeadlineExceeded("; ".join(missing))
     (trainer,) = trainers
     return trainer
+
+
+async def _wait_for_enough(config: RunConfig, registry: Registry) -> ServiceRecord:
+    """The trainer and rollout.min_replicas; the others for one lease more, in which who lives says so.
+
+    Returns: the trainer. Raises: DeadlineExceeded: naming who was there, after run.startup_timeout_s.
+    """
+    start_s = time.monotonic()
+    enough_s: float | None = None
+    while True:
+        trainers, rollouts = await asyncio.to_thread(lambda: (registry.list("trainer"), registry.list("rollout")))
+        now_s = time.monotonic()
+        if trainers and len(rollouts) >= config.rollout.min_replicas:
+            enough_s = now_s if enough_s is None else enough_s
+            if len(rollouts) >= config.rollout.replicas or now_s - enough_s >= config.sync.lease_ttl_s:
+                return trainers[0]
+        if now_s - start_s >= config.run.startup_timeout_s:
+            there = ", ".join(record.name for record in [*trainers, *rollouts]) or "nobody"
+            wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
+            told = [f"waited {config.run.startup_timeout_s:g} s for {wanted}; there: {there}"]
+            raise DeadlineExceeded("; ".join([*told, *map(str, registry.failures())]))
+        await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def _found(

@@ -12,6 +12,7 @@ from tandem_config.schema import RunConfig
 COORDINATOR = "coordinator"
 # Stop order: the one who gives orders first, so that nobody is asked for work while stopping.
 _SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
+# Of the coordinator beyond run.stop_timeout_s, in which it saves what is finished.
 _CONDUCT_GRACE_S, _SERVICE_GRACE_S = 15.0, 10.0
 
 
@@ -58,7 +59,7 @@ def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> li
     world_size = trainer_world_size(config)
     trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
     rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
-    return [*trainers, *rollouts, _coordinator(launch)]
+    return [*trainers, *rollouts, _coordinator(config, launch)]
 
 
 def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePlan) -> ProcessSpec:
@@ -89,7 +90,7 @@ def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan)
     )
 
 
-def _coordinator(launch: Launch) -> ProcessSpec:
+def _coordinator(config: RunConfig, launch: Launch) -> ProcessSpec:
     return ProcessSpec(
         name=COORDINATOR,
         command=_module(launch, "coordinator", resume=True),
@@ -100,7 +101,7 @@ def _coordinator(launch: Launch) -> ProcessSpec:
             "CUDA_VISIBLE_DEVICES": "",
             "TANDEM_WEB_PORT": os.environ.get("TANDEM_WEB_PORT", "0"),
         },
-        grace_s=_CONDUCT_GRACE_S,
+        grace_s=config.run.stop_timeout_s + _CONDUCT_GRACE_S,
     )
 
 

@@ -23,6 +23,7 @@ NOTES: dict[str, Note] = {
     "run.trainer_restarts": Note("restarts", "what fails three times does not fail by chance"),
     "run.replica_restarts": Note("restarts", "each loses half an iteration at most, and engines are what dies most"),
     "run.coordinator_restarts": Note("restarts", "what fails three times does not fail by chance"),
+    "run.stop_timeout_s": Note("s", "a step and a checkpoint of some GB; a second Ctrl-C ends the wait"),
     "run.startup_timeout_s": Note("s", "loading tens of GB from a shared disk takes minutes"),
     "model.path": Note("", "no default: only you know"),
     "model.dtype": Note("", "exact, so that trainer and engine agree to 1e-4; use bfloat16 on GPUs"),

@@ -67,6 +67,9 @@ class RunSection(Section):
             "the newest checkpoint with trainer and replicas as they are."
         ),
     )
+    stop_timeout_s: PositiveFloat = Field(
+        60.0, description="Seconds after a stop signal for the train step under way and a last checkpoint."
+    )
     startup_timeout_s: PositiveFloat = Field(
         600.0, description="Seconds for all services to become ready; engines import for 20 s even when tiny."
     )

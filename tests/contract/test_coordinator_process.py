@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from servicekit.environment import ServiceEnvironment
+from servicekit.lifecycle import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.polling import until
@@ -81,7 +82,7 @@ def test_sigterm_ends_with_zero_and_keeps_whole_files(
     assert rows(environment)[-1]["iteration"] == state["iteration"]
 
 
-def test_a_dead_service_ends_with_one_and_its_name(
+def test_a_dead_service_ends_the_run_by_name(
     config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
 ) -> None:
     config = with_settings(config, run={"iterations": 1_000_000}, rollout={"rejoin_timeout_s": 1.0})
@@ -90,7 +91,7 @@ def test_a_dead_service_ends_with_one_and_its_name(
     until(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 3, timeout_s=60)
     fleet.kill()
     code, last = end_of(process)
-    assert (code, last["message"]) == (1, "run failed")
+    assert (code, last["message"]) == (EXIT_LOST_TRAINER, "run failed")
     assert "rollout-" in last["why"] or "trainer" in last["why"]
     assert saved_state(environment)["error"] == last["why"]
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servicekit.errors import InvalidRequest, TandemError, Unavailable, WrongVersion
+from servicekit.errors import Internal, InvalidRequest, TandemError, Unavailable, WrongVersion
 from servicekit.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
@@ -40,6 +40,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     compute_s: float = 0.002
     faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
+    # Called by each train step before it is done.
+    before_step: Callable[[int], Awaitable[None]] | None = None
     steps: list[Step] = field(default_factory=list)
     saved: list[Path] = field(default_factory=list)
     exported: list[Path] = field(default_factory=list)
@@ -72,6 +74,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise WrongVersion(
                 f"step starts from {step.header.policy_version}, the trainer is at {self.policy_version}"
             )
+        if self.before_step is not None:
+            await self.before_step(len(self.steps) + 1)
         self.steps.append(step)
         self.policy_version += 1
         self._replies[step.header.step_id] = self._reply()
@@ -89,8 +93,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.saving.set()
         await self.hold.wait()
         folder = Path(request.path)
-        folder.mkdir()
-        (folder / "version").write_text(str(self.policy_version))
+        try:
+            folder.mkdir()
+            (folder / "version").write_text(str(self.policy_version))
+        except OSError as error:  # as the real one says it
+            raise Internal(f"cannot write checkpoint {folder}: {error}") from error
         self.saved.append(folder)
         return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
 

@@ -9,6 +9,7 @@ from launcher import plan_processes
 from rollout_service import app as rollout_app
 from rollout_service import worker_app
 from tandem_config.loading import load_config
+from tandem_config.schema import RunSection
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
     OVERLAYS,
@@ -123,7 +124,7 @@ def grace_needed_s() -> dict[str, float]:
         "rollout": rollout_app.DRAIN_S + plan_processes._SERVICE_GRACE_S,
         # Until its leader has drained and lets it go.
         "rollout-worker": worker_app.LET_GO_S + plan_processes._SERVICE_GRACE_S,
-        "coordinator": coordinator_app._DRAIN_S + plan_processes._CONDUCT_GRACE_S,
+        "coordinator": (RunSection().stop_timeout_s + coordinator_app._DRAIN_S + plan_processes._CONDUCT_GRACE_S),
         "redis": 10.0,
     }
 

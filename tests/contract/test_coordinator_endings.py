@@ -1,0 +1,176 @@
+"""How the coordinator ends before its time: a stop that saves, a full disk, a trainer that does not answer."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.app import conduct
+from servicekit.checkpoints import newest_sound
+from servicekit.environment import ServiceEnvironment
+from servicekit.lifecycle import EXIT_LOST_TRAINER
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_trainer import FakeTrainer
+
+SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
+
+
+class Gate:
+    """Holds a trainer's step `at` until it is opened."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.reached, self.opened = at, asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, step: int) -> None:
+        if step == self.at:
+            self.reached.set()
+            await self.opened.wait()
+
+
+def checkpointed(environment: ServiceEnvironment) -> int | None:
+    sound = newest_sound(environment.run_dir)
+    return None if sound is None else sound.iteration
+
+
+async def test_a_stop_between_steps_saves_what_is_finished(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """With iterations since the last checkpoint: none of them is lost, and a resume goes on behind them."""
+    stop, held, config = asyncio.Event(), asyncio.Event(), with_settings(config, run=SELDOM)
+
+    async def hold(step: int) -> None:
+        if step == 3:
+            for service in fleet.rollout_services:
+                service.hold.clear()
+                service.asked.clear()
+            held.set()
+
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=hold)) as fleet:
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(held.wait(), 30)
+        await asyncio.wait_for(fleet.rollout_services[0].asked.wait(), 10)
+        stop.set()
+        assert await asyncio.wait_for(running, 10) == 0
+        for service in fleet.rollout_services:
+            service.hold.set()
+    assert saved_state(environment)["status"] == "interrupted"
+    assert checkpointed(environment) == 3
+    again = environment.model_copy(update={"run_id": "again"})
+    async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=3)):
+        assert (
+            await conduct(with_settings(config, run={"iterations": 4}), again, resume=True, stop=asyncio.Event()) == 0
+        )
+    assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4]
+
+
+async def test_a_stop_within_a_step_finishes_its_iteration(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """The trainer is ahead of the run's state by then: only the whole iteration can be saved. No evaluation follows."""
+    stop, gate = asyncio.Event(), Gate(at=2)
+    config = with_settings(config, run={**SELDOM, "evaluate_every": 2})
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=gate)):
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        stop.set()
+        gate.opened.set()
+        assert await asyncio.wait_for(running, 10) == 0
+    assert [row["heldout_accuracy"] for row in rows(environment)] == [None, None]
+    assert checkpointed(environment) == 2
+
+
+async def test_a_stop_has_its_time(config: RunConfig, environment: ServiceEnvironment) -> None:
+    stop, gate = asyncio.Event(), Gate(at=2)
+    config = with_settings(config, run={**SELDOM, "stop_timeout_s": 0.2})
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=gate)):
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        stop.set()
+        assert await asyncio.wait_for(running, 10) == 0
+        gate.opened.set()
+    assert saved_state(environment)["status"] == "interrupted"
+    assert checkpointed(environment) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Take every byte that is left."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("every", [100, 3], ids=["in a row", "in a checkpoint"])
+async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
+    config: RunConfig, environment: ServiceEnvironment, small_disk: Path, every: int
+) -> None:
+    async def full(step: int) -> None:
+        if step == 3:
+            fill(small_disk)
+
+    config = with_settings(config, run={"checkpoint_every": every, "evaluate_every": 100})
+    environment = environment.model_copy(update={"run_dir": small_disk / "run"})
+    environment.run_dir.mkdir()
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=full)):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    state = saved_state(environment)
+    assert state["status"] == "failed"
+    assert "No space left on device" in state["error"]
+    assert str(environment.run_dir) in state["error"]
+    # whole rows only; where a row fits into the last block of its file, it is the state that does not
+    assert [row["iteration"] for row in rows(environment)] in ([1, 2], [1, 2, 3])
+    (small_disk / "filler").unlink()
+    again = environment.model_copy(update={"run_id": "again"})
+    async with announced_fleet(again.redis_url, again.run_id):
+        assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
+    assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]
+    assert not (environment.run_dir / ".reserve").exists()
+
+
+async def test_a_trainer_that_does_not_answer_is_what_has_failed(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """As a frozen one: `tandem run` must start it again, and not believe that the run has failed."""
+    gate = Gate(at=2)
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=gate)) as fleet:
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=asyncio.Event()))
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        await fleet.servers["trainer"].drain(0.0)
+        assert await asyncio.wait_for(running, 60) == EXIT_LOST_TRAINER
+        gate.opened.set()
+    assert saved_state(environment)["error"].endswith("the trainer does not answer")
+
+
+async def test_a_restarted_coordinator_goes_on_with_min_replicas(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """One of two is away for good: the run goes on in a lease's time, not after run.startup_timeout_s, nor never."""
+    config = with_settings(config, run={"startup_timeout_s": 60}, sync={"lease_ttl_s": 1.0})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.registries["rollout-1"].withdraw()
+        assert await asyncio.wait_for(conduct(config, environment, resume=True, stop=asyncio.Event()), 40) == 0
+        assert fleet.rollout_services[1].requests == []
+    assert len(rows(environment)) == 6
+
+
+async def test_a_new_run_waits_for_all_replicas(config: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(config, run={"startup_timeout_s": 1.0}, sync={"lease_ttl_s": 0.2})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.registries["rollout-1"].withdraw()
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert "rollout-1" in saved_state(environment)["error"]
