@@ -29,7 +29,6 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from weightsync.layout import Parallel
-from weightsync.nccl_settings import settle_nccl_settings
 
 _log = get_logger(__name__)
 
@@ -51,7 +50,6 @@ def make_sglang_engine(
     from weightsync.devices import check_device
 
     check_device(environment.device)
-    settle_nccl_settings()
     return SglangEngine(
         config,
         name,

@@ -22,7 +22,6 @@ from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_config.schema import RunConfig
-from weightsync.nccl_settings import settle_nccl_settings
 
 _log = get_logger(__name__)
 
@@ -43,7 +42,6 @@ def make_sglang_processes(
     from weightsync.devices import check_device
 
     check_device(environment.device)
-    settle_nccl_settings()
     return SglangProcesses(
         config,
         name,

@@ -154,7 +154,7 @@ def _steady(before: Speeds, after: Speeds) -> bool:
 def _stage(case: Case) -> Stage:
     plan = make_plan(source_layout(case.spec, case.trainer), sglang_layout(case.spec, case.rollout))
     messages = cut_messages(plan, BUCKET_BYTES // 4)
-    return Stage(plan=plan, messages=messages, dtype_bytes=4, replicas=case.replicas, speeds=Speeds())
+    return Stage(plan=plan, messages=messages, dtype_bytes=4, replicas=case.replicas, speeds=Speeds(), device="cpu")
 
 
 def _scene(stage: Stage, speeds: Speeds, measured: dict[str, float]) -> Scene:

@@ -15,6 +15,7 @@ from tandem_config.problems import ConfigErrors
 from trainer_service import app
 from trainer_service.worker import WorkerSettings
 from trainer_service.world import Place
+from weightsync.devices import gpu_name
 from weightsync.nccl_settings import settle_nccl_settings
 
 
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place.from_env(os.environ)
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
-        settle_nccl_settings()
+        if config.sync.transport in ("auto", "collective"):  # the others do not use NCCL between trainer and rollouts
+            settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
     except (ConfigError, ConfigErrors) as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         rank = os.environ.get("RANK", "0")

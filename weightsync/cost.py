@@ -55,13 +55,18 @@ class MessageSizes:
     staged_dst_ops: Ids
 
     @classmethod
-    def of(cls, plan: TransferPlan, messages: Sequence[Message], dtype_bytes: int) -> "MessageSizes":
-        """Cuts messages into segments as `transports/packing.py` does: large ops alone, small neighbours together."""
+    def of(
+        cls, plan: TransferPlan, messages: Sequence[Message], dtype_bytes: int, device: str = "cuda"
+    ) -> "MessageSizes":
+        """Cuts messages into segments as `transports/packing.py` does: large ops alone, small neighbours together.
+
+        device: "cpu" or "cuda": where both ends hold them.
+        """
         ops = np.concatenate([m.ops for m in messages]) if messages else np.zeros(0, OP_DTYPE)
         counts = np.array([len(m.ops) for m in messages], dtype=np.int64)
         first = np.cumsum(counts) - counts
         size = elements(ops) * dtype_bytes
-        large = size >= SEGMENT_BYTES
+        large = size >= SEGMENT_BYTES[device]
         begins = large.copy()
         begins[1:] |= large[:-1]
         begins[first] = True

@@ -28,6 +28,11 @@ def check_device(wanted: str) -> None:
     raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, and {why}")
 
 
+def gpu_name() -> str:
+    """Of the first GPU that this process sees; "" without one."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes the device this thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

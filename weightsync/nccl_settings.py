@@ -11,6 +11,7 @@ NCCL_SETTINGS = (
     "NCCL_IB_DISABLE",
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NCHANNELS",
+    "NCCL_MNNVL_ENABLE",
     "NCCL_NCHANNELS_PER_NET_PEER",
     "NCCL_NET",
     "NCCL_NET_PLUGIN",
@@ -20,17 +21,30 @@ NCCL_SETTINGS = (
     "NCCL_PROTO",
     "NCCL_SHM_DISABLE",
 )
-# SGLang sets these in its ranks unless somebody else has: the trainer must do as it does.
-_SGLANG_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+# GPUs that SGLang takes for parts of a fabric of NVLinks between hosts, by name.
+_FABRIC_GPUS = ("GB200", "GB300")
 
 
-def settle_nccl_settings(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Gives trainer and rollouts the same settings where the user says nothing; before NCCL or SGLang start.
+def settle_nccl_settings(
+    environ: MutableMapping[str, str] = os.environ, *, gpu_name: str, engine_hosts: int = 1
+) -> None:
+    """Gives a trainer rank what SGLang gives the ranks of its engines; before NCCL starts.
 
-    >>> environ = {"NCCL_CUMEM_ENABLE": "1"}
-    >>> settle_nccl_settings(environ)
+    What is set stays, in trainers and rollouts alike: SGLang respects it too, and ranks that differ in the end are
+    named when they meet.
+
+    Args:
+        gpu_name: as CUDA says it; "" without one, which needs no settings.
+        engine_hosts: over which an engine spans (rollout.nodes): SGLang uses a fabric for more than one.
+
+    >>> settle_nccl_settings(environ := {"NCCL_CUMEM_ENABLE": "1"}, gpu_name="NVIDIA H100 80GB HBM3")
     >>> environ
     {'NCCL_CUMEM_ENABLE': '1', 'NCCL_NVLS_ENABLE': '0'}
     """
-    for name, value in _SGLANG_DEFAULTS.items():
-        environ.setdefault(name, value)
+    if not gpu_name:
+        return
+    on_fabric = engine_hosts > 1 and any(each in gpu_name.upper() for each in _FABRIC_GPUS)
+    if on_fabric:
+        environ.setdefault("NCCL_MNNVL_ENABLE", "1")
+    environ.setdefault("NCCL_CUMEM_ENABLE", str(int(on_fabric)))
+    environ.setdefault("NCCL_NVLS_ENABLE", "0")

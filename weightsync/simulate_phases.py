@@ -24,7 +24,7 @@ class Slow:
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """Plan, replicas and machines. prepare_s (planning, coverage) and pause_s (draining) are what those phases take
-    beyond the call; staged: COMMIT copies the shard."""
+    beyond the call; staged: COMMIT copies the shard; device: what ranks hold their parameters on."""
 
     plan: TransferPlan
     messages: Sequence[Message]
@@ -35,11 +35,12 @@ class Stage:
     staged: bool = False
     prepare_s: float = 0.0
     pause_s: float = 0.0
+    device: str = "cuda"
 
     @cached_property
     def sizes(self) -> MessageSizes:
         """Of every message."""
-        return MessageSizes.of(self.plan, self.messages, self.dtype_bytes)
+        return MessageSizes.of(self.plan, self.messages, self.dtype_bytes, self.device)
 
     def speed_of(self, replica: int) -> float:
         """1.0: as `speeds` says."""

@@ -26,6 +26,8 @@ from tests.chaos.gates import GateKeeper
 from tests.chaos.policy import expected_checksums
 from tests.conftest import RedisProcess
 from tests.polling import until
+from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.rendezvous import Rendezvous
 
 REPLICAS = ("rollout-0", "rollout-1", "rollout-2")
 TRAINERS = ("trainer-0", "trainer-1")
@@ -240,8 +242,10 @@ class ChaosFleet:
 
     def train_step(self) -> None:
         """The trainer goes to the next version."""
+        lease = CoordinatorLease(Rendezvous(self.redis.url, f"tandem:{RUN_ID}"), CALL_S)
+        lease.claim(START_S)  # ranks do as the newest coordinator says only
         header = trainer_pb2.TrainStepHeader(
-            step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1
+            step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1, fence=lease.fence
         )
         batch = trainer_pb2.MicroBatch(
             sample_ids=["s"],
@@ -254,7 +258,10 @@ class ChaosFleet:
         )
         requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(micro_batch=batch)]
         stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
-        reply = _call(stub.TrainStep, iter(requests))
+        try:
+            reply = _call(stub.TrainStep, iter(requests))
+        finally:
+            lease.close()
         self.version += 1
         assert reply.policy_version == self.version
 

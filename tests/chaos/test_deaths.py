@@ -88,12 +88,14 @@ def lose(fleet: ChaosFleet, victim: str, moment_s: float, install: str) -> tuple
         until(lambda: fleet.has_ended(other), PROMISED_S)  # by itself; it is started again then
         fleet.start_trainer()
     survivors = [name for name in REPLICAS if name != victim]
-    while not result.exists() and time.monotonic() - killed_s < PATIENCE_S:
+    while time.monotonic() - killed_s < PATIENCE_S:
+        if result.exists():
+            if victim not in TRAINERS or "error" not in fleet.result_of(result):
+                break
+            result = fleet.start_coordinator()  # as `tandem run` does
         states = {name: fleet.status(name).state for name in survivors}
         if install == "staged":
             assert set(states.values()) <= set(SERVES), states
-        if victim in TRAINERS and result.exists() and "error" in fleet.result_of(result):
-            result = fleet.start_coordinator()
         time.sleep(0.02)
     return time.monotonic() - killed_s, fleet.result_of(result)
 

@@ -25,8 +25,10 @@ from weightsync.model_spec import ModelSpec
 EXPERTS = ".local_experts."
 
 
-def initialize_parallel(parallel: Parallel, seed: int) -> None:
+def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None:
     """Megatron's process groups and random states; torch.distributed is initialised already.
+
+    timeout_s: of their collectives (trainer.collective_timeout_s): NCCL notices a peer that was killed by that only.
 
     Raises: ConfigError: the sizes do not multiply to the world size.
     """
@@ -44,6 +46,7 @@ def initialize_parallel(parallel: Parallel, seed: int) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

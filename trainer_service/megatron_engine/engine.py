@@ -42,7 +42,7 @@ class MegatronEngine:
         self._parallel = Parallel(**trainer.parallel_sizes)
         # names every problem of model and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
-        build.initialize_parallel(self._parallel, config.run.seed)
+        build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
         chunks = build.build_chunks(self._spec, mcore_config, device)

@@ -161,7 +161,7 @@ class Packer:
         """Small ops share a segment; a large one has its own."""
         run: list[Block] = []
         filled = 0
-        least = SEGMENT_BYTES // self.dtype.itemsize
+        least = SEGMENT_BYTES[self.device.type] // self.dtype.itemsize
         for values in self.blocks(message):
             elements = values.numel()
             if run and (elements >= least or run[0].elements >= least):

@@ -20,7 +20,7 @@ MESSAGES = cut_messages(make_plan(SOURCE, TARGET), 4096)
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SEGMENT_BYTES", 2048)
+    monkeypatch.setitem(packing.SEGMENT_BYTES, "cpu", 2048)
 
 
 def sender(rank: int, dtype: torch.dtype | None = None) -> Packer:

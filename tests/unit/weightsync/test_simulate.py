@@ -76,7 +76,7 @@ def test_messages_are_cut_into_segments_as_the_packer_does() -> None:
     source, target = megatron_layout(spec, Parallel(tensor=2)), sglang_layout(spec, Parallel(tensor=2))
     plan = make_plan(source, target)
     messages = cut_messages(plan, 400_000)
-    sizes = MessageSizes.of(plan, messages, 4)
+    sizes = MessageSizes.of(plan, messages, 4, "cpu")
     for side, layout in (("src", source), ("dst", target)):
         packers = [
             packing.Packer(layout, {n: torch.zeros(s) for n, s in layout.parameters_of(rank).items()}, side)  # type: ignore[arg-type]
