@@ -71,11 +71,13 @@ class SglangEngine:
                 pass
 
     def _read_limits(self) -> EngineLimits:
-        info = self._processes.engine._scheduler_init_result.scheduler_infos[0]
+        engine = self._processes.engine
+        info = engine._scheduler_init_result.scheduler_infos[0]
         return EngineLimits(
             vocab_size=self._manager.model_config.vocab_size,
-            # A request may fill the KV cache but for one page (SGLang keeps one token of it).
-            longest_request=min(self._manager.context_len, info["max_total_num_tokens"] - 1),
+            longest_request=longest_request(
+                self._manager.context_len, info["max_total_num_tokens"], engine.server_args.resolved_dict()["page_size"]
+            ),
         )
 
     def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
@@ -154,6 +156,15 @@ class SglangEngine:
 
     def _signal_handlers(self, manager: Any) -> "_SignalHandlers":
         return _SignalHandlers(self._on_terminate, self._processes.fail)
+
+
+def longest_request(context_tokens: int, cache_tokens: int, page_tokens: int) -> int:
+    """Tokens of the longest request, prompt and completion: it may fill the KV cache but for the page that is begun.
+
+    >>> longest_request(4096, 1024, 1), longest_request(4096, 1024, 64), longest_request(512, 1024, 64)
+    (1023, 960, 512)
+    """
+    return min(context_tokens, cache_tokens - page_tokens)
 
 
 class _SignalHandlers:

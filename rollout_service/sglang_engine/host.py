@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.kernels import refuse_environment
 from rollout_service.sglang_engine.options import engine_arguments, engine_environment
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
@@ -81,6 +82,7 @@ class SglangProcesses:
         import torch
 
         _check_model(self._config)
+        refuse_environment(os.environ)
         cuda = torch.cuda.is_available()
         os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
         os.environ.update(self._receiver.to_env())

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_service.hosts.share import Share
 from rollout_service.sglang_engine.interfaces import interface_of, resolve
+from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from tandem_config.schema import RunConfig
 
@@ -41,7 +42,13 @@ def engine_arguments(config: RunConfig, name: str, share: Share, cuda: bool) -> 
     }
     if share.nodes > 1:
         arguments |= {"nnodes": share.nodes, "node_rank": share.host, "dist_init_addr": share.store}
-    return arguments | ({} if cuda else _cpu_arguments())
+    return arguments | (_cuda_arguments(config) if cuda else _cpu_arguments())
+
+
+def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
+    """What SGLang would choose by the GPU's generation, where its choice could not work here."""
+    chosen = {"moe_runner_backend": MOE_RUNNER}
+    return chosen | ({"attention_backend": FLOAT32_ATTENTION} if config.model.dtype == "float32" else {})
 
 
 def _cpu_arguments() -> dict[str, Any]:

@@ -54,6 +54,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         return
     from sglang.srt.runtime_context import get_parallel
 
+    from rollout_service.sglang_engine.kernels import refuse_other_forms
     from rollout_service.sglang_engine.receiver import ShardReceiver, load_with_sglang, receivable_tensors
     from servicekit.logs import configure_logging
     from servicekit.sync_server import start_sync_server
@@ -65,6 +66,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     settings = ReceiverSettings.from_env(os.environ)
     if settings is None:
         raise RuntimeError("the hook ran without its environment")
+    refuse_other_forms(runner.model)
     parallel = get_parallel()
     configure_logging("rollout-rank", replica=settings.replica, rank=parallel.tp_rank)
     logging.getLogger("sglang").setLevel(logging.WARNING)  # at INFO it writes a line per batch

@@ -14,15 +14,23 @@ def config(max_prompt_tokens: int = 1024, **rollout: object) -> RunConfig:
     )
 
 
-def arguments(configured: RunConfig, name: str = "rollout-0", cuda: bool = False) -> dict[str, object]:
-    return engine_arguments(configured, name, Share(), cuda)
+def arguments(
+    configured: RunConfig, name: str = "rollout-0", cuda: bool = False, dtype: str = "float32"
+) -> dict[str, object]:
+    model = configured.model.model_copy(update={"dtype": dtype})
+    return engine_arguments(configured.model_copy(update={"model": model}), name, Share(), cuda)
 
 
-def test_a_gpu_keeps_sglangs_own_backends() -> None:
-    on_gpu, on_cpu = (arguments(config(), cuda=cuda) for cuda in (True, False))
+def test_a_gpu_keeps_sglangs_own_backends_but_for_kernels_that_change_the_weights() -> None:
+    on_gpu, on_cpu = (arguments(config(), cuda=cuda, dtype="bfloat16") for cuda in (True, False))
     assert {"device", "attention_backend", "sampling_backend"}.isdisjoint(on_gpu)
+    assert on_gpu["moe_runner_backend"] == "triton"
     assert (on_cpu["device"], on_cpu["attention_backend"]) == ("cpu", "torch_native")
     assert on_gpu["mem_fraction_static"] == 0.8
+
+
+def test_float32_on_a_gpu_gets_an_attention_that_computes_in_it() -> None:
+    assert arguments(config(), cuda=True, dtype="float32")["attention_backend"] == "triton"
 
 
 def test_short_prompts_do_without_a_prefix_cache() -> None:
