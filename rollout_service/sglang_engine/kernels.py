@@ -1,8 +1,8 @@
 """Which of SGLang's kernels an engine may use: those that read weights in the form in which a sync writes them.
 
-Weight sync writes parameters in the form that SGLang's loader gives them. Some kernels want another one, into which SGLang
-brings the weights once, after loading: blocks (another shape), padded, or gate and up exchanged or interleaved (the same
-shape, which no check of shapes would see). A sync would write the loader's form over it.
+Weight sync writes parameters in the form that SGLang's loader gives them. Some kernels want another one, into which
+SGLang brings the weights once, after loading: blocks (another shape), padded, or gate and up exchanged or interleaved
+(the same shape, which no check of shapes would see). A sync would write the loader's form over it.
 """
 
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ _CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cp
 _CPU_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_kept: list[tuple[Any, Any]] = []  # (member, server) of this rank, for its lifetime
+_kept: list[tuple[Any, Any, Any]] = []  # (member, server, device) of this rank, for its lifetime
 
 
 def register() -> None:
@@ -88,7 +88,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         ShardReceiver(member, lambda folder: load_with_sglang(runner.model, folder)),
         settings.address(parallel.tp_rank),
     )
-    _kept.append((member, server))
+    _kept.append((member, server, next(runner.model.parameters()).device))
 
 
 def _end(why: str) -> None:
@@ -101,7 +101,7 @@ def _end(why: str) -> None:
 
 def _leave(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """The rank was asked to end: give its slot back now, not when its lease runs out."""
-    for member, server in _kept:
+    for member, server, _ in _kept:
         server.stop(grace=0)
         member.close()
 
@@ -112,10 +112,10 @@ def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
     """A frozen scheduler leaves the batch that it has launched to a GPU alone: wait until that has read the weights."""
-    import torch
+    from weightsync.devices import wait_for_device
 
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for _, _, device in _kept:
+        wait_for_device(device)
 
 
 def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:

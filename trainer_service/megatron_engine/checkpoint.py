@@ -84,7 +84,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     shard, *experts = _files(tensors)
     mine = [file for file in experts if file.writes]
     if shard.writes:
-        mine.append(replace(shard, tensors=shard.tensors | _rng_state()))
+        mine.append(replace(shard, tensors=shard.tensors | _rng_state(device)))
     try:
         together(what, device, (lambda: _prepare(partial)) if leads else None)
         size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
@@ -178,7 +178,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     for file in _files(tensors):
         states = _read(folder / file.name, file.tensors)
         if states:
-            _restore_rng(states)
+            _restore_rng(states, device)
     return saved
 
 
@@ -216,18 +216,18 @@ def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in held if name.startswith("rng/")}
 
 
-def _rng_state() -> dict[str, Tensor]:
+def _rng_state(device: torch.device) -> dict[str, Tensor]:
     out = {f"rng/tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     out["rng/cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        out["rng/device"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        out["rng/device"] = torch.cuda.get_rng_state(device)
     return out
 
 
-def _restore_rng(states: Mapping[str, Tensor]) -> None:
+def _restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["rng/cpu"])
-    if torch.cuda.is_available() and "rng/device" in states:
-        torch.cuda.set_rng_state(states["rng/device"])
+    if device.type == "cuda" and "rng/device" in states:
+        torch.cuda.set_rng_state(states["rng/device"], device)
     prefix = "rng/tracker/"
     tracked = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
     get_cuda_rng_tracker().set_states(tracked)
