@@ -64,11 +64,13 @@ async def check_lead(lead: Lead, patience_s: float) -> None:
         try:
             await asyncio.to_thread(lead.hold)
             return
-        except Unavailable:
+        except Unavailable as error:
             if lead.left_s > 0:
                 return
             if asyncio.get_running_loop().time() >= deadline_s:
-                raise
+                raise Unavailable(
+                    f"waited {patience_s:g} s to be told whether this coordinator still leads the run: {error}"
+                ) from error
         await asyncio.sleep(_RETRY_S)
 
 

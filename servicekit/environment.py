@@ -41,7 +41,8 @@ class ServiceEnvironment(BaseModel):
         alias="TANDEM_REDIS_WAIT_S",
         ge=0,
         le=3600,
-        description="Seconds that a starting service waits for a Redis that does not answer: pods come in any order.",
+        description="Seconds that a starting service waits for a Redis that does not answer, or refuses what we need: "
+        "pods come in any order.",
     )
     run_id: str = Field(
         alias="TANDEM_RUN_ID",

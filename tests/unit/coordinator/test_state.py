@@ -7,7 +7,7 @@ import pytest
 from coordinator.checkpoint import COORDINATOR_FILE, load_newest
 from coordinator.prompts import CursorState
 from coordinator.resuming import order_differences
-from coordinator.state import DataOrder, RunState
+from coordinator.state import KEPT_SYNCS, DataOrder, RunState, Totals
 from servicekit.checkpoints import mark_complete, step_folder
 from servicekit.errors import ConfigError
 
@@ -93,3 +93,23 @@ def test_what_differs_in_the_data_is_named_at_once() -> None:
         "data.train: other prompts than those of the checkpoint (9 usable ones in the checkpoint, 12 in the run; "
         "or other texts, answers, tokens or order)",
     ]
+
+
+def test_the_state_of_a_long_run_is_as_large_as_that_of_a_short_one() -> None:
+    """It is written anew in every iteration; it grew by the time of each weight sync."""
+    state = state_at(2)
+    state.totals.note_sync(9.0)
+    sizes = []
+    for _ in range(2):
+        for _ in range(10_000):
+            state.totals.note_sync(0.123456)
+        sizes.append(len(state.model_dump_json()))
+    assert sizes[0] == sizes[1] < 5000
+    assert (state.totals.num_weight_syncs, state.totals.weight_sync_max_s) == (20_001, 9.0)
+
+
+def test_a_state_with_the_times_of_all_syncs_still_counts_them() -> None:
+    totals = Totals.model_validate({"weight_sync_s": [0.5, *[0.25] * 400]})
+    assert (totals.num_weight_syncs, totals.weight_sync_max_s) == (401, 0.5)
+    assert len(totals.weight_sync_s) == KEPT_SYNCS
+    assert Totals.model_validate(totals.model_dump()) == totals

@@ -3,16 +3,17 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
 from servicekit import redis_acl
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis_client import connect
 from servicekit.registry import Registry, ServiceRecord
-from tests.polling import until
-from weightsync.rendezvous import Rendezvous
+from tests.polling import throughout, until
+from weightsync.rendezvous import Lease, Rendezvous
 
 PASSWORD = "right-one"
 
@@ -99,6 +100,34 @@ def test_strangers_may_ping_and_nothing_else(server):
 def test_a_service_without_the_password_is_told_so(server):
     with pytest.raises(ConfigError, match="REDIS_URL"):
         Registry(server.strangers_url, "demo.1")
+
+
+def test_rights_that_come_while_a_service_starts_are_waited_for(server):
+    server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
+    with pytest.raises(ConfigError, match=r"no permissions to run the 'evalsha' command.*servicekit\.redis_acl"):
+        Registry(server.tandem_url, "demo.1")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(Registry, server.tandem_url, "demo.1", wait_s=20)
+        throughout(lambda: not starting.done(), 0.3)
+        server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "+evalsha")
+        assert starting.result(timeout=20).list("rollout") == []
+
+
+def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server):
+    registry = Registry(server.tandem_url, "demo.1")
+    lost = []
+    registry.announce(ServiceRecord(role="rollout", name="rollout-0", address="h:1", worker_id="w"), 0.3, lost.append)
+    lease = Lease(Rendezvous(server.tandem_url, "tandem:demo.1"), "rollout-0/0", 0.3)
+    lease.start()
+    server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
+    with pytest.raises(Unavailable, match="no permissions"):
+        lease.rendezvous.snapshot()
+    throughout(lambda: not lost and lease._thread.is_alive(), 1.0)
+    server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "+evalsha")
+    until(lambda: lease.slot in lease.rendezvous.snapshot().members)
+    until(lambda: [record.name for record in registry.list("rollout")] == ["rollout-0"])
+    lease.close()
+    registry.close()
 
 
 def test_the_command_prints_the_file_without_the_password():
