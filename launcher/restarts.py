@@ -5,11 +5,11 @@ a replica           it alone                             nothing: the coordinato
 a trainer rank      all of them, and the coordinator     the newest checkpoint, else the initial model
 the coordinator     it alone                             the same; trainer and replicas stay, it takes them over
 
-Nobody does before this launch has done an iteration: what fails while a run starts would fail again. So does what a
+Nobody does before this launch has done an iteration: what fails while a run starts would fail again. So would what a
 configuration makes fail (exit code 2), at any time. A coordinator that ends by itself has said that the run failed, and
 is believed; if it says that the trainer does not answer (exit code 3), the trainer is what has died. A replica that
-dies too often is left out while rollout.min_replicas others are there. Anything else ends the run: Redis, say, which
-holds what the others agree on.
+dies too often, or that cannot be helped, is left out while rollout.min_replicas others are there. Anything else ends
+the run: Redis, say, which holds what the others agree on.
 """
 
 import time
@@ -63,12 +63,14 @@ class Restarts:
     def after(self, death: ProcessExit) -> Restart | None:
         """What is done now; None: the run ends."""
         self._has_begun = self._has_begun or has_begun(self._run_dir)
-        if not self._has_begun or death.code == EXIT_BAD_CONFIG:
+        if not self._has_begun:
+            return None
+        if is_rollout(death.name):
+            return self._after_replica(death)
+        if death.code == EXIT_BAD_CONFIG:
             return None
         if is_trainer(death.name) or (death.name == COORDINATOR and death.code == EXIT_LOST_TRAINER):
             return self._after_trainer(death)
-        if is_rollout(death.name):
-            return self._after_replica(death)
         if death.name == COORDINATOR and death.code != EXIT_FAILED:
             return self._after_coordinator(death)
         return None
@@ -88,7 +90,8 @@ class Restarts:
         return self._restart(text, {COORDINATOR}, count)
 
     def _after_replica(self, death: ProcessExit) -> Restart | None:
-        count = self._spend(death.name, self._config.run.replica_restarts)
+        hopeless = death.code == EXIT_BAD_CONFIG
+        count = 0 if hopeless else self._spend(death.name, self._config.run.replica_restarts)
         if count:
             text = f"{death.describe()}; it starts again and is seeded ({self._of('replica', count)})"
             return Restart(text=text, names=frozenset({death.name}), delay_s=_back_off_s(count))
@@ -96,7 +99,8 @@ class Restarts:
         there = [name for name in self._names if is_rollout(name) and name not in self.left_out]
         if len(there) < self._config.rollout.min_replicas:
             return None
-        text = f"{death.describe()}; run.replica_restarts are used up: going on with {', '.join(there)}"
+        why = "a restart cannot help" if hopeless else "run.replica_restarts are used up"
+        text = f"{death.describe()}; {why}: going on with {', '.join(there)}"
         return Restart(text=text, names=frozenset())
 
     def _restart(self, text: str, names: set[str], count: int) -> Restart:

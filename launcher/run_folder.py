@@ -120,7 +120,7 @@ def metrics_rows(run_dir: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl; a last line that is still being written is left out."""
     rows: list[dict[str, float]] = []
     try:
-        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return rows
     for line in text.splitlines():

@@ -64,11 +64,20 @@ def test_who_starts_again(tmp_path: Path, clock: Clock, name: str, again: set[st
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("redis", KILLED), ("coordinator", 1), ("coordinator", 2), ("trainer-0", 2), ("rollout-1", 2)],
+    [("redis", KILLED), ("coordinator", 1), ("coordinator", 2), ("trainer-0", 2)],
     ids=lambda value: str(value),
 )
 def test_what_ends_a_run(tmp_path: Path, clock: Clock, name: str, code: int) -> None:
     assert restarts_of(tmp_path, clock).after(death(tmp_path, name, code)) is None
+
+
+def test_a_replica_that_a_configuration_makes_fail_is_left_out_at_once(tmp_path: Path, clock: Clock) -> None:
+    restarts = restarts_of(tmp_path, clock)
+    restart = restarts.after(death(tmp_path, "rollout-1", 2))
+    assert restart is not None
+    assert restart.names == frozenset()
+    assert "a restart cannot help: going on with rollout-0, rollout-2" in restart.text
+    assert restarts.after(death(tmp_path, "rollout-2", 2)) is None  # fewer than rollout.min_replicas would be left
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "coordinator"])
