@@ -15,7 +15,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.cost import GIGABIT, MessageSizes, Speeds, predict
 from weightsync.layout import Parallel
-from weightsync.limits import DEFAULT_BUCKET_BYTES
+from weightsync.limits import default_bucket_bytes
 from weightsync.megatron_layout import megatron_layout
 from weightsync.messages import cut_messages
 from weightsync.model_spec import ModelSpec
@@ -52,8 +52,7 @@ class Forecast:
     def __init__(self, model: str, dtype: str, settings: SyncSection) -> None:
         self._model = model
         self._dtype_bytes = _DTYPE_BYTES[dtype if settings.dtype == "same" else settings.dtype]
-        # The link speeds of a forecast are those between GPUs.
-        self._bucket_bytes = int((settings.bucket_mib or 0) * 2**20) or DEFAULT_BUCKET_BYTES["cuda"]
+        self._bucket_bytes = int((settings.bucket_mib or 0) * 2**20)
         link = settings.link_gbit * GIGABIT
         self._speeds = Speeds(trainer_link=link, rollout_link=link)
         self._fleet: Participants | None = None
@@ -79,15 +78,20 @@ class Forecast:
 
         Raises: ConfigError: a model or a layout that the planner does not know.
         """
-        chains = [self._predict_chain(fleet.trainer, layout, len(names)) for layout, names in fleet.chains().items()]
+        # The link speeds of a forecast are those between GPUs.
+        bucket_bytes = self._bucket_bytes or default_bucket_bytes("cuda", fleet.longest_chain)
+        chains = [
+            self._predict_chain(fleet.trainer, layout, len(names), bucket_bytes)
+            for layout, names in fleet.chains().items()
+        ]
         return RoundForecast(
             seconds=max(chain.seconds for chain in chains), received_bytes=sum(chain.received_bytes for chain in chains)
         )
 
-    def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int) -> RoundForecast:
+    def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int, bucket_bytes: int) -> RoundForecast:
         spec = ModelSpec.from_folder(self._model)
         plan = make_plan(megatron_layout(spec, trainer), sglang_layout(spec, rollout))
-        messages = cut_messages(plan, self._bucket_bytes // self._dtype_bytes)
+        messages = cut_messages(plan, max(1, bucket_bytes // self._dtype_bytes))
         prediction = predict(plan, MessageSizes.of(plan, messages, self._dtype_bytes), replicas, self._speeds)
         received = int(plan.elements_sent().sum()) * self._dtype_bytes * replicas
         return RoundForecast(seconds=prediction.seconds, received_bytes=received)

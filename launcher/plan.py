@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.commands import BAD_CONFIGURATION
-from launcher.plan_figures import Planned, PlanRequest
+from launcher.plan_figures import DTYPE_BYTES, Planned, PlanRequest
+from launcher.plan_limits import check_effort, check_numbers, check_simulation
 from launcher.plan_model import model_spec
 from launcher.plan_simulated import simulated, simulation_table
 from launcher.plan_sizes import rollout_sizes, trainer_sizes
@@ -16,6 +17,7 @@ from launcher.report import print_problems
 from launcher.view import make_console
 from tandem_config.problems import ConfigErrors
 from weightsync.cost import Speeds
+from weightsync.limits import default_bucket_bytes
 
 
 def plan_command(
@@ -25,7 +27,7 @@ def plan_command(
     rollout: str,
     replicas: int,
     dtype: str,
-    bucket_mib: float,
+    bucket_mib: float | None,
     speeds: Speeds,
     as_json: bool,
     simulate: bool,
@@ -33,6 +35,7 @@ def plan_command(
 ) -> int:
     """Plans and prints. Returns: the exit code."""
     try:
+        check_numbers(bucket_mib, speeds)
         spec = model_spec(model)
         trainer_parallel, notes = trainer_sizes(trainer, spec)
         request = PlanRequest(
@@ -42,13 +45,22 @@ def plan_command(
             rollout=rollout_sizes(rollout),
             replicas=replicas,
             dtype=dtype,
-            bucket_bytes=int(bucket_mib * 2**20),
+            bucket_bytes=default_bucket_bytes("cuda", replicas) if bucket_mib is None else int(bucket_mib * 2**20),
             speeds=speeds,
             notes=notes,
+        )
+        check_effort(
+            spec,
+            request.trainer,
+            request.rollout,
+            message_bytes=request.bucket_bytes,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            values={"--model": model, "--trainer": trainer, "--rollout": rollout},
         )
         planned = Planned.of(request)
         figures = planned.as_json()
         if simulate or faults:
+            check_simulation(len(planned.messages), replicas)
             figures["simulated"] = simulated(planned, faults)
     except ConfigErrors as errors:
         print_problems(make_console(stderr=True), errors.problems)
@@ -81,7 +93,7 @@ def _rows(planned: Planned, figures: dict) -> list[tuple[str, str]]:  # type: ig
         ("redundancy", f"{figures['redundancy']:.2f} (bytes received / bytes of the shards)"),
         ("busiest sender", f"{_size(figures['max_sender_bytes'])}, {figures['sender_imbalance']:.3f} of the mean"),
         ("busiest receiver", _size(figures["max_receiver_bytes"])),
-        ("trainer egress", f"{_size(figures['trainer_egress_bytes'])}, whatever the number of replicas"),
+        ("trainer egress", f"{_size(figures['trainer_egress_bytes'])} for each rollout layout, whatever its replicas"),
         ("messages", f"{figures['messages']} of at most {_size(request.bucket_bytes)} to each replica"),
         ("staging", f"{_size(figures['staging_bytes_per_rank'])} per rank"),
         ("predicted", f"{figures['predicted_seconds']:.3f} s, bound by {figures['bound_by']}"),

@@ -32,9 +32,12 @@ TrainerSizes = Annotated[
     ),
 ]
 RolloutSizes = Annotated[str, typer.Option(metavar="SIZES", help="tp, and ep of its ranks.")]
-Replicas = Annotated[int, typer.Option(min=1, help="Rollout replicas.")]
+Replicas = Annotated[int, typer.Option(min=1, max=100_000, help="Rollout replicas.")]
 TravelDtype = Annotated[Dtype, typer.Option(help="Type that travels.")]
-BucketMib = Annotated[float, typer.Option(min=0.001, help="Largest message, in MiB.")]
+BucketMib = Annotated[
+    float | None,
+    typer.Option(help="Largest message, in MiB; by default 256 divided by the replicas, at least 4, as between GPUs."),
+]
 
 # ---- how fast the machines are ----
 
@@ -68,7 +71,7 @@ def plan(
     rollout: RolloutSizes = "tp=1",
     replicas: Replicas = 1,
     dtype: TravelDtype = Dtype.bfloat16,
-    bucket_mib: BucketMib = 256.0,
+    bucket_mib: BucketMib = None,
     trainer_gbps: TrainerGbps = 400.0,
     rollout_gbps: RolloutGbps = 400.0,
     latency_us: LatencyUs = 20.0,

@@ -50,7 +50,7 @@ class Planned:
         start, cpu_start = time.perf_counter(), time.process_time()
         source = layout_of("--trainer", megatron_layout, request.spec, request.trainer)
         plan = make_plan(source, layout_of("--rollout", sglang_layout, request.spec, request.rollout))
-        messages = cut_messages(plan, request.bucket_bytes // DTYPE_BYTES[request.dtype])
+        messages = cut_messages(plan, max(1, request.bucket_bytes // DTYPE_BYTES[request.dtype]))
         return cls(
             request=request,
             plan=plan,

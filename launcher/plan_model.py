@@ -12,6 +12,7 @@ from weightsync.model_spec import ModelSpec
 from weightsync.presets import CONFIGS, preset
 
 # They change what a model computes, not which parameters it has.
+_LARGEST_BYTES = 2**24
 _NO_MATTER = (
     "rope_scaling",
     "rope_parameters",
@@ -30,11 +31,12 @@ def model_spec(model: str) -> ModelSpec:
     """
     if model in CONFIGS:
         return preset(model)
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = _config_file(model)
+    if file is None:
         raise ConfigErrors([_unknown(model)])
     try:
+        if file.stat().st_size > _LARGEST_BYTES:
+            raise ConfigError(f"{file} has {file.stat().st_size} bytes: it is no config.json")
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(config, dict):
             config = {key: value for key, value in config.items() if key not in _NO_MATTER}
@@ -46,6 +48,15 @@ def model_spec(model: str) -> ModelSpec:
     except (OSError, ValueError, RecursionError) as error:
         hint = "give the config.json that `save_pretrained` writes"
         raise ConfigErrors([_problem(model, f"cannot be read as a model's config.json: {error}", hint)]) from None
+
+
+def _config_file(model: str) -> Path | None:
+    path = Path(model)
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        return file if file.is_file() else None
+    except OSError:  # no name that a file could have
+        return None
 
 
 def _unknown(model: str) -> ConfigProblem:

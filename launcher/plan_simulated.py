@@ -11,6 +11,8 @@ from weightsync.cost import PHASES
 from weightsync.simulate import Dies, Scene, SimulatedRound, simulate
 from weightsync.simulate_phases import Slow, Stage
 
+_DIGITS = 7
+_LARGEST = 1e6  # times slower; seconds
 _HINT = "slow:3=4 (replica 3 is four times slower), kill:3@transfer or kill:3@1.5 (replica 3 dies then)"
 
 
@@ -64,7 +66,7 @@ def _as_json(result: SimulatedRound) -> dict[str, Any]:
 def _parse(fault: str, replicas: int) -> Slow | Dies:
     kind, _, rest = fault.partition(":")
     name, _, value = rest.partition("=" if kind == "slow" else "@")
-    if kind not in ("slow", "kill") or not name.isdecimal():
+    if kind not in ("slow", "kill") or not name.isdecimal() or len(name) > _DIGITS:
         raise ConfigErrors([_problem(fault, "cannot be read")])
     if int(name) >= replicas:
         raise ConfigErrors([_problem(fault, f"there is no replica {name}: they are 0 to {replicas - 1}")])
@@ -74,8 +76,8 @@ def _parse(fault: str, replicas: int) -> Slow | Dies:
         number = float(value)
     except ValueError:
         raise ConfigErrors([_problem(fault, f"{value!r} is neither a number nor a phase")]) from None
-    if not 0 < number < float("inf"):
-        raise ConfigErrors([_problem(fault, f"{value} must be above 0")])
+    if not 0 < number <= _LARGEST:
+        raise ConfigErrors([_problem(fault, f"{value} must be above 0, and at most {_LARGEST:g}")])
     return Slow(replica=int(name), factor=number) if kind == "slow" else Dies(replica=int(name), at=number)
 
 

@@ -1,8 +1,10 @@
 """Parallel sizes as `tandem plan` takes them: "tp=4,pp=8,ep=16", with what was left out worked out."""
 
 import difflib
+import math
 from dataclasses import replace
 
+from launcher.plan_limits import check_ranks
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from weightsync.layout import Parallel
@@ -24,6 +26,7 @@ TRAINER_KEYS = {
 }
 ROLLOUT_KEYS = {"tp": "tensor", "ep": "expert"}
 _SWITCHES = ("embedding", "loss")
+_DIGITS = 7
 _SPLIT = ("first", "last", *_SWITCHES)
 
 
@@ -38,8 +41,10 @@ def trainer_sizes(text: str, spec: ModelSpec) -> tuple[Parallel, list[str]]:
     sizes = _parse("--trainer", text, TRAINER_KEYS)
     parallel = Parallel(**{TRAINER_KEYS[key]: value for key, value in sizes.items()})  # type: ignore[arg-type]
     notes = []
+    check_ranks("--trainer", text, parallel)
     if "dp" not in sizes:
         parallel = replace(parallel, data=_data_size(parallel))
+        check_ranks("--trainer", text, parallel)
         notes.append(f"dp={parallel.data}, the least that has room for the expert ranks") if parallel.data > 1 else None
     if not any(key in sizes for key in _SPLIT):
         parallel, note = _split_layers(spec.num_layers, parallel)
@@ -50,7 +55,9 @@ def trainer_sizes(text: str, spec: ModelSpec) -> tuple[Parallel, list[str]]:
 def rollout_sizes(text: str) -> Parallel:
     """A replica's sizes. Raises: ConfigErrors: a key or a value, with a suggestion."""
     sizes = _parse("--rollout", text, ROLLOUT_KEYS)
-    return Parallel(tensor=sizes.get("tp", 1), expert=sizes.get("ep", 1))
+    parallel = Parallel(tensor=sizes.get("tp", 1), expert=sizes.get("ep", 1))
+    check_ranks("--rollout", text, parallel)
+    return parallel
 
 
 def _parse(option: str, text: str, keys: dict[str, str]) -> dict[str, int]:
@@ -61,8 +68,8 @@ def _parse(option: str, text: str, keys: dict[str, str]) -> dict[str, int]:
             problems.append(_unknown_key(option, item, key, keys))
         elif key in sizes:
             problems.append(ConfigProblem(key=option, value=item, message=f"{key} is given twice"))
-        elif not value.isdecimal() or not _allowed(key, int(value)):
-            wanted = "0 or 1" if key in _SWITCHES else "a whole number, at least 1"
+        elif not value.isdecimal() or len(value) > _DIGITS or not _allowed(key, int(value)):
+            wanted = "0 or 1" if key in _SWITCHES else f"a whole number, at least 1, of at most {_DIGITS} digits"
             problems.append(ConfigProblem(key=option, value=item, message=f"{key} must be {wanted}"))
         else:
             sizes[key] = int(value)
@@ -91,7 +98,7 @@ def _unknown_key(option: str, item: str, key: str, keys: dict[str, str]) -> Conf
 def _data_size(parallel: Parallel) -> int:
     """Least dp at which expert x expert tensor divides the ranks of a stage."""
     sharers, ranks = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
-    return next(data for data in range(1, sharers + 1) if ranks * data % sharers == 0)
+    return sharers // math.gcd(sharers, ranks)
 
 
 def _split_layers(num_layers: int, parallel: Parallel) -> tuple[Parallel, str]:

@@ -10,6 +10,7 @@ from weightsync.model_spec import ModelSpec
 from weightsync.stages import chunks_of
 
 KV_HEADS = "KV heads"
+_MOST_SHOWN = 1024
 _SPLITS = ("first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts", "virtual_pipeline")
 
 
@@ -49,7 +50,7 @@ def split_sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def _divisors(total: int) -> list[int]:
-    return [n for n in range(1, total + 1) if total % n == 0]
+    return [n for n in range(1, min(total, _MOST_SHOWN) + 1) if total % n == 0]
 
 
 def check_tensor_size(spec: ModelSpec, key: str, size: int) -> Iterator[ConfigProblem]:

@@ -345,7 +345,7 @@ class SyncSection(Section):
         None,
         description=(
             "Largest message, in MiB (2^20 bytes); two per rank are in memory at once. null: 256 between GPUs, 32 "
-            "between CPUs."
+            "between CPUs, divided by the replicas that the weights pass through (at least 4 and 1)."
         ),
     )
     link_gbit: PositiveFloat = Field(

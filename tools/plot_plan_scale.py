@@ -31,7 +31,7 @@ _SIMULATED = ("qwen3-32b", "tp=8,pp=4,dp=2", "tp=8")
 _REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Options, and the largest number of replicas.
 _CASES: dict[str, tuple[list[str], int]] = {
-    "messages of 256 MiB": ([], 512),
+    "messages of 256 MiB": (["--bucket-mib", "256"], 512),
     "messages of 16 MiB": (["--bucket-mib", "16"], 512),
     "16 MiB, replica 0 four times slower": (["--bucket-mib", "16", "--fault", "slow:0=4"], 64),
 }

@@ -35,12 +35,21 @@ class UntiedHead(UnsupportedModel):
         )
 
 
-def whole(config: Mapping[str, Any], key: str, *, least: int = 1, default: int | None = None) -> int:
+def whole(
+    config: Mapping[str, Any], key: str, *, least: int = 1, most: int = _LARGEST, default: int | None = None
+) -> int:
     """A size. Raises: KeyError: it is missing and has no default; ConfigError: it is no such number, with its value."""
     value = config[key] if default is None else config.get(key, default)
-    if not is_whole(value) or not least <= value <= _LARGEST:
-        raise ConfigError(f"config.json: {key} is {value!r}, not a whole number from {least} to {_LARGEST}")
+    if not is_whole(value) or not least <= value <= most:
+        raise ConfigError(f"config.json: {key} is {_short(value)}, not a whole number from {least} to {most}")
     return int(value)
+
+
+def _short(value: Any) -> str:
+    # Python refuses to print a number of thousands of digits
+    if is_whole(value) and abs(value) > 10**40:
+        return "a number of more than 40 digits"
+    return repr(value)[:80]
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -52,7 +61,7 @@ def entries(config: Mapping[str, Any], key: str) -> list[Any]:
     """A list; a missing or null one is empty. Raises: ConfigError: it is something else."""
     value = config.get(key)
     if value is not None and not isinstance(value, list):
-        raise ConfigError(f"config.json: {key} is {value!r}, not a list")
+        raise ConfigError(f"config.json: {key} is {_short(value)}, not a list")
     return value or []
 
 
@@ -65,7 +74,7 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     elif isinstance(value, float):
         number = value
     if not 0 < number < math.inf:
-        raise ConfigError(f"config.json: {key} is {value!r}, not a number above 0")
+        raise ConfigError(f"config.json: {key} is {_short(value)}, not a number above 0")
     return number
 
 
@@ -133,7 +142,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
 
 
 def _sliding_layers(config: Mapping[str, Any], listed: list[int]) -> list[int]:
-    layers = range(whole(config, "num_hidden_layers"))
+    layers = range(min(whole(config, "num_hidden_layers"), 2**14))
     if config["model_type"] == "llama":
         return []  # LlamaConfig has no windows
     if config["model_type"] == "qwen3_moe":

@@ -10,6 +10,9 @@ from servicekit.errors import ConfigError
 from weightsync.model_config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
 from weightsync.model_rope import read_rope
 
+# Beyond any model; what is tried or listed one by one stays short.
+_MOST_LAYERS, _MOST_HEADS, _MOST_EXPERTS = 2**14, 2**14, 2**16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -85,7 +88,7 @@ class ModelSpec:
     def _from_supported(cls, family: str, config: Mapping[str, Any]) -> "ModelSpec":
         check_computation(config, qkv_bias=FAMILIES[family].qkv_bias)
         rope_theta, rope_factor = read_rope(config)
-        heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+        heads, hidden = whole(config, "num_attention_heads", most=_MOST_HEADS), whole(config, "hidden_size")
         kv_heads = heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
         if heads % kv_heads != 0:
             raise ConfigError(
@@ -93,7 +96,7 @@ class ModelSpec:
             )
         return cls(
             family=family,
-            num_layers=whole(config, "num_hidden_layers"),
+            num_layers=whole(config, "num_hidden_layers", most=_MOST_LAYERS),
             hidden_size=hidden,
             ffn_size=whole(config, "intermediate_size"),
             num_heads=heads,
@@ -141,6 +144,17 @@ class ModelSpec:
         """Whether a layer's MLP is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    @property
+    def num_elements(self) -> int:
+        """Parameters of the model, without norms and biases."""
+        hidden = self.hidden_size
+        attention = 2 * hidden * (self.size("q") + self.size("kv"))
+        dense = 3 * hidden * self.ffn_size
+        mixture = self.num_experts * hidden * (1 + 3 * self.expert_ffn_size)
+        sparse = 0 if self.num_experts == 0 else self.num_layers - len(self.dense_layers)
+        layers = self.num_layers * attention + sparse * mixture + (self.num_layers - sparse) * dense
+        return layers + self.vocab_size * hidden * (1 if self.tied else 2)
+
     def fingerprint(self) -> str:
         """A canonical text of everything above; equal texts have equal layouts."""
         return json.dumps(asdict(self), sort_keys=True)
@@ -162,9 +176,9 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """A layer has experts unless it is listed, or is left out by the step (every step-th layer has them)."""
     step = whole(config, "decoder_sparse_step", default=1)
     listed = [layer for layer in entries(config, "mlp_only_layers") if is_whole(layer)]
-    layers = range(whole(config, "num_hidden_layers"))
+    layers = range(whole(config, "num_hidden_layers", most=_MOST_LAYERS))
     # transformers 5 writes num_local_experts
-    experts = whole(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    experts = whole(config, "num_experts" if "num_experts" in config else "num_local_experts", most=_MOST_EXPERTS)
     chosen = whole(config, "num_experts_per_tok")
     if chosen > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than the {experts} experts")

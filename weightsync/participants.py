@@ -35,6 +35,11 @@ class Participants:
             chains.setdefault(parallel, []).append(name)
         return chains
 
+    @property
+    def longest_chain(self) -> int:
+        """Replicas of the layout that has most."""
+        return max((len(names) for names in self.chains().values()), default=0)
+
 
 def trainer_slot(rank: int) -> str:
     """The slot of a trainer rank."""

@@ -34,7 +34,7 @@ from weightsync.coverage import Coverage
 from weightsync.devices import on_device, wait_for_device
 from weightsync.facts import own_facts
 from weightsync.layout import Layout, Parallel
-from weightsync.limits import DEFAULT_BUCKET_BYTES
+from weightsync.limits import default_bucket_bytes
 from weightsync.megatron_names import in_local_spelling
 from weightsync.model_spec import ModelSpec
 from weightsync.participants import Participants
@@ -100,7 +100,6 @@ class SyncMember:
         self._parallel = parallel
         self._tensors = in_local_spelling(spec, tensors)
         self._device = device = next(iter(tensors.values())).device
-        self._default_bucket_bytes = DEFAULT_BUCKET_BYTES[device.type]
         self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)), on_lost)
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
@@ -275,7 +274,7 @@ class SyncMember:
             participants=participants,
             packer=self._packer(self._target, self._wire_dtype(round_)),
             policy_version=round_.policy_version,
-            bucket_bytes=self._bucket_bytes(round_),
+            bucket_bytes=self._bucket_bytes(round_, participants),
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
@@ -337,9 +336,9 @@ class SyncMember:
         self._target = self._tensors
         self._stats = TransferStats()
 
-    def _bucket_bytes(self, round_: pb.Round) -> int:
-        """All ranks of a round are of one device (facts.py), and so come to the same size."""
-        return int(round_.bucket_bytes) or self._default_bucket_bytes
+    def _bucket_bytes(self, round_: pb.Round, participants: Participants) -> int:
+        """All ranks of a round know its chains and are of one device (facts.py), and so come to the same size."""
+        return int(round_.bucket_bytes) or default_bucket_bytes(self._device.type, participants.longest_chain)
 
     def _terms(self, round_: pb.Round) -> Terms:
         """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
@@ -356,9 +355,8 @@ class SyncMember:
             check_folder(round_.disk_folder, self._disk_folder)
         dtype = self._wire_dtype(round_)
         rollouts = tuple(participants.chains())
-        plan = plan_round(
-            self._spec, participants.trainer, rollouts, max(1, self._bucket_bytes(round_) // dtype.itemsize)
-        )
+        largest = max(1, self._bucket_bytes(round_, participants) // dtype.itemsize)
+        plan = plan_round(self._spec, participants.trainer, rollouts, largest)
         if self._plan is not None and plan is not self._plan:
             self._packers.forget()
         return Terms(

@@ -274,7 +274,9 @@ class Round(_message.Message):
     install_mode: Global___InstallMode.ValueType
     pause_mode: Global___PauseMode.ValueType
     bucket_bytes: _builtins.int
-    """Largest message; 0: as the ranks' device needs it (256 MiB on GPUs, 32 MiB on CPUs)."""
+    """Largest message; 0: by the ranks' device and the longest chain (256 MiB on GPUs, 32 MiB on CPUs, divided by the
+    chain's replicas; at least 4 and 1 MiB).
+    """
     formation_timeout_s: _builtins.float
     """Deadlines of a communicator's formation and of one transfer, in seconds."""
     transfer_timeout_s: _builtins.float

@@ -182,11 +182,13 @@ def test_redis_that_is_gone_is_a_tandem_error(redis_process: Callable[..., Redis
         rendezvous.snapshot()
 
 
-def test_where_the_run_does_not_say_the_device_decides_how_large_messages_are(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_the_run_does_not_say_device_and_chain_decide_how_large_messages_are(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
-    monkeypatch.setitem(limits.DEFAULT_BUCKET_BYTES, "cpu", 1024)
-    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    monkeypatch.setitem(limits.DEFAULT_BUCKET_BYTES, "cpu", 1024 * replicas)
+    monkeypatch.setitem(limits.LEAST_BUCKET_BYTES, "cpu", 16)
+    them = fleet(Parallel(), {f"rollout-{index}": Parallel() for index in range(replicas)})
     silent = them.round(1)
     silent.ClearField("bucket_bytes")
     reports = them.sync(silent)
