@@ -55,7 +55,12 @@ def plan_command(
             request.rollout,
             message_bytes=request.bucket_bytes,
             dtype_bytes=DTYPE_BYTES[dtype],
-            values={"--model": model, "--trainer": trainer, "--rollout": rollout},
+            values={
+                "--model": model,
+                "--trainer": trainer,
+                "--rollout": rollout,
+                "--bucket-mib": f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}",
+            },
         )
         planned = Planned.of(request)
         figures = planned.as_json()

@@ -96,7 +96,7 @@ def check_effort(
     messages = spec.num_elements * dtype_bytes // message_bytes + trainer.world_size
     if messages > _MOST_MESSAGES:
         least = spec.num_elements * dtype_bytes / _MOST_MESSAGES / 2**20
-        value, advice = f"{message_bytes / 2**20:g}", f"at least {math.ceil(least)} MiB"
+        value, advice = values["--bucket-mib"], f"at least {math.ceil(least)} MiB"
         raise ConfigErrors([_too_much("--bucket-mib", value, f"{messages:,} messages", _MOST_MESSAGES, advice)])
 
 
