@@ -6,6 +6,7 @@
 #   VARIANT             of trainer and rollout: cpu (default) or gpu
 #   TANDEM_PYTHON_BASE  base of the coordinator and of the cpu variants; default: that of the Dockerfiles
 #   TANDEM_GPU_BASE     base of the gpu variants; default: SGLang's image of the version that is locked
+#   TANDEM_VERSION      tag of the images; default: the version in pyproject.toml
 #   TANDEM_PARQUET      1: the coordinator reads Parquet too, and is 160 MB larger
 #   TORCH_INDEX_URL     index of torch's CPU builds, where the configured index has none
 #   PIP_CONF, CA_PEM    files for pip while building (an index with credentials, a proxy's certificates); in no image
@@ -42,7 +43,7 @@ build_engine() {
     esac
 }
 
-version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+version=${TANDEM_VERSION:-$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}
 revision=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 [ $# -gt 0 ] || set -- coordinator trainer rollout
 for image in "$@"; do

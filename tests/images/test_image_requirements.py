@@ -1,10 +1,13 @@
 """What the images install is a subset of the lock, holds what they import, and keeps torch out of the coordinator."""
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tools.check_venv import read_pins
 from tools.image_requirements import FOLDER, IMAGES, REPO, main
 
+# async-timeout: for Python 3.11.2 only. tzdata: python-dateutil 4 reads it, and the base has python-dateutil 2.
+NOT_IN_THE_BASE = {"async-timeout", "tzdata"}
 LOCK = read_pins(REPO / "requirements" / "lock.txt")
 
 
@@ -46,6 +49,14 @@ def test_on_gpus_the_base_brings_torch_and_what_it_needs(image: str) -> None:
     gpu, cpu = (read_pins(FOLDER / f"{name}.txt") for name in (f"{image}-gpu", image))
     assert gpu.items() < cpu.items()
     assert not {"torch", "triton", "sympy", "networkx"} & gpu.keys()
+
+
+@pytest.mark.parametrize("image", ["trainer", "rollout"])
+def test_on_gpus_what_the_image_does_not_bring_its_base_has(image: str) -> None:
+    """The base is SGLang with all that it needs, which is in the lock for GPUs."""
+    gpu, cpu = (read_pins(FOLDER / f"{name}.txt") for name in (f"{image}-gpu", image))
+    base = read_pins(REPO / "requirements" / "cuda-3.12.txt").keys()
+    assert {canonicalize_name(name) for name in cpu.keys() - gpu.keys()} - base - NOT_IN_THE_BASE == set()
 
 
 @pytest.mark.parametrize("image", IMAGES)
