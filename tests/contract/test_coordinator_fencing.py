@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coordinator.fleet.static import StaticFleet
+from coordinator.lead import SoleLead
+from coordinator.trainer import Trainer
+from coordinator.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
-from tandem_config.schema import RunConfig
+from servicekit.errors import Fenced
+from servicekit.fence import FenceGuard
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
+from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import FakeFleet
+from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_sync import FakeGroup
 from tests.polling import until
 
 TTL_S = 1.0
@@ -123,3 +131,27 @@ async def test_a_paused_coordinator_that_wakes_harms_nothing(
         if (folder / "complete.json").exists():
             saved = json.loads((folder / "coordinator.json").read_text())["policy_version"]
             assert (folder / "trainer" / "version").read_text() == str(saved)
+
+
+async def test_whoever_takes_over_fences_those_that_answer() -> None:
+    class Second(SoleLead):
+        fence = CoordinatorFence(worker_id="b", token=8)
+
+    async with fake_fleet() as fleet:
+        trainer = Trainer(fleet.addresses["trainer"], fence=Second.fence)
+        settings = SyncSection(probe_timeout_s=0.5)
+        sync = WeightSync(
+            trainer=trainer, fleet=StaticFleet(fleet.replicas), group=FakeGroup(), settings=settings, lead=Second()
+        )
+        await fleet.servers["rollout-1"].drain(0.0)
+        await sync.take_over()
+        services = (fleet.trainer_service, fleet.rollout_services[0])
+        for service in services:
+            with pytest.raises(Fenced, match="coordinator b"):
+                service.fence.admit(CoordinatorFence(worker_id="a", token=7))
+        for service in services:  # a third one was quicker: whoever tells us so, we end
+            service.fence.admit(CoordinatorFence(worker_id="c", token=9))
+            with pytest.raises(Fenced, match="coordinator c"):
+                await sync.take_over()
+            fleet.trainer_service.fence = FenceGuard()
+        await trainer.close()
