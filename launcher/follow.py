@@ -23,19 +23,25 @@ _WATCH_TIMEOUT_S = 86400.0
 
 
 async def follow(
-    redis_url: str, run_id: str, roles: dict[str, list[str]], view: RunView, on_address: Callable[[str], None]
+    redis_url: str,
+    run_id: str,
+    roles: dict[str, list[str]],
+    view: RunView,
+    on_address: Callable[[str], None],
+    token: str,
 ) -> None:
     """Show the run in `view` until its event stream ends.
 
     Args:
         roles: names to expect by role, the coordinator's among them.
         on_address: called with the coordinator's address once it is known.
+        token: the run's.
     """
     registry = await asyncio.to_thread(Registry, redis_url, run_id)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address), name="watch registry")
     try:
-        await _show_events(registry, await address, view, on_address)
+        await _show_events(registry, await address, view, on_address, token)
     finally:
         arrivals.cancel()
         await asyncio.gather(arrivals, return_exceptions=True)
@@ -75,7 +81,9 @@ async def _say_page(registry: Registry, view: RunView) -> None:
         view.say(f"  the run's page: {url}")
 
 
-async def _show_events(registry: Registry, address: str, view: RunView, on_address: Callable[[str], None]) -> None:
+async def _show_events(
+    registry: Registry, address: str, view: RunView, on_address: Callable[[str], None], token: str
+) -> None:
     """Until the stream of a coordinator ends.
 
     One that was killed stays announced until its lease has run out, so `address` may be that of the last one: where
@@ -84,7 +92,7 @@ async def _show_events(registry: Registry, address: str, view: RunView, on_addre
     sequence = 0
     on_address(address)
     while True:
-        sequence, is_over = await _show_stream(address, sequence, view)
+        sequence, is_over = await _show_stream(address, sequence, view, token)
         if is_over:
             return
         # Restarting or gone: the process table tells the two apart and ends this task.
@@ -95,9 +103,9 @@ async def _show_events(registry: Registry, address: str, view: RunView, on_addre
             on_address(address)
 
 
-async def _show_stream(address: str, sequence: int, view: RunView) -> tuple[int, bool]:
+async def _show_stream(address: str, sequence: int, view: RunView, token: str) -> tuple[int, bool]:
     """Events after `sequence`. Returns: the last one's number, and whether the stream has ended, not just broken."""
-    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         try:
             request = pb.WatchEventsRequest(after_sequence=sequence)

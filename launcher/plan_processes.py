@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher.devices import DevicePlan, trainer_world_size
 from launcher.supervisor import ProcessSpec
+from servicekit.run_token import VARIABLE
 from tandem_config.schema import RunConfig
 
 COORDINATOR = "coordinator"
@@ -25,6 +26,7 @@ class Launch:
     config_file: Path
     redis_url: str
     resume: bool
+    token: str
 
     def environment(self) -> dict[str, str]:
         """Addresses and ids; everything else is in the configuration file."""
@@ -32,6 +34,7 @@ class Launch:
             "REDIS_URL": self.redis_url,
             "TANDEM_RUN_ID": self.run_id,
             "TANDEM_RUN_DIR": str(self.run_dir),
+            VARIABLE: self.token,
             "TANDEM_BIND_HOST": "127.0.0.1",
             "TANDEM_ADVERTISE_HOST": "127.0.0.1",
             # Whatever the user's shell says: with fixed ports, two processes could not share this machine.

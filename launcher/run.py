@@ -12,6 +12,7 @@ from launcher.devices import DevicePlan, plan_devices, visible_gpus
 from launcher.outcome import Outcome
 from launcher.plan_processes import COORDINATOR, Launch, plan_processes
 from launcher.restarts import Restarts
+from launcher.run_folder import make_token, read_token
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view import RunView
@@ -79,6 +80,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     """From nothing to the end of the run, or to the first death that the run does not outlive."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
+        make_token(request.run_dir)
         redis_url = request.redis_url or await _start_redis(request, supervisor, view)
         await _start_services(request, launch_id, redis_url, supervisor, view)
         watching = Watching(request.config, request.run_dir, launch_id, redis_url, view)
@@ -135,6 +137,7 @@ def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: boo
         config_file=request.run_dir / LAUNCHED_CONFIG,
         redis_url=redis_url,
         resume=resume,
+        token=read_token(request.run_dir),
     )
     return request.plan(request.config, shared, plan_devices(request.config, visible_gpus()))
 

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -12,9 +13,11 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from servicekit.run_config import NEXT_CONFIG
+from servicekit.run_token import own_token
 
 _LOCK = ".lock"
 _NOTES = "launcher.json"
+_TOKEN = ".token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,29 @@ def read_notes(run_dir: Path) -> LauncherNotes | None:
 def has_begun(run_dir: Path) -> bool:
     """Whether the launch under way has trained an iteration; of a resumed run, one of its own."""
     return not (run_dir / NEXT_CONFIG).exists() and bool(metrics_rows(run_dir))
+
+
+def make_token(run_dir: Path) -> str:
+    """A new word that opens this launch's services, kept where only the folder's owner can read it."""
+    token = secrets.token_hex(32)
+    path = run_dir / _TOKEN
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(token)
+    return token
+
+
+def read_token(run_dir: Path) -> str:
+    """The token of the latest launch; this process's own where there is none.
+
+    Raises: ConfigError: it is not ours to read.
+    """
+    try:
+        return (run_dir / _TOKEN).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return own_token()
+    except OSError as error:
+        raise ConfigError(f"{run_dir / _TOKEN}: {error}; a run is open to the user who started it") from None
 
 
 def metrics_rows(run_dir: Path) -> list[dict[str, float]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from launcher.plan_processes import COORDINATOR
-from launcher.run_folder import is_locked, metrics_rows, noted_troubles, read_notes, read_state
+from launcher.run_folder import is_locked, metrics_rows, noted_troubles, read_notes, read_state, read_token
 from launcher.summary import read_summary, summary_lines
 from servicekit.channel import open_channel
 from servicekit.checkpoints import newest_iteration
@@ -64,7 +64,7 @@ def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> 
 def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """(name, text) pairs. Raises: ConfigError: as find_coordinator."""
     address, state, failures = find_coordinator(run_dir, environ)
-    answer = asyncio.run(_ask(address)) if address else [("state", state)]
+    answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
     if not address and (words := last_words(run_dir)):
         answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
@@ -109,8 +109,8 @@ def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]
         registry.close()
 
 
-async def _ask(address: str) -> list[tuple[str, str]]:
-    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
+async def _ask(address: str, token: str) -> list[tuple[str, str]]:
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         try:
             status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:

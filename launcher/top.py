@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.plan_processes import COORDINATOR
+from launcher.run_folder import read_token
 from launcher.status import find_coordinator, last_words
 from launcher.top_view import draw
 from servicekit.channel import open_channel
@@ -26,7 +27,8 @@ _ANSWER_S = 5.0
 _PATIENCE_S = 60.0
 _OVER = frozenset({"finished", "failed", "interrupted"})
 
-Find = Callable[[], str]
+# The coordinator's address and the run's token.
+Find = Callable[[], tuple[str, str]]
 
 
 def show(run_dir: Path, console: Console, *, once: bool) -> None:
@@ -37,23 +39,23 @@ def show(run_dir: Path, console: Console, *, once: bool) -> None:
     Raises: ConfigError: as find_coordinator; Unavailable: no coordinator answers, and why.
     """
 
-    def find() -> str:
+    def find() -> tuple[str, str]:
         address, state, failures = find_coordinator(run_dir)
         if not address:
             raise Unavailable("; ".join([f"{run_dir}: {state}", *map(str, failures)]))
-        return address
+        return address, read_token(run_dir)
 
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(draw(asyncio.run(overview_at(find()))))
+        console.print(draw(asyncio.run(overview_at(*find()))))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         last = asyncio.run(_follow(find, lambda seen: live.update(seen, refresh=True), lambda: last_words(run_dir)))
     console.print(last)
 
 
-async def overview_at(address: str) -> dict[str, Any]:
-    """What the coordinator there says. Raises: TandemError: it does not answer, or is too old to."""
-    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR) as channel:
+async def overview_at(address: str, token: str) -> dict[str, Any]:
+    """What the coordinator there says. token: the run's. Raises: TandemError: it does not answer, or is too old to."""
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         with rpc_errors(f"the coordinator at {address}"):
             answer = await stub.GetOverview(pb.GetOverviewRequest(), timeout=_ANSWER_S)
@@ -73,7 +75,7 @@ async def _follow(
     heard_s = loop.time()
     while True:
         try:
-            overview = await overview_at(await asyncio.to_thread(find))
+            overview = await overview_at(*await asyncio.to_thread(find))
         except TandemError as error:
             if picture is None or loop.time() - heard_s > _PATIENCE_S:
                 raise

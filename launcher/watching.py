@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.follow import follow
 from launcher.plan_processes import COORDINATOR
-from launcher.run_folder import LauncherNotes, write_notes
+from launcher.run_folder import LauncherNotes, read_token, write_notes
 from launcher.view import RunView
 from tandem_config.schema import RunConfig
 
@@ -55,7 +55,8 @@ class Watching:
     async def _watch(self) -> None:
         """Whatever goes wrong with the view is said, and the run goes on."""
         try:
-            await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator)
+            token = read_token(self._run_dir)
+            await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator, token)
         except Exception as error:
             rows = self._run_dir / "metrics.jsonl"
             self._view.warning(f"the progress view ended ({error}); the run goes on, see {rows}")

@@ -31,6 +31,7 @@ from rollout_service.pauses import Pauses
 from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, OpenRound, Phase, require
 from rollout_service.ranks import Ranks
 from rollout_service.round_steps import RoundSteps
+from rollout_service.waiting import to_its_end
 from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -99,12 +100,14 @@ class WeightUpdates:
         async with self._lock:
             self._tell()
 
+    @to_its_end
     async def pause(self, mode: pb.PauseMode.ValueType) -> None:
         """PauseGeneration."""
         async with self._lock:
             await self._pauses.pause(mode)
             self._tell()
 
+    @to_its_end
     async def resume(self) -> None:
         """ResumeGeneration. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
         async with self._lock:
@@ -115,6 +118,7 @@ class WeightUpdates:
             await self._pauses.resume()
             self._tell()
 
+    @to_its_end
     async def load_published(self, published: pb.LoadPublishedRequest) -> None:
         """Seed a replica that has no weights from what a round has left on disk; it serves that version then.
 

@@ -1,8 +1,9 @@
 """Waits for one thing while others may end it."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, None], *ends: "asyncio.Future[None]") -> bool:
@@ -28,3 +29,20 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, None], *ends: "a
         return False
     working.result()
     return True
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def to_its_end(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Goes on when its caller gives up: half of it would leave the engine in a state that nobody knows of."""
+
+    @functools.wraps(method)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(method(*args, **kwargs), name=method.__qualname__)
+        # Its error is its caller's to hear; there may be none any more.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    return shielded

@@ -7,23 +7,30 @@ from typing import Any, Protocol
 import grpc
 
 from servicekit.limits import CHANNEL_OPTIONS
+from servicekit.run_token import METADATA_KEY, own_token
 from servicekit.tls import Identity, channel_credentials, name_option
 from servicekit.tracing import outgoing
 
 
-def open_channel(address: str, *, identity: Identity | None = None, peer: str = "") -> "DeadlineChannel":
+def open_channel(
+    address: str, *, identity: Identity | None = None, peer: str = "", token: str | None = None
+) -> "DeadlineChannel":
     """A channel to `host:port` or `unix:/path.sock`; connects lazily and reconnects by itself.
 
     Args:
+        token: the run's, that every call carries, except on Unix sockets; None: this process's own.
         identity: mutual TLS with it, except on Unix sockets; None: plain.
         peer: role that the certificate at the other end must name ("trainer"); needed with `identity`.
     Raises: ValueError: TLS without a peer; at the call: when a call is made without `timeout=` seconds.
     """
-    if identity is None or address.startswith("unix:"):
+    if address.startswith("unix:"):
         return DeadlineChannel(_PlainSource(address))
+    token = own_token() if token is None else token
+    if identity is None:
+        return DeadlineChannel(_PlainSource(address), token)
     if not peer:
         raise ValueError(f"channel to {address} with TLS, but without the role of the peer")
-    return DeadlineChannel(_TlsSource(address, identity, peer))
+    return DeadlineChannel(_TlsSource(address, identity, peer), token)
 
 
 class ChannelSource(Protocol):
@@ -82,8 +89,9 @@ class DeadlineChannel(grpc.aio.Channel):
     Not a gRPC interceptor: those raise only once the call is awaited or iterated, and put a queue into every stream.
     """
 
-    def __init__(self, source: ChannelSource) -> None:
+    def __init__(self, source: ChannelSource, token: str = "") -> None:
         self._source = source
+        self._metadata = ((METADATA_KEY, token),) if token else ()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         return self._with_deadline(method, lambda channel: channel.unary_unary(method, *args, **kwargs))
@@ -122,8 +130,8 @@ class DeadlineChannel(grpc.aio.Channel):
             newest = self._source.current()
             if newest is not channel:
                 channel, call = newest, make_call(newest)
-            if context := outgoing():
-                kwargs["metadata"] = (*(kwargs.get("metadata") or ()), *context)
+            if added := (*self._metadata, *outgoing()):
+                kwargs["metadata"] = (*(kwargs.get("metadata") or ()), *added)
             return call(*args, timeout=timeout, **kwargs)
 
         return checked

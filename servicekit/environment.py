@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from servicekit.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.errors import ConfigError
 from servicekit.redis_client import TLS_OPTIONS, check_scheme, with_tls_files
+from servicekit.run_token import VARIABLE
 from servicekit.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -48,6 +49,15 @@ class ServiceEnvironment(BaseModel):
         alias="TANDEM_RUN_ID",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         description="Tells runs that share a Redis apart; the same for all services of a run.",
+    )
+    run_token: str = Field(
+        "",
+        alias=VARIABLE,
+        pattern=r"^[\x21-\x7e]{16,256}$|^$",
+        description=(
+            "Secret: the word that opens the run's services; calls without it are refused. `tandem run` makes one. "
+            "Unset: whoever reaches a port may call."
+        ),
     )
     run_dir: Path = Field(
         alias="TANDEM_RUN_DIR",
@@ -168,5 +178,5 @@ def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:
     name = str(location[0]) if isinstance(location, tuple) else str(location)
     if error["type"] == "missing":
         return f"environment variable {name} is not set; `tandem run` sets it for the services that it starts"
-    shown = f"={given[name]!r}" if name in given and name != "REDIS_URL" else ""
+    shown = f"={given[name]!r}" if name in given and name not in ("REDIS_URL", VARIABLE) else ""
     return f"environment variable {name}{shown} is wrong: {error['msg']}"

@@ -151,6 +151,13 @@ class PermissionDenied(TandemError):
     reason = "PERMISSION_DENIED"
 
 
+class Unauthenticated(TandemError):
+    """The caller has not shown that it belongs to the run."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
 class Internal(TandemError):
     """A bug of ours, or an error that we have no name for."""
 
@@ -177,6 +184,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     DeadlineExceeded,
     NotFinite,
     PermissionDenied,
+    Unauthenticated,
     Internal,
 )
 _BY_REASON = {error.reason: error for error in ERRORS}

@@ -19,11 +19,13 @@ from servicekit.limits import LONGEST_DEADLINE_S
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
 from servicekit.request_bounds import check_request
+from servicekit.run_token import check_token
 from servicekit.tracing import served
 
 _log = get_logger(__name__)
 # Tools and probes call these without a deadline, and cannot harm.
-_NO_DEADLINE_NEEDED = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, "grpc.reflection.")
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
 
 CallerCheck = Callable[[str, list[str]], None]
 Boundary = Callable[[str, Any, Any], contextlib.AbstractAsyncContextManager[None]]
@@ -46,10 +48,11 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
 
     Args:
         check_caller: called with the method and the names in the caller's certificate; raises what it does not admit.
+        token: the run's, that calls must carry, but those of health; "": none.
     """
 
-    def __init__(self, check_caller: CallerCheck | None = None) -> None:
-        self._boundary = functools.partial(_boundary, check_caller)
+    def __init__(self, check_caller: CallerCheck | None = None, token: str = "") -> None:
+        self._boundary = functools.partial(_boundary, check_caller, token)
 
     async def intercept_service(
         self,
@@ -167,11 +170,13 @@ _lines = Lines(_LINES, _LINES_S)
 
 @contextlib.asynccontextmanager
 async def _boundary(
-    check_caller: CallerCheck | None, method: str, request: Any, context: grpc.aio.ServicerContext
+    check_caller: CallerCheck | None, token: str, method: str, request: Any, context: grpc.aio.ServicerContext
 ) -> AsyncIterator[None]:
     started_s = time.perf_counter()
     code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
     try:
+        if token and not method.lstrip("/").startswith(_HEALTH):
+            check_token(token, method, context.invocation_metadata())
         if check_caller is not None:
             check_caller(method, _names(context))
         check_deadline(method, context.time_remaining())

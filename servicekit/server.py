@@ -16,6 +16,7 @@ from servicekit.health import SERVICE_NAME, HealthServicer
 from servicekit.limits import SERVER_OPTIONS
 from servicekit.logs import get_logger
 from servicekit.rpc_boundary import RpcBoundary
+from servicekit.run_token import own_token
 from servicekit.tls import CALLERS, Identity, check_caller
 
 _log = get_logger(__name__)
@@ -23,7 +24,7 @@ _UNIX = "unix:"
 
 
 class GrpcServer:
-    """One server of a process.
+    """One server of a process. Where the run has a token (run_token.py), calls must carry it; those of health need not.
 
     Args:
         service: name in logs ("trainer").
@@ -56,7 +57,10 @@ class GrpcServer:
         self._server = grpc.aio.server(
             ThreadPoolExecutor(max_workers, thread_name_prefix=f"{service}-rpc"),
             interceptors=(
-                RpcBoundary(None if self._identity is None else functools.partial(check_caller, callers=callers)),
+                RpcBoundary(
+                    None if self._identity is None else functools.partial(check_caller, callers=callers),
+                    "" if bind.startswith(_UNIX) else own_token(),
+                ),
             ),
             options=SERVER_OPTIONS,
         )

@@ -221,6 +221,6 @@ async def test_top_draws_a_run_until_its_end(
 
 async def test_top_names_what_it_does_not_find(environment: ServiceEnvironment) -> None:
     with pytest.raises(Unavailable, match=r"the coordinator at 127\.0\.0\.1:1"):
-        await overview_at("127.0.0.1:1")
+        await overview_at("127.0.0.1:1", "")
     with pytest.raises(ConfigError, match="is not a run's folder"):
         await asyncio.to_thread(show, environment.run_dir / "no-such-run", Console(file=StringIO()), once=True)

@@ -39,6 +39,7 @@ FOREIGN = {
 }
 # Set by other components or by people only; a pod of the base runs without.
 OPTIONAL = {
+    "TANDEM_RUN_TOKEN": "people: from a Secret of theirs; in a cluster certificates and policies close the services",
     "TANDEM_TLS_CERT": "component mtls",
     "TANDEM_TLS_KEY": "component mtls",
     "TANDEM_TLS_CA": "component mtls",

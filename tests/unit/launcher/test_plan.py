@@ -21,7 +21,14 @@ TOPOLOGY = ("trainer.tensor_parallel=2", "rollout.replicas=2", "rollout.tensor_p
 
 
 def launch(tmp_path: Path, *, resume: bool = False) -> Launch:
-    return Launch(run_id="a-1", run_dir=tmp_path, config_file=tmp_path / "c.yaml", redis_url="unix:///r", resume=resume)
+    return Launch(
+        run_id="a-1",
+        run_dir=tmp_path,
+        config_file=tmp_path / "c.yaml",
+        redis_url="unix:///r",
+        resume=resume,
+        token="t" * 16,
+    )
 
 
 def test_every_rank_replica_and_the_coordinator_is_a_process(tmp_path: Path) -> None:

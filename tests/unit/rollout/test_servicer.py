@@ -54,7 +54,8 @@ class Served:
     async def start(self) -> None:
         for phase in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT):
             await self.updates.run_phase(phase, a_round("seed", 1))
-        self.stub = rollout_pb2_grpc.RolloutServiceStub(open_channel(await self.server.start()))
+        self.address = await self.server.start()
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(open_channel(self.address))
 
     async def generate(self, num_groups: int = 2, version: int = 1) -> list[Any]:
         request = pb.GenerateGroupsRequest(

@@ -329,6 +329,26 @@ async def test_a_load_that_fails_leaves_a_replica_without_weights_which_a_round_
     assert rig.updates.state == SERVING
 
 
+async def test_a_load_whose_caller_gives_up_goes_on_to_its_end() -> None:
+    """Half of it would leave SGLang's session open, and refuse every later one."""
+    rig, began, go_on = Rig(), asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        began.set()
+        await go_on.wait()
+
+    rig.engine.begin_update = slow  # type: ignore[method-assign]
+    caller = asyncio.create_task(rig.updates.load_published(on_disk()))
+    await began.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    go_on.set()
+    await rig.updates.resume()  # waits for its turn
+    assert (rig.updates.state, rig.updates.policy_version) == (SERVING, 3)
+    assert "end_update" in rig.engine.calls
+
+
 async def test_a_replica_that_serves_or_is_in_a_round_does_not_load_from_disk() -> None:
     rig = Rig()
     await rig.run(PREPARE, round_=a_round())

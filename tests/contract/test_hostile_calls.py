@@ -1,0 +1,82 @@
+"""The three services' own servicers, over fake engines, under requests that nobody should send: typed errors only."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem_api.coordinator.v1 import coordinator_pb2
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tests.hostile_requests import Attack, Hostile, Usage
+
+SERVICES = {
+    "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
+    "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+    "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
+}
+CALLS = 400
+SEED = 7
+# Of a process that has just begun to serve: the buffers of 40 connections and of large messages.
+GROWTH_MIB = 64
+
+
+class Target:
+    """A service in a process of its own."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder, self.log = folder / "run", folder / "log"
+        self.folder.mkdir()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fakes.hostile_target", name, str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, self.log.read_text()
+
+
+@pytest.fixture(params=list(SERVICES))
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Target, Any]]:
+    made = Target(request.param, tmp_path)
+    try:
+        yield made, SERVICES[request.param]
+        assert made.process.poll() is None
+        made.process.communicate("", timeout=20)
+        assert made.process.returncode == 0
+    finally:
+        made.process.kill()
+        made.process.wait(timeout=10)
+
+
+def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any]) -> None:
+    served, service = target
+    attack = Attack(served.address, service, leave_out=("WatchEvents",))  # which waits for what comes
+    attack.send(Hostile(SEED), 20)
+    before = Usage.of(served.process.pid)
+    odd = attack.odd_connections(40)
+    attack.send(Hostile(SEED + 1), CALLS)
+    began = time.monotonic()
+    attack.status()
+    assert time.monotonic() - began < 5
+    for connection in odd:
+        connection.close()
+    assert attack.untyped == {}
+    assert sum(attack.answers.values()) == CALLS + 20
+    assert len({answer.split()[1] for answer in attack.answers}) >= 2, attack.answers
+    after = Usage.of(served.process.pid)
+    assert after.descriptors <= before.descriptors + len(odd) + 5
+    assert after.rss_mib <= before.rss_mib + GROWTH_MIB
+    assert "Traceback" not in served.log.read_text()
+    assert list(served.folder.iterdir()) == []
+    attack.close()

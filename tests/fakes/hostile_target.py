@@ -1,0 +1,138 @@
+"""`python -m tests.fakes.hostile_target trainer|rollout|coordinator FOLDER`: a servicer of ours over fake engines.
+
+In a process of its own, as services are (the metrics of two do not fit into one). Prints its address, and serves until
+its standard input ends.
+"""
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servicekit.logs import configure_logging
+from servicekit.server import GrpcServer
+from tandem_api.weights.v1 import weights_pb2
+from trainer_service.checks import Limits
+from trainer_service.engine import StepResult
+from trainer_service.samples import Samples
+from weightsync.layout import Parallel
+from weightsync.participants import Participants
+
+
+class Engine:
+    """A trainer's engine that computes nothing."""
+
+    policy_version = 0
+    limits = Limits(vocab_size=128, max_positions=64, max_tokens=64)
+    parallel = Parallel(tensor=2)
+
+    def load(self, folder: Path) -> None:
+        self.policy_version = 0
+
+    def check_checkpoint(self, folder: Path) -> None:
+        raise AssertionError(f"{folder}: no request can name a checkpoint here")
+
+    def renumber(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def save(self, folder: Path) -> int:
+        return 0
+
+    export = save
+
+    def train_step(self, samples: Samples, num_updates: int) -> StepResult:
+        self.policy_version += 1
+        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={})
+
+    def logprobs(self, samples: Samples) -> tuple[Any, Any]:
+        return np.zeros(samples.num_completion_tokens, np.float32), np.zeros(samples.num_completion_tokens, np.float32)
+
+
+class Member:
+    """Takes any round, and lists its ranks as a real one does."""
+
+    def run_phase(self, phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
+        assert len(Participants.of_round(round_).slots) <= 2**16
+        return weights_pb2.PhaseReport()
+
+
+class Wire:
+    """A single rank."""
+
+    rank, world_size = 0, 1
+
+    def broadcast(self, command: Any, parts: Any) -> None: ...
+
+
+class Fleet:
+    def serving(self) -> list[str]:
+        return ["rollout-0"]
+
+    troubles = serving
+
+
+class Progress:
+    iteration, policy_version, last_progress_s = 0, 0, 0.0
+
+
+def trainer(folder: Path, server: GrpcServer) -> None:
+    """TrainerService, one rank."""
+    from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+    from trainer_service.handlers import CommandHandlers
+    from trainer_service.publish import Publisher
+    from trainer_service.ranks import Commander
+    from trainer_service.servicer import TrainerServicer
+
+    commander, engine = Commander(), Engine()
+    handlers = CommandHandlers(engine, Publisher(Member()), folder).table()  # type: ignore[arg-type]
+    threading.Thread(target=commander.run, args=(Wire(), handlers), daemon=True).start()
+    servicer = TrainerServicer(commander, max_samples=8, run_dir=folder)
+    servicer.serve_engine(engine)  # type: ignore[arg-type]
+    name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, name)
+
+
+def coordinator(folder: Path, server: GrpcServer) -> None:
+    """CoordinatorService of a run that has nothing to do."""
+    from coordinator.control import RunControl
+    from coordinator.events import EventLog
+    from coordinator.servicer import FULL_NAME, CoordinatorServicer
+    from tandem_api.coordinator.v1 import coordinator_pb2_grpc
+
+    events = EventLog()
+    servicer = CoordinatorServicer(
+        run="r",
+        total_iterations=3,
+        control=RunControl(events),
+        events=events,
+        progress=Progress(),  # type: ignore[arg-type]
+        fleet=Fleet(),  # type: ignore[arg-type]
+        overview=dict,
+    )
+    server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
+
+
+async def main() -> None:
+    """Serves what the command line names."""
+    configure_logging("hostile-target")
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    if name == "rollout":
+        from tests.unit.rollout.test_servicer import Served
+
+        served = Served()
+        await served.start()
+        server, address = served.server, served.address
+    else:
+        server = GrpcServer(name)
+        {"trainer": trainer, "coordinator": coordinator}[name](folder, server)
+        address = await server.start()
+    print(address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.drain(0.0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,180 @@
+"""Requests that nobody should send: random messages of a service's own types, extreme values, bytes that are none.
+
+Most values are drawn within the bounds of servicekit/request_bounds.py, so that handlers are reached.
+"""
+
+import math
+import os
+import random
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from servicekit.bounds import Items, Number, Text
+from servicekit.errors import REASON_KEY
+from servicekit.limits import CHANNEL_OPTIONS
+from servicekit.request_bounds import BOUNDS
+
+CALL_S = 10.0
+# Of many fields: one that is out of bounds in each would keep all of them from the handlers.
+ROUNDS = ("Round", "ReplicaSpec", "ParallelSizes")
+STRINGS = ("", "x", "r-1", "../../etc", "/nonexistent/x", "\x00", "A" * 5000, "rollout-0", "é\u202e", "%s%n", "{}")
+# What gRPC itself says without asking us, and so without our reason.
+OF_GRPC = ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds."""
+
+    rss_mib: float
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Usage":
+        """As /proc has it now."""
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return cls(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+class Hostile:
+    """Draws requests from a seed. rounds_s: longest timeout of a round that is within bounds."""
+
+    def __init__(self, seed: int, rounds_s: float = 1.0) -> None:
+        self.random = random.Random(seed)
+        self._rounds_s = rounds_s
+
+    def payloads(self, method: MethodDescriptor) -> list[bytes]:
+        """Messages of one call."""
+        kind = self.random.random()
+        if kind < 0.15:
+            return [self.random.randbytes(self.random.choice([1, 10, 1000, 100_000]))]
+        if kind < 0.2:
+            return [b"\x0a" + b"\xff" * 20]
+        if kind < 0.25:
+            return [b""]
+        many = self.random.choice([1, 2, 3]) if method.client_streaming else 1
+        return [self.message(method.input_type).SerializeToString() for _ in range(many)]
+
+    def message(self, kind: Descriptor, depth: int = 0) -> Message:
+        """A random message."""
+        message: Message = GetMessageClass(kind)()
+        for field in kind.fields:
+            if self.random.random() < 0.2 or depth > 4:
+                continue
+            if field.is_repeated:
+                many = self.random.choice([0, 1, 3, 100])
+                values = [
+                    self._value(kind, field, depth) for _ in range(many if field.message_type is None else min(many, 3))
+                ]
+                getattr(message, field.name).extend([value for value in values if value is not None])
+            elif field.message_type is not None:
+                getattr(message, field.name).CopyFrom(self.message(field.message_type, depth + 1))
+            else:
+                setattr(message, field.name, self._value(kind, field, depth))
+        return message
+
+    def _value(self, kind: Descriptor, field: FieldDescriptor, depth: int) -> Any:
+        if field.message_type is not None:
+            return self.message(field.message_type, depth + 1)
+        bound = BOUNDS[kind.full_name][field.name]
+        inner = bound.each if isinstance(bound, Items) else bound
+        good = self.random.random() < (0.98 if kind.name in ROUNDS else 0.8)
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+            return self.random.random() < 0.5
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            fits = isinstance(inner, Text) and good
+            return self.random.choice([s for s in STRINGS if not fits or not inner.problem(s)] or ["r-1"])
+        if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+            if good:
+                return self._rounds_s if field.name.endswith("_timeout_s") else self.random.choice([0.0, 0.5, 1.0])
+            return self.random.choice([0.0, -1.0, 1e-30, 1e30, math.nan, math.inf, -math.inf])
+        return self._integer(field, inner, good)
+
+    def _integer(self, field: FieldDescriptor, bound: object, good: bool) -> int:
+        if field.enum_type is not None:
+            return self.random.choice([0, 1, 2, 3, 4, 99])
+        if field.name == "token":  # a large one would shut out everybody after it
+            return self.random.choice([0, 1])
+        if good:
+            small = field.name == "policy_version" or field.containing_type.name == "ParallelSizes"
+            largest = int(bound.high) if isinstance(bound, Number) and not small else 2
+            return self.random.choice([0, 1, 1, 2, largest] if largest < 2**31 else [0, 1, 2, 7])
+        unsigned = field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
+        bits = 64 if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64) else 32
+        return self.random.choice(
+            [2**bits - 1, 30_000_000] if unsigned else [2 ** (bits - 1) - 1, -(2 ** (bits - 1)), -1]
+        )
+
+
+class Attack:
+    """Sends requests to one service, and keeps what it answered."""
+
+    def __init__(self, address: str, service: Any, *, leave_out: tuple[str, ...] = (), metadata: Any = ()) -> None:
+        self.answers: Counter[str] = Counter()
+        self.untyped: Counter[str] = Counter()
+        self._address = address
+        self._metadata = tuple(metadata)
+        self._methods = [method for method in service.methods if method.name not in leave_out]
+        self._prefix = f"/{service.full_name}/"
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def send(self, hostile: Hostile, calls: int) -> None:
+        """So many calls, one after the other."""
+        for _ in range(calls):
+            method = hostile.random.choice(self._methods)
+            timeout_s = 0.001 if hostile.random.random() < 0.05 else CALL_S
+            big = [("x-big", "A" * 7000)] if hostile.random.random() < 0.02 else []
+            try:
+                for _reply in self._call(method, hostile.payloads(method), timeout_s, [*self._metadata, *big]):
+                    pass
+                self.answers[f"{method.name} OK"] += 1
+            except grpc.RpcError as error:
+                self._note(method, error)
+
+    def _call(self, method: MethodDescriptor, payloads: list[bytes], timeout_s: float, metadata: Any) -> Iterator[Any]:
+        path, ways = f"{self._prefix}{method.name}", {"timeout": timeout_s, "metadata": metadata}
+        if method.client_streaming and method.server_streaming:
+            return iter(self._channel.stream_stream(path)(iter(payloads), **ways))
+        if method.client_streaming:
+            return iter([self._channel.stream_unary(path)(iter(payloads), **ways)])
+        if method.server_streaming:
+            return iter(self._channel.unary_stream(path)(payloads[0], **ways))
+        return iter([self._channel.unary_unary(path)(payloads[0], **ways)])
+
+    def _note(self, method: MethodDescriptor, error: grpc.RpcError) -> None:
+        call: Any = error
+        code = call.code().name
+        self.answers[f"{method.name} {code}"] += 1
+        reason = dict(call.trailing_metadata() or ()).get(REASON_KEY)
+        if code in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") or (reason is None and code not in OF_GRPC):
+            self.untyped[f"{method.name} {code}: {(call.details() or '')[:200]}"] += 1
+
+    def status(self) -> None:
+        """GetStatus answers, with odd connections beside it."""
+        path = f"{self._prefix}GetStatus"
+        self._channel.unary_unary(path)(b"", timeout=CALL_S, metadata=self._metadata)
+
+    def odd_connections(self, many: int) -> list[socket.socket]:
+        """Connections that say nothing, half of HTTP/2, HTTP/1, or a header of 16 MB. They stay open."""
+        host, port = self._address.rsplit(":", 1)
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        large = preface + bytes.fromhex("000000040000000000") + b"\xff\xff\xff\x01\x04\x00\x00\x00\x01" + b"A" * 100_000
+        openings = (b"", preface, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", large)
+        opened = []
+        for index in range(many):
+            opened.append(socket.create_connection((host, int(port)), timeout=5))
+            opened[-1].sendall(openings[index % len(openings)])
+        return opened
+
+    def close(self) -> None:
+        """Ends the channel."""
+        self._channel.close()

@@ -1,0 +1,118 @@
+"""10,000 requests that nobody should send, to each real service: no exit, no hang, no growth, typed errors only."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem_api.coordinator.v1 import coordinator_pb2
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tests.contract.test_hostile_calls import Target
+from tests.hostile_requests import Attack, Hostile, Usage
+from tests.integration.rollout.tiny_models import make_model
+from tests.integration.sync.replicas import configuration
+from tests.service_processes import Services
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1500)]
+
+CALLS = 10_000
+WARM_CALLS = 500
+SEED = 11
+# What a hundred connections and the allocator's arenas may keep; 10,000 requests that each kept 50 KB would be seen.
+GROWTH_MIB = 400
+STORM_CHANNELS, STORM_CALLS = 64, 20
+
+
+@pytest.fixture
+def services(redis_server: str) -> Iterator[Services]:
+    with TemporaryDirectory(prefix="fuzz-") as folder:  # short: sockets' paths
+        running = Services(redis_server, Path(folder), "fuzz")
+        yield running
+        running.close()
+
+
+def under_attack(address: str, service: Any, pids: list[int], leave_out: tuple[str, ...]) -> None:
+    """The whole of it, against one service whose processes are these."""
+    attack = Attack(address, service, leave_out=leave_out)
+    attack.send(Hostile(SEED), WARM_CALLS)
+    before = [Usage.of(pid) for pid in pids]
+    odd = attack.odd_connections(100)
+    asked: list[float] = []
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(attack, asked, done))
+    watcher.start()
+    attack.send(Hostile(SEED + 1), CALLS)
+    _storm(address, service)
+    done.set()
+    watcher.join(60)
+    for connection in odd:
+        connection.close()
+    attack.status()
+    print(service.name, dict(attack.answers))
+    assert attack.untyped == {}
+    assert max(asked) < 10
+    after = [Usage.of(pid) for pid in pids]
+    for pid, (was, now) in zip(pids, zip(before, after, strict=True), strict=True):
+        assert now.rss_mib <= was.rss_mib + GROWTH_MIB, f"{pid}: {was} {now}"
+        assert now.descriptors <= was.descriptors + 120, f"{pid}: {was} {now}"
+    attack.close()
+
+
+def _watch(attack: Attack, asked: list[float], done: threading.Event) -> None:
+    """How long the status took, again and again."""
+    while not done.wait(1.0) or not asked:
+        began = time.monotonic()
+        attack.status()
+        asked.append(time.monotonic() - began)
+
+
+def _storm(address: str, service: Any) -> None:
+    """Many connections at once, whose calls may take a millisecond."""
+
+    def calls(_: int) -> None:
+        with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            ask = channel.unary_unary(f"/{service.full_name}/GetStatus")
+            for _ in range(STORM_CALLS):
+                with contextlib.suppress(grpc.RpcError):  # most of them are too late
+                    ask(b"", timeout=0.001)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(calls, range(STORM_CHANNELS)))
+
+
+def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    config = configuration(model, services.run_id, trainer={"tensor_parallel": 2})
+    ranks = services.start_trainer(config)
+    services.start_rollout("rollout-0", config)
+    trainer = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
+    rollout = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
+    under_attack(
+        services.address_of("trainer", "trainer"), trainer, [services.processes[rank].pid for rank in ranks], ()
+    )
+    under_attack(services.address_of("rollout", "rollout-0"), rollout, [services.processes["rollout-0"].pid], ())
+    assert [process.poll() for process in services.processes.values()] == [None] * 3
+    for name in (*ranks, "rollout-0"):
+        assert (services.folder / f"{name}.log").read_text().count("Traceback") == 0
+    assert services.stop([*ranks, "rollout-0"]) == [0, 0, 0]
+
+
+def test_the_coordinators_service_outlives_it(tmp_path: Path) -> None:
+    target = Target("coordinator", tmp_path)
+    service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+    try:
+        under_attack(target.address, service, [target.process.pid], ("WatchEvents",))
+        assert target.process.poll() is None
+        target.process.communicate("", timeout=20)
+        assert target.process.returncode == 0
+    finally:
+        target.process.kill()
+        target.process.wait(timeout=10)
