@@ -1,5 +1,6 @@
 """The `tandem` command. Heavy imports happen inside the commands, so that --help answers at once."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -167,6 +168,10 @@ def version() -> None:
 
 def main() -> NoReturn:
     """Entry point: like `app()`, but Ctrl-C outside of a run has its usual exit code and no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Where the locale knows ASCII only: an escape is better than an end.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:

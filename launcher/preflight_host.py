@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from launcher.devices import plan_devices, trainer_world_size, visible_gpus
 from launcher.redis_server import find_server
@@ -24,8 +26,31 @@ def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProbl
                 suggestion=f"pip install 'tandem[{extra}]', or `make venv` in the repository",
             )
     yield from check_redis(redis_url)
+    yield from _check_home()
     gpus = visible_gpus()
     yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
+
+
+def _check_home() -> Iterator[ConfigProblem]:
+    """torch and SGLang keep caches below HOME, and end with a traceback where they cannot."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home())
+    existing = next(parent for parent in (home, *home.parents) if parent.exists())
+    if not is_writable(existing):
+        yield ConfigProblem(
+            key="XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME",
+            value=str(home),
+            message=f"nothing can be written in {existing}, and the engines keep caches there",
+            suggestion="set HOME to a folder of your own, e.g. HOME=/tmp/home",
+        )
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in it: tried, since rights say nothing of /proc or of a read-only mount."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:

@@ -1,7 +1,6 @@
 """Checks the folder that a run writes to, or goes on from."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from coordinator.prompts import load_prompts
 from coordinator.resuming import order_differences, order_of
 from coordinator.state import RunState
 from coordinator.tokenizer import TextCodec
+from launcher.preflight_host import is_writable
 from launcher.run_folder import busy_message, is_locked
 from servicekit.checkpoints import newest_sound, read_complete
 from servicekit.errors import ConfigError
@@ -32,8 +32,8 @@ def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
         yield _problem("run.output_dir", folder, f"{existing} is a file", "choose another folder")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield _problem("run.output_dir", folder, f"no permission to write in {existing}", "choose another folder")
+    elif not is_writable(existing):
+        yield _problem("run.output_dir", folder, f"nothing can be written in {existing}", "choose another folder")
 
 
 def check_resume(

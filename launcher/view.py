@@ -1,5 +1,8 @@
 """What the user sees of a run: start-up, one line per iteration, warnings, and the end."""
 
+import contextlib
+import os
+import sys
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -11,9 +14,24 @@ from launcher.metric_columns import heading, line
 _ROWS_PER_HEADING = 20
 
 
+class _SturdyConsole(Console):
+    """Goes on without a reader: `tandem run | head` must not end the training."""
+
+    def on_broken_pipe(self) -> None:
+        """rich's own would end the process, without a word."""
+        self.quiet = True
+        stream = sys.stderr if self.stderr else sys.stdout
+        with contextlib.suppress(OSError, ValueError):
+            # Python's own flush at the exit would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not self.stderr:
+            with contextlib.suppress(OSError, ValueError):
+                print("the reader of this output has gone; going on without it (see: tandem status)", file=sys.stderr)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console that writes plain lines, without control codes or wrapping, when it is not a terminal."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return _SturdyConsole(stderr=stderr, highlight=False, soft_wrap=True)
 
 
 class RunView:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tandem_config.problems import ConfigProblem
-from tandem_config.schema import RunConfig
+from tandem_config.schema import RewardSection, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def _regex_needs_pattern(config: RunConfig) -> ConfigProblem | None:
         )
     try:
         re.compile(config.reward.pattern)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         return ConfigProblem(
             key="reward.pattern",
             value=config.reward.pattern,
@@ -80,6 +80,36 @@ def _regex_needs_pattern(config: RunConfig) -> ConfigProblem | None:
             suggestion="in YAML, put the pattern in single quotes",
         )
     return None
+
+
+# Settings of the reward -> the kinds that read them.
+_REWARD_SETTINGS = {
+    "pattern": ("regex",),
+    "find_answer": ("math_verify",),
+    "timeout_s": ("regex", "math_verify"),
+    "workers": ("regex", "math_verify"),
+}
+
+
+def _unread_reward_setting(name: str) -> _Find:
+    def find(config: RunConfig) -> ConfigProblem | None:
+        value, default = getattr(config.reward, name), RewardSection.model_fields[name].default
+        kinds = _REWARD_SETTINGS[name]
+        if config.reward.kind in kinds or value == default:
+            return None
+        return ConfigProblem(
+            key=f"reward.{name}",
+            value=str(value),
+            message=f"does nothing with reward.kind: {config.reward.kind}",
+            suggestion=f"set reward.kind: {' or '.join(kinds)}, or leave reward.{name} out",
+            severity="warning",
+        )
+
+    return find
+
+
+for _name in _REWARD_SETTINGS:
+    _check("reward.kind", f"reward.{_name}")(_unread_reward_setting(_name))
 
 
 @_check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration")

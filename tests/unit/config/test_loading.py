@@ -238,3 +238,18 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     draft = draft_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"])
     assert [(problem.key, problem.severity) for problem in draft.problems] == [("grpo.logprob_diff_limit", "warning")]
     assert load_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"]).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("reward", "unread"),
+    [
+        ("{pattern: 'a(b)'}", ["reward.pattern"]),
+        ("{kind: math_verify, pattern: 'a(b)'}", ["reward.pattern"]),
+        ("{kind: regex, pattern: 'a(b)', find_answer: anchored, timeout_s: 9}", ["reward.find_answer"]),
+        ("{timeout_s: 9, workers: 4}", ["reward.timeout_s", "reward.workers"]),
+        ("{kind: math_verify, find_answer: anchored, timeout_s: 9, workers: 4}", []),
+    ],
+)
+def test_settings_that_the_reward_does_not_read_are_named(tmp_path: Path, reward: str, unread: list[str]) -> None:
+    draft = draft_config(write(tmp_path, MINIMAL + f"reward: {reward}\n"))
+    assert [(problem.key, problem.severity) for problem in draft.problems] == [(key, "warning") for key in unread]

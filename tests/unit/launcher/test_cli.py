@@ -1,5 +1,6 @@
 """The command as users meet it: help, errors, exit codes; nothing heavy is imported for them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,35 @@ assert CliRunner().invoke(app, ["check", "-c", {str(file)!r}]).exit_code == 0
 assert not {{"torch", "transformers", "sglang", "megatron"}} & set(sys.modules), "an engine was imported"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_text_beyond_the_locale_is_no_traceback(tmp_path: Path) -> None:
+    file = write_config(tmp_path, run={"name": "übung"})
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "launcher", "check", "-c", str(file)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert r"run.name = \xfcbung" in done.stdout
+
+
+def test_a_run_goes_on_without_the_reader_of_its_output() -> None:
+    program = """
+import sys
+from launcher.view import RunView, make_console
+view = RunView(make_console(), 10)
+view.say("first")
+sys.stdin.readline()  # the reader has gone
+for number in range(3):
+    view.say(f"line {number} " + "x" * 100_000)
+print("the end", file=sys.stderr)
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate("go on\n", timeout=60)
+    assert process.returncode == 0
+    assert said == "the reader of this output has gone; going on without it (see: tandem status)\nthe end\n"

@@ -331,6 +331,16 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     assert (problem.key, problem.message) == ("run.output_dir", f"{tmp_path / 'file'} is a file")
 
 
+def test_folders_that_cannot_be_written_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = only(write_config(tmp_path), "run.output_dir=/proc/runs")
+    assert (problem.key, problem.message) == ("run.output_dir", "nothing can be written in /proc")
+    monkeypatch.setenv("HOME", "/proc/1")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    problem = only(write_config(tmp_path))
+    assert (problem.key, problem.value) == ("HOME", "/proc/1")
+    assert "the engines keep caches there" in problem.message
+
+
 def test_an_unreachable_redis_is_named_without_its_password(tmp_path: Path) -> None:
     (problem,) = check(write_config(tmp_path), redis_url=f"unix://:secret@{tmp_path}/no.sock")
     assert problem.key == "REDIS_URL"
