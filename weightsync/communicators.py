@@ -1,18 +1,23 @@
 """The communicator of the current epoch: built under a deadline, kept across rounds, dropped with its epoch."""
 
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch
 import torch.distributed as dist
 
-from servicekit.errors import Aborted
+from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.devices import on_device
 from weightsync.facts import check_facts
 from weightsync.participants import Participants, trainer_slot
 from weightsync.rendezvous import Evicted, Lease, LeaseExpired, Membership
 from weightsync.tcp_store import bound_store
 from weightsync.transports.communicator import Communicator, form, join_store
+from weightsync.transports.watched import LOOK_S
 
 log = get_logger(__name__)
 
@@ -28,6 +33,7 @@ class CommunicatorCache:
         self._current: Communicator | None = None
         self._interrupting = threading.Lock()
         self._under_way = ""
+        self._given_up = ""
 
     @property
     def under_way(self) -> str:
@@ -52,20 +58,47 @@ class CommunicatorCache:
             return self._current
         self.drop()
         self._compare(round_, participants)
-        store = self._store(round_)
-        self._current = form(
-            store,
-            # The round's id, too: a second attempt in the same epoch must not meet leftovers of the first.
-            name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
-            rank=rank,
-            slots=participants.slots,
-            host=self._host,
-            device=self._device,
-            timeout_s=round_.formation_timeout_s,
+        self._current = self._build(
+            lambda: form(
+                self._store(round_),
+                # The round's id, too: a second attempt in the same epoch must not meet leftovers of the first.
+                name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
+                rank=rank,
+                slots=participants.slots,
+                host=self._host,
+                device=self._device,
+                timeout_s=round_.formation_timeout_s,
+            ),
+            round_,
         )
         self._key = key
         log.info("communicator formed", slot=self._lease.slot, epoch=round_.epoch, ranks=len(participants.slots))
         return self._current
+
+    def _build(self, build: Callable[[], Communicator], round_: pb.Round) -> Communicator:
+        """Builds it in a thread, which is left behind if the round is given up: nothing else ends a wait of gloo's, or
+        of NCCL's, for a rank that never comes.
+
+        Raises: PeerLost: the round was given up; DeadlineExceeded; what `build` raises.
+        """
+        built: Future[Communicator] = Future()
+        threading.Thread(target=self._carry_out, args=(build, built), name="formation", daemon=True).start()
+        # gloo's wait for the store, its connections and the proof have a deadline each; NCCL has none.
+        deadline = time.monotonic() + 3 * round_.formation_timeout_s
+        while not wait([built], LOOK_S).done:
+            late = time.monotonic() >= deadline
+            if late or self._given_up == round_.round_id:
+                built.add_done_callback(_close)
+                what = f"{self._lease.slot}: round {round_.round_id}"
+                raise DeadlineExceeded(f"{what} was not formed") if late else PeerLost(f"{what} was given up")
+        return built.result()
+
+    def _carry_out(self, build: Callable[[], Communicator], built: "Future[Communicator]") -> None:
+        try:
+            with on_device(self._device):
+                built.set_result(build())
+        except BaseException as error:  # the boundary of the thread
+            built.set_exception(error)
 
     def drop(self) -> None:
         """Aborts and forgets the communicator."""
@@ -76,9 +109,11 @@ class CommunicatorCache:
     def interrupt(self, round_id: str) -> None:
         """Ends the waits of a phase that another thread is in, if it is of this round: its owner drops what we have."""
         with self._interrupting:  # no other round begins between the look and the deed
-            current = self._current
-            if current is not None and round_id and round_id == self._under_way:
-                current.abort(f"round {round_id} was given up")
+            if not round_id or round_id != self._under_way:
+                return
+            self._given_up = round_id
+            if self._current is not None:
+                self._current.abort(f"round {round_id} was given up")
 
     def close(self) -> None:
         """The same, at the end of the process."""
@@ -118,6 +153,12 @@ class CommunicatorCache:
         if endpoint_now is None:
             raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} vanished")
         return join_store(endpoint_now, round_.formation_timeout_s)
+
+
+def _close(late: "Future[Communicator]") -> None:
+    """What a formation that was left behind has come to."""
+    if late.exception() is None:
+        late.result().abort("formed too late")
 
 
 def _endpoint_of(now: Membership, round_: pb.Round) -> str | None:

@@ -107,7 +107,7 @@ class _Walk:
         for segment, part in zip(flight.segments, flight.parts, strict=True):
             if segment.lent is None:
                 self._packer.pack_segment(segment, part)
-            flight.works.append(self._comm.send(part, hop.receiver, hop.message.sequence))
+            flight.works.append(self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop))
             digest.update(part)
         flight.head = self._job.header(hop.message, digest.digest())
         flight.works.append(self._comm.send(flight.head, hop.receiver, hop.message.sequence))
@@ -116,7 +116,8 @@ class _Walk:
     def _relay(self, flight: _Flight, hop: Hop) -> None:
         self._make_room()
         flight.hop = hop
-        flight.works = [self._comm.send(p, hop.receiver, hop.message.sequence) for p in (*flight.parts, flight.head)]
+        parts = (*flight.parts, flight.head)
+        flight.works = [self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop) for part in parts]
         self._outgoing.append(flight)
 
     def _finish_send(self) -> None:
@@ -140,7 +141,7 @@ class _Walk:
             self._to_receive.popleft()
             flight = self._flight(hop)
             for part in (*flight.parts, flight.head):
-                flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence))
+                flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence, lane=hop.hop))
             self._incoming.append(flight)
 
     def _needs_buffer(self, hop: Hop) -> bool:

@@ -6,15 +6,14 @@ One that is half received, or queued behind a send, it forgets (pair.cc, signalE
 its wait ends at its deadline only, whatever is closed meanwhile. So nobody relies on a wait's end: `probe` finds a
 connection that has closed, `abort` closes all others, and who waits can be left where it is (`give_up`, watched.py).
 
-NCCL has not been run here (no GPU). Written from its interface, unverified: bare send/recv pairs of ProcessGroupNCCL,
-each pair used in one direction only; `is_completed` polled by the host, since `wait` only blocks a stream; the group's
-own timeout is out of the way (its watchdog would end the process), the host's deadline and `abort` stand in for it.
+NCCL's groups are nccl.py's. `is_completed` is polled by the host, since the host's deadline and `abort` stand in for
+the groups' own.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from servicekit.errors import DeadlineExceeded, PeerLost
+from weightsync.transports.nccl import build_lanes
 
 NCCL_POLL_S = 0.0005  # much shorter than a bucket's way (32 MiB at 50 GB/s: 0.7 ms), long enough to leave the core
-NCCL_WATCHDOG_S = 24 * 3600.0
 CARD_BYTES = 1024
 CPU = torch.device("cpu")
 # Of messages that nobody sends.
@@ -55,13 +54,13 @@ class Communicator:
         slots: Sequence[str],
         store: dist.Store,
         device: torch.device = CPU,
-        device_group: dist.ProcessGroup | None = None,
+        lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.rank = rank
         self.slots = tuple(slots)
         self.device = device
         self._group = group
-        self._device_group = device_group
+        self._lanes = tuple(lanes)  # of NCCL
         self._store = store  # keeps the TCP store alive for as long as its group
         self._lock = threading.Lock()
         self._closed = ""  # why; empty while it is open
@@ -69,17 +68,24 @@ class Communicator:
         self._given_up = False
         self._peers: set[int] = set()  # with whom there has been a message
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
-        """Starts sending a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
-        self._peers.add(to)
-        with self._peer_errors(to):
-            return Pending(self._carrier(buffer).send([buffer], to, tag), buffer.is_cuda)
+    def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
+        """Starts sending a contiguous buffer. Raises: PeerLost: the peer is known to be gone.
 
-    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+        lane: of NCCL's, the same at both ends.
+        """
+        self._peers.add(to)
+        with self._peer_errors(to), self._starting(buffer):
+            return Pending(self._carrier(buffer, lane).send([buffer], to, tag), buffer.is_cuda)
+
+    def receive(self, buffer: torch.Tensor, source: int, tag: int, lane: int = 0) -> Pending:
         """Starts receiving into a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
         self._peers.add(source)
-        with self._peer_errors(source):
-            return Pending(self._carrier(buffer).recv([buffer], source, tag), buffer.is_cuda)
+        with self._peer_errors(source), self._starting(buffer):
+            return Pending(self._carrier(buffer, lane).recv([buffer], source, tag), buffer.is_cuda)
+
+    def _starting(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
+        """NCCL connects a pair at its first message, and waits there for the peer."""
+        return self._waiting() if buffer.is_cuda else nullcontext()
 
     def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:
         """Raises: PeerLost, naming the peer: it died, or did not answer within the deadline."""
@@ -137,8 +143,8 @@ class Communicator:
     def prove(self, timeout_s: float) -> None:
         """A tiny exchange that every rank takes part in: the groups work, not only connect."""
         self._prove(self._group, torch.ones(1, dtype=torch.int64), timeout_s)
-        if self._device_group is not None:
-            self._prove(self._device_group, torch.ones(1, dtype=torch.int64, device=self.device), timeout_s)
+        for lane in self._lanes:
+            self._prove(lane, torch.ones(1, dtype=torch.int64, device=self.device), timeout_s)
 
     @property
     def closed(self) -> str:
@@ -171,9 +177,9 @@ class Communicator:
         """Closes the connections at once, so that every other rank notices. May be called from any thread."""
         with self._lock:
             self._closed = self._closed or why
-        if self._device_group is not None and hasattr(self._device_group, "abort"):
-            self._device_group.abort()
-        self._close_gloo()
+        self._close_gloo()  # first: what waits for NCCL looks at `closed`, and who waits for us at its connection
+        for lane in self._lanes:
+            lane.abort()
 
     def _close_gloo(self) -> None:
         """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them."""
@@ -196,12 +202,12 @@ class Communicator:
                 f"{self.slots[self.rank]}: {int(token.item())} of {len(self.slots)} ranks answered the proof"
             )
 
-    def _carrier(self, buffer: torch.Tensor) -> dist.ProcessGroup:
+    def _carrier(self, buffer: torch.Tensor, lane: int) -> dist.ProcessGroup:
         if buffer.device.type == "cpu":
             return self._group
-        if self._device_group is None:
+        if not self._lanes:
             raise ValueError(f"a buffer on {buffer.device} in a group without NCCL")
-        return self._device_group
+        return self._lanes[lane % len(self._lanes)]
 
     def _poll(self, work: dist.Work, timeout_s: float) -> None:
         """Waits on the host for NCCL. Raises: RuntimeError: time is over (and the group aborted), or NCCL's own."""
@@ -245,14 +251,10 @@ def form(
     """
     prefixed = dist.PrefixStore(name, store)
     prefixed.set(f"here/{rank}", b"1")
-    build: Callable[[], dist.ProcessGroup | None] = (
-        (lambda: _nccl(dist.PrefixStore("nccl", prefixed), rank, len(slots), timeout_s))
-        if device.type == "cuda"
-        else (lambda: None)
-    )
     try:
         group = _gloo(prefixed, rank, len(slots), host, timeout_s)
-        communicator = Communicator(group, rank=rank, slots=slots, store=store, device=device, device_group=build())
+        lanes = build_lanes(prefixed, rank, len(slots), device) if device.type == "cuda" else ()
+        communicator = Communicator(group, rank=rank, slots=slots, store=store, device=device, lanes=lanes)
         communicator.prove(timeout_s)
         return communicator
     except (RuntimeError, PeerLost) as error:
@@ -273,9 +275,3 @@ def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout_s: float) 
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=max(timeout_s, NCCL_WATCHDOG_S))
-    return dist.ProcessGroupNCCL(store, rank, size, options)

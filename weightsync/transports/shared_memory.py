@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from servicekit.errors import DeadlineExceeded, PeerLost
+from servicekit.errors import ConfigError, DeadlineExceeded, PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 KEY_BYTES = 32
@@ -30,7 +30,11 @@ _FDS_AT_ONCE = 128  # Linux passes at most 253 in one message
 
 
 def host_id() -> bytes:
-    """Equal for processes of one kernel and one network namespace (abstract sockets live in one)."""
+    """Equal for processes of one kernel and one network namespace (abstract sockets live in one).
+
+    Descriptors pass between containers that differ in all else: nothing is looked up in a file system. The proof is the
+    opening itself, in PREPARE; who cannot open is named.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()  # noqa: PTH116 (a namespace is no file)
 
@@ -136,7 +140,25 @@ def _cuda_handle(storage: Any) -> pb.CudaHandle:
         ref_counter_offset=counter_offset,
         event_handle=event,
         event_sync_required=sync,
+        device_uuid=_uuid(device),
     )
+
+
+def _uuid(ordinal: int) -> str:
+    """The driver's name of a GPU."""
+    return str(torch.cuda.get_device_properties(ordinal).uuid)
+
+
+def _ordinal_here(uuid: str) -> int:
+    """Which of this process's GPUs it is. Raises: ConfigError: none of them."""
+    here = [_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
+    if uuid not in here:
+        raise ConfigError(
+            f"the trainer's GPU {uuid} is not among those that this process sees ({', '.join(here) or 'none'}): "
+            "sync.transport colocated needs CUDA_VISIBLE_DEVICES to list the GPUs of both, its own first; collective "
+            "does not"
+        )
+    return here.index(uuid)
 
 
 @dataclass(kw_only=True)
@@ -224,8 +246,9 @@ def _open_descriptor(region: pb.SharedRegion, fd: int) -> torch.Tensor:
 
 
 def _open_cuda(cuda: pb.CudaHandle) -> torch.Tensor:
+    ordinal = _ordinal_here(cuda.device_uuid)
     storage: Any = torch.UntypedStorage._new_shared_cuda(
-        cuda.device,
+        ordinal,
         cuda.handle,
         cuda.storage_bytes,
         cuda.storage_offset_bytes,
@@ -234,7 +257,7 @@ def _open_cuda(cuda: pb.CudaHandle) -> torch.Tensor:
         cuda.event_handle,
         cuda.event_sync_required,
     )
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{cuda.device}").set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{ordinal}").set_(storage)
 
 
 def _mapped(fd: int, size: int, *, writable: bool) -> torch.Tensor:

@@ -524,6 +524,7 @@ class CudaHandle(_message.Message):
     REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
     EVENT_HANDLE_FIELD_NUMBER: _builtins.int
     EVENT_SYNC_REQUIRED_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     device: _builtins.int
     handle: _builtins.bytes
     storage_bytes: _builtins.int
@@ -532,6 +533,8 @@ class CudaHandle(_message.Message):
     ref_counter_offset: _builtins.int
     event_handle: _builtins.bytes
     event_sync_required: _builtins.bool
+    device_uuid: _builtins.str
+    """Which GPU it is on, as the driver names it: `device` is an ordinal of the sender's own."""
     def __init__(
         self,
         *,
@@ -543,10 +546,11 @@ class CudaHandle(_message.Message):
         ref_counter_offset: _builtins.int = ...,
         event_handle: _builtins.bytes = ...,
         event_sync_required: _builtins.bool = ...,
+        device_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "handle", b"handle", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "storage_bytes", b"storage_bytes", "storage_offset_bytes", b"storage_offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "handle", b"handle", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "storage_bytes", b"storage_bytes", "storage_offset_bytes", b"storage_offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,3 +42,19 @@ def test_an_abort_ends_transfers_that_wait(fleet: Fleet) -> None:
         fleet.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
     fleet.sync(fleet.round(2))
     assert same(fleet.stores[REPLICAS[1]], fleet.expected(REPLICAS[1])) == []
+
+
+def test_an_abort_ends_the_wait_for_a_rank_that_never_comes(fleet: Fleet) -> None:
+    """It died after the round was made, say: nothing in gloo ends that wait but its deadline."""
+    round_ = fleet.round(1, formation_timeout_s=DEADLINE_S)
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        there = ("trainer/0", "trainer/1")
+        waiting = [pool.submit(fleet.members[slot].run_phase, pb.ROUND_PHASE_PREPARE, round_) for slot in there]
+        until(lambda: all(fleet.members[slot]._communicators.under_way for slot in there))
+        for slot in there:
+            fleet.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
+        assert all(isinstance(each.exception(timeout=DEADLINE_S), PeerLost) for each in waiting)
+    assert time.monotonic() - start_s < DEADLINE_S / 4
+    fleet.sync(fleet.round(2))
+    assert same(fleet.stores[REPLICAS[1]], fleet.expected(REPLICAS[1])) == []

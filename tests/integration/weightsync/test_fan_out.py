@@ -24,12 +24,12 @@ class CountingWire:
         self.out_bytes = self.in_bytes = self.sends = 0
         self.awaited: set[int] = set()  # sequences of messages, up to the first send
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+    def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
         self.out_bytes += buffer.numel()
         self.sends += 1
         return self._inner.send(buffer, to, tag)
 
-    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+    def receive(self, buffer: torch.Tensor, source: int, tag: int, lane: int = 0) -> Pending:
         self.in_bytes += buffer.numel()
         if self.sends == 0:
             self.awaited.add(tag)
@@ -84,10 +84,10 @@ class ToldWire:
         self._tags: dict[int, int] = {}  # by the pending operation, which is kept: its id stays its own
         self._pending: list[Pending] = []
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+    def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
         return self._begin("send", tag, self._inner.send(buffer, to, tag))
 
-    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+    def receive(self, buffer: torch.Tensor, source: int, tag: int, lane: int = 0) -> Pending:
         return self._begin("receive", tag, self._inner.receive(buffer, source, tag))
 
     def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:

@@ -31,7 +31,7 @@ class TamperedWire:
         self.rank, self.slots = inner.rank, inner.slots
         self.receive, self.wait = inner.receive, inner.wait
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+    def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
         changed, tag = self._change(buffer, tag)
         self._sent.append(changed)
         return self._inner.send(changed, to, tag)

@@ -143,7 +143,7 @@ def test_waits_name_the_device(threads: Threads) -> None:
 
 def communicator_on_gpu() -> Communicator:
     group: Any = object()
-    return Communicator(group, rank=4, slots=SLOTS, store=group, device=GPU, device_group=group)
+    return Communicator(group, rank=4, slots=SLOTS, store=group, device=GPU, lanes=[group])
 
 
 def test_the_proof_of_a_group_is_on_the_ranks_gpu(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.transports import shared_memory
 from weightsync.transports.links import check_cards
 from weightsync.transports.shared_memory import (
     Exposure,
@@ -120,3 +121,37 @@ def test_who_does_not_know_the_key_gets_nothing() -> None:
 def test_a_host_is_known_by_its_kernel_and_its_network() -> None:
     assert host_id() == host_id()
     assert len(host_id().split()) == 2
+
+
+class Gpu:
+    """What CUDA says of a GPU."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    """This process's, in its order; the trainer has others at the same ordinals."""
+    here = [Gpu("uuid-of-6"), Gpu("uuid-of-5")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", here.__getitem__)
+    return here
+
+
+def test_a_trainers_gpu_is_found_by_its_uuid(gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened_at: list[int] = []
+
+    def open_at(ordinal: int, *_: object) -> None:
+        opened_at.append(ordinal)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_at, raising=False)
+    with pytest.raises(InterruptedError):
+        shared_memory._open_cuda(pb.CudaHandle(device=0, device_uuid="uuid-of-5"))
+    assert opened_at == [1]
+
+
+def test_a_gpu_that_this_process_does_not_see_is_named(gpus: list[Gpu]) -> None:
+    with pytest.raises(ConfigError, match=r"GPU uuid-of-0 is not among those .*uuid-of-6, uuid-of-5.*collective"):
+        shared_memory._open_cuda(pb.CudaHandle(device=0, device_uuid="uuid-of-0"))

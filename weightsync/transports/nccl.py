@@ -1,0 +1,69 @@
+"""NCCL groups for what lies on GPUs. Written from torch's sources and header (2.13); nobody has run it on a GPU yet.
+
+* **Errors are ours.** By default a watchdog thread ends the process when a peer is lost
+  (TORCH_NCCL_ASYNC_ERROR_HANDLING 3). A group that is made under TORCH_NCCL_BLOCKING_WAIT has no watchdog:
+  `is_completed` asks NCCL itself for errors, and `wait` raises them in the thread that called it. Both variables are
+  read when a group is made; they are set for that moment only: SGLang's and Megatron's groups keep their own.
+* **Communicators are built in PREPARE.** Without a device, each pair of ranks would get a communicator of its own at
+  its first message, in TRANSFER: 8 to 64 of them on a receiver. Bound to a device, a group is one of all ranks.
+* **Two lanes.** Operations of such a group share a stream, so a message that is passed on would wait behind those that
+  come. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
+* **Beside SGLang's own collectives** there is no promise: NCCL guarantees progress of several communicators on one GPU
+  only while their kernels fit beside each other. With `in_place`, the default, generation is paused when the first
+  message moves; the proof in PREPARE is one element, once per epoch. `staged` moves all of them beside generation. What
+  hangs is given up at the round's deadline: aborted kernels end, and generation goes on.
+
+The connection of a pair is still made at its first message. Who waits there is left behind if the round is given up
+(watched.py).
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LANES = 2
+# The group's own timeout is out of the way: the round's deadline and `abort` stand in for it.
+_NO_TIMEOUT = timedelta(days=1)
+_OURS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+_making = threading.Lock()
+
+
+def build_lanes(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
+    """A group per lane, connected. Every rank calls it at the same time; it has no deadline of its own."""
+    lanes = []
+    for lane in range(LANES):
+        with _making, _set_for_now(os.environ):
+            group = _make(dist.PrefixStore(f"lane/{lane}", store), rank, size)
+        group.eager_connect_single_device(device)
+        lanes.append(group)
+    return tuple(lanes)
+
+
+def _make(store: dist.Store, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NO_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _set_for_now(environ: MutableMapping[str, str]) -> Iterator[None]:
+    before = {name: environ.get(name) for name in _OURS}
+    environ.update(_OURS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del environ[name]
+            else:
+                environ[name] = value
