@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.rewards.base import Reward, ScoredText, Scores
-from coordinator.rewards.work import MAX_LATE_SHARE
+from coordinator.rewards.work import MAX_LATE_SHARE, late_budget
 from coordinator.samples import Group
 from coordinator.tokenizer import TextCodec
 from servicekit.errors import Internal
@@ -15,8 +15,6 @@ from servicekit.errors import Internal
 # Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
 # not end a run, a reward that is broken must not train on zeros.
 MAX_ERROR_SHARE = 0.05
-# Likewise of those that take longer than reward.timeout_s: a policy may well write a few of them.
-MAX_TIMEOUT_SHARE = MAX_LATE_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +75,9 @@ def _check_budget(scores: Scores, total: int) -> None:
             f"scoring failed for {scores.num_errors} of {total} completions, more than {MAX_ERROR_SHARE:.0%}; "
             f"first failure: {scores.first_error}"
         )
-    if scores.num_timeouts > MAX_TIMEOUT_SHARE * total:
+    if scores.num_timeouts > late_budget(total):
         raise Internal(
             f"scoring took longer than reward.timeout_s for {scores.num_timeouts} of {total} completions (the rest was "
-            f"not tried), more than {MAX_TIMEOUT_SHARE:.0%}: simplify reward.pattern (quantifiers within quantifiers "
+            f"not tried), more than {MAX_LATE_SHARE:.0%}: simplify reward.pattern (quantifiers within quantifiers "
             "take exponential time), or raise reward.timeout_s and reward.workers"
         )

@@ -5,16 +5,21 @@ from collections.abc import Sequence
 from coordinator.rewards.base import ScoredText, Scores
 from coordinator.rewards.workers import Workers
 
-# Share of the texts that may take too long before the rest is not tried: more ends the run anyway (scoring.py).
+# Share of the texts that may take too long: a policy may well write a few such ones.
 MAX_LATE_SHARE = 0.25
 # Of a small batch more may be: a few texts say nothing about the reward.
 _FEW = 8
 
 
+def late_budget(num_texts: int) -> int:
+    """How many of a batch may take too long; beyond it the rest is not tried, and the run ends (scoring.py)."""
+    return max(_FEW, int(MAX_LATE_SHARE * num_texts))
+
+
 async def score_with(workers: Workers, items: Sequence[ScoredText]) -> Scores:
     """[S] scores. A job's value is a score, or `{"unreadable": why}` if no completion could match its answer."""
     jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
-    answers = await workers.map(jobs, give_up_after=max(_FEW, int(MAX_LATE_SHARE * len(jobs))))
+    answers = await workers.map(jobs, give_up_after=late_budget(len(jobs)))
     unreadable = {
         place: str(answer.value["unreadable"]) for place, answer in enumerate(answers) if isinstance(answer.value, dict)
     }

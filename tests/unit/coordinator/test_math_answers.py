@@ -38,7 +38,7 @@ def test_a_bare_answer(anywhere: Score, anchored: Score, answer: str, equal: str
         assert score(rf"So we get $\boxed{{{other}}}$.", answer) == 0.0
 
 
-@pytest.mark.parametrize(("answer", "equal", "other"), BARE)
+@pytest.mark.parametrize(("answer", "equal", "other"), BARE[::3])
 def test_the_forms_of_an_answer_mean_the_same(anywhere: Score, answer: str, equal: str, other: str) -> None:
     forms = [rf"\boxed{{{answer}}}", rf"First, $y$ is 17. Hence $\boxed{{{answer}}}$."]
     if r"\$" not in answer:

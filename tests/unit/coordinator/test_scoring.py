@@ -73,3 +73,5 @@ async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
     assert (scored.num_timeouts, scored.num_unreadable, scored.unreadable_rows) == (25, 1, {1: "is empty"})
     with pytest.raises(Internal, match=r"longer than reward.timeout_s for 26 of 100 completions"):
         await scorer(codec, Failing(0, late=26)).score(groups)
+    few = [group("1", "1", "1", "1", "1")]
+    assert (await scorer(codec, Failing(0, late=2)).score(few)).num_timeouts == 2
