@@ -8,6 +8,7 @@ checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, 
 import asyncio
 import contextlib
 import shutil
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +56,18 @@ class Checkpointer:
         """Where the trainer's part of a checkpoint is, or will be."""
         return (step_folder(self._run_dir, iteration) / TRAINER_FOLDER).absolute()
 
-    async def complete(self, state: RunState) -> None:
-        """Add the coordinator's state, mark the checkpoint complete, remove the oldest."""
-        await asyncio.to_thread(self._complete, state)
+    async def complete(self, state: RunState, check_lead: Callable[[], Awaitable[None]]) -> None:
+        """Add the coordinator's state, mark the checkpoint complete, remove the oldest.
 
-    def _complete(self, state: RunState) -> None:
+        check_lead: called before each file is written; raises what says that the checkpoint is not ours to write.
+        """
         folder = step_folder(self._run_dir, state.iteration)
-        state.save(folder / COORDINATOR_FILE)
+        await check_lead()
+        await asyncio.to_thread(state.save, folder / COORDINATOR_FILE)
+        await check_lead()
+        await asyncio.to_thread(self._mark, folder, state)
+
+    def _mark(self, folder: Path, state: RunState) -> None:
         mark_complete(
             folder,
             iteration=state.iteration,

@@ -211,8 +211,7 @@ class Run:
             log.info("the run goes on with the configuration of this launch")
         if checkpoint:
             self._rows.sync()
-            await self._check_lead()
-            await self.checkpointer.complete(self.state)
+            await self.checkpointer.complete(self.state, self._check_lead)
             self._checkpointed = record.iteration
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
@@ -283,8 +282,7 @@ class Run:
         await self._check_lead()
         await self.checkpointer.save_trainer(self.state.iteration)
         self._rows.sync()
-        await self._check_lead()
-        await self.checkpointer.complete(self.state)
+        await self.checkpointer.complete(self.state, self._check_lead)
         self._checkpointed = self.state.iteration
         log.info("checkpoint of the last iteration", iteration=self.state.iteration)
 
