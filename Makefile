@@ -88,8 +88,9 @@ images: ## build the container images with Docker, for CPUs or with VARIANT=gpu 
 check-cuda: venv ## imports, unit tests and layouts in the environment for NVIDIA GPUs, without a GPU (10 GB)
 	@tools/cuda/check.sh $(TESTS)
 
-gpu-check: venv ## weight sync on GPUs of this machine: exactness and GB/s; says what it skipped
-	@$(PY) -m tools.gpu_check
+# Not in `.venv`, which is the CPU's: on a machine with a GPU, PY names the python of requirements/gpu.md's environment.
+gpu-check: ## weight sync on this machine's GPUs: make gpu-check PY=...; exits 2 if nothing ran
+	@$(PY) -m tools.gpu_check $(ARGS)
 
 clean: ## remove caches and reports (environments and runs/ stay)
 	@[ ! -d .cache ] || find .cache -mindepth 1 -maxdepth 1 ! -name 'cuda-venv-*' -exec rm -rf {} +

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tools import gpu_check
-from tools.gpu_check import Case, redis_url, run_case
+from tools.gpu_check import fleet
+from tools.gpu_check.cases import Case
+from tools.gpu_check.fleet import redis_url, run_case
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 SIZE = {"layers": 2, "hidden": 64, "rounds": 2}
 
 
@@ -21,7 +22,10 @@ def case(transport: str, install: str) -> Case:
     )
 
 
-@pytest.mark.parametrize(("transport", "install"), [("collective", "in_place"), ("colocated", "staged")])
+@pytest.mark.parametrize(
+    ("transport", "install"),
+    [("collective", "in_place"), pytest.param("colocated", "staged", marks=pytest.mark.slow)],
+)
 def test_a_case_is_exact_and_timed(transport: str, install: str) -> None:
     with redis_url() as url:
         result = run_case(case(transport, install), url, **SIZE)
@@ -33,8 +37,9 @@ def test_a_case_is_exact_and_timed(transport: str, install: str) -> None:
     assert result["bytes"] == 2 * (2 * 98 * 64 * 64 + 2 * (18 * 64 * 64 + 2 * 64 + 2 * 8) + 64)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_the_case_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "PHASES", ("PREPARE", "VERIFY"))
+    monkeypatch.setattr(fleet, "PHASES", ("PREPARE", "VERIFY"))
     with redis_url() as url:
         result = run_case(case("collective", "in_place"), url, **SIZE)
     assert not result["exact"]

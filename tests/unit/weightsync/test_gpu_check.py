@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.weight_stores import tiny_spec
-from tools.gpu_check import cases, main, numbered, summary, with_copy_share
+from tools.gpu_check.__main__ import main, summary, with_copy_share
+from tools.gpu_check.cases import cases
+from tools.gpu_check.weights import numbered
 from weightsync.layout import Parallel
 from weightsync.megatron_layout import megatron_layout
 from weightsync.sglang_layout import sglang_layout
@@ -59,8 +61,11 @@ def test_reference_values_are_one_model_on_both_sides() -> None:
     assert bool((flat[1:] != flat[:-1]).all())  # a shift by one element would be seen
 
 
-def test_without_a_gpu_it_says_what_it_skipped(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("sys.argv", ["gpu_check"])
+@pytest.mark.parametrize(("options", "status"), [([], 2), (["--allow-skip"], 0)])
+def test_without_a_gpu_nothing_ran_and_that_is_no_success(
+    options: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check", *options])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main() == 0
+    assert main() == status
     assert "skipped everything" in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""What gpu-check runs on so many GPUs, and what it skips."""
+
+from dataclasses import dataclass
+
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
+MULTI_RANK_NCCL = (2, 31)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One fleet: trainer TP -> one replica of rollout TP, over a transport; ranks take GPUs in turn."""
+
+    name: str
+    transport: str
+    trainer: int
+    rollout: int
+    install: str
+    num_gpus: int
+    device: str = "cuda"
+
+
+def cases(num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool) -> tuple[list[Case], list[str]]:
+    """What runs on so many GPUs, and what is skipped, in words."""
+    chosen, skipped = [], []
+    for trainer, rollout in ((1, 1), (2, 1), (2, 2)):
+        ranks = trainer + rollout
+        name = f"collective TP{trainer} -> TP{rollout}"
+        if num_gpus >= ranks or multi_rank:
+            gpus = min(num_gpus, ranks)
+            chosen += [
+                Case(
+                    name=f"{name} {install}",
+                    transport="collective",
+                    trainer=trainer,
+                    rollout=rollout,
+                    install=install,
+                    num_gpus=gpus,
+                )
+                for install in ("in_place", "staged")
+            ]
+        else:
+            skipped.append(
+                f"{name}: {num_gpus} GPUs for {ranks} ranks, and several ranks per GPU need NCCL >= 2.31 "
+                f"(this is {'.'.join(map(str, nccl))}) with {MULTI_RANK}=1"
+            )
+    chosen += [
+        Case(
+            name=f"colocated TP{trainer} -> TP{rollout} {install}",
+            transport="colocated",
+            trainer=trainer,
+            rollout=rollout,
+            install=install,
+            num_gpus=1,
+        )
+        for trainer, rollout in ((1, 1), (2, 2))
+        for install in ("in_place", "staged")
+    ]
+    if num_gpus > 1:
+        skipped.append(f"colocated between GPUs: all ranks of those cases are on the first of {num_gpus}")
+    return chosen, skipped

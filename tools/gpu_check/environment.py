@@ -1,0 +1,45 @@
+"""What gpu-check ran on: packages, devices, how they are linked, and the variables that NCCL reads."""
+
+import os
+import shutil
+import subprocess
+from typing import Any
+
+from servicekit.versions import software_versions
+
+PACKAGES = ("torch", "sglang", "sglang-kernel", "megatron-core", "transformer-engine", "triton", "flashinfer-python")
+TOPOLOGY_S = 30.0
+
+
+def environment() -> dict[str, Any]:
+    """A table for the report; of a machine that has a CUDA device."""
+    import torch
+
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "packages": dict(software_versions(PACKAGES)),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "devices": [
+            {
+                "name": each.name,
+                "capability": f"{each.major}.{each.minor}",
+                "memory_gib": round(each.total_memory / 2**30, 1),
+            }
+            for each in devices
+        ],
+        "driver_and_links": _ask_driver(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_"))},
+    }
+
+
+def _ask_driver() -> list[str]:
+    """The driver's version and the topology, as nvidia-smi tells them; nothing where it is not installed."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    lines = []
+    for question in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
+        done = subprocess.run([program, *question], capture_output=True, text=True, timeout=TOPOLOGY_S, check=False)
+        lines += done.stdout.splitlines()
+    return lines

@@ -1,0 +1,46 @@
+"""The random model of gpu-check, and values of which each says where it belongs."""
+
+import zlib
+from typing import Any
+
+
+def random_spec(layers: int, hidden: int) -> Any:
+    """A dense model; of 0.6 B parameters with 24 layers of 1,024."""
+    from weightsync.model_spec import ModelSpec
+
+    return ModelSpec.from_config(
+        {
+            "model_type": "qwen3",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": hidden // 8,
+            "vocab_size": 98 * hidden,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def numbered(layout: Any, rank: int) -> dict[str, Any]:
+    """A rank's parameters (bfloat16, CPU), every element a function of its place in the whole model.
+
+    Places are mixed as integers: beyond 2^24, neighbours are one float32.
+    """
+    import torch
+
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in layout.parameters_of(rank).items()}
+    for shard in layout.shards[layout.shards["rank"] == rank]:
+        name = layout.tensors[shard["tensor"]]
+        cols = int(layout.tensor_shapes[shard["tensor"]][1])
+        row, height, col, width, at_row, at_col = (
+            int(shard[field]) for field in ("row", "rows", "col", "cols", "param_row", "param_col")
+        )
+        places = torch.arange(row, row + height)[:, None] * cols + torch.arange(col, col + width)[None, :]
+        part = tensors[layout.params[shard["param"]]]
+        matrix = part.view(-1, 1) if part.dim() == 1 else part.view(-1, part.shape[-1])
+        values = ((places * 40_503 + zlib.crc32(name.encode())) % 65_521) / 65_521 - 0.5
+        matrix[at_row : at_row + height, at_col : at_col + width] = values.to(torch.bfloat16)
+    return tensors
