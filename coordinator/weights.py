@@ -22,7 +22,16 @@ from coordinator.roll_call import Group, Present, RollCall, parallel_sizes, seed
 from coordinator.sync_report import Outcome, RoundReports, SyncResult
 from coordinator.sync_round import SyncRound
 from coordinator.trainer import Trainer
-from servicekit.errors import Aborted, DeadlineExceeded, DigestMismatch, Fenced, PeerLost, TandemError, Unavailable
+from servicekit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    DigestMismatch,
+    Fenced,
+    PeerLost,
+    SlotTaken,
+    TandemError,
+    Unavailable,
+)
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -31,6 +40,9 @@ from weightsync.rendezvous import Evicted
 
 # Rounds that one publication may take. What fails three times in a row is not an accident.
 MAX_ROUNDS = 3
+# A rank whose slot another holds comes back when that one's lease ends, or ends itself after two (rendezvous.py).
+SLOT_PATIENCE_TTLS = 3.0
+SLOT_INTERVAL_S = 1.0
 # Worth another round; anything else (an invalid round, a stale version, plans that differ) would fail again.
 _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
 
@@ -71,6 +83,16 @@ class _Publication:
     epoch: int = 0
     # Nothing more can be tried.
     is_over: bool = False
+    # When another process was first seen in a rank's slot.
+    slot_taken_s: float | None = None
+
+    def waits_for_slot(self, error: TandemError, patience_s: float) -> bool:
+        """Whether a rank without its slot has it again soon, or ends: no failure that counts."""
+        if not isinstance(error, SlotTaken) or isinstance(error, Evicted):
+            return False
+        now_s = time.perf_counter()
+        self.slot_taken_s = now_s if self.slot_taken_s is None else self.slot_taken_s
+        return now_s - self.slot_taken_s < patience_s
 
     def goes_on_after(self, error: TandemError) -> bool:
         """Whether another round may help."""
@@ -252,6 +274,9 @@ class WeightSync:
                     break
             except TandemError as error:
                 log.warning("weight sync round failed", error=str(error))
+                if work.waits_for_slot(error, SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s):
+                    await asyncio.sleep(SLOT_INTERVAL_S)
+                    continue
                 work.failures.append(error)
                 if not work.goes_on_after(error):
                     break

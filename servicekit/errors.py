@@ -123,6 +123,12 @@ class PeerLost(TandemError):
     reason = "PEER_LOST"
 
 
+class SlotTaken(Aborted):
+    """Another process holds the rank's slot in the weight group: the rank takes it again, or it ends."""
+
+    reason = "SLOT_TAKEN"
+
+
 class DigestMismatch(TandemError):
     """Bytes that were installed are not the bytes that were sent."""
 
@@ -180,6 +186,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     Unavailable,
     Aborted,
     PeerLost,
+    SlotTaken,
     DigestMismatch,
     DeadlineExceeded,
     NotFinite,

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, SlotTaken
 from servicekit.versions import software_versions
 from weightsync.nccl_settings import NCCL_SETTINGS
 from weightsync.plan import PLAN_FORMAT
@@ -48,7 +48,8 @@ def check_facts(told: Mapping[str, str], slots: Sequence[str]) -> None:
 
     All ranks judge by the same rule, and so come to the same error.
 
-    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has told nothing.
+    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has told nothing; SlotTaken: what
+        holds a slot is no rank.
     """
     first = _read(told, slots[0])
     differences: dict[tuple[str, str, str], list[str]] = {}
@@ -71,4 +72,7 @@ def _sentence(first: str, name: str, mine: str, theirs: str, who: Sequence[str])
 def _read(told: Mapping[str, str], slot: str) -> dict[str, str]:
     if slot not in told:
         raise ConfigError(f"{slot} does not tell what it runs: is it of another Tandem release?")
-    return dict(json.loads(told[slot]))
+    facts = dict(json.loads(told[slot]))
+    if not facts:
+        raise SlotTaken(f"{slot} is held by a process that tells nothing of itself, so by none of ours")
+    return facts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, TandemError, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTaken, TandemError, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
 from servicekit.redis_client import connect, redis_errors
@@ -28,10 +28,8 @@ class Membership:
     endpoint: str | None
 
 
-class Evicted(Aborted):
-    """This worker's slot was taken by another incarnation; it must not act in the group any more."""
-
-    reason = "EVICTED"
+class Evicted(SlotTaken):
+    """This worker's slot was taken by another incarnation; it must not act in the group. Its callers hear SlotTaken."""
 
 
 class LeaseExpired(Aborted):

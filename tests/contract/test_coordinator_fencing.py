@@ -14,17 +14,18 @@ import yaml
 
 from coordinator.fleet.static import StaticFleet
 from coordinator.lead import SoleLead
+from coordinator.sync_report import Outcome
 from coordinator.trainer import Trainer
 from coordinator.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Fenced
+from servicekit.errors import Fenced, SlotTaken
 from servicekit.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
-from tests.fakes.fake_sync import FakeGroup
+from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
 from tests.polling import until
 
 TTL_S = 1.0
@@ -155,3 +156,16 @@ async def test_whoever_takes_over_fences_those_that_answer() -> None:
                 await sync.take_over()
             fleet.trainer_service.fence = FenceGuard()
         await trainer.close()
+
+
+async def test_a_rank_that_is_without_its_slot_for_a_while_costs_no_round_that_counts() -> None:
+    """Another process held it, as after a fail-over of Redis that has lost the last join: longer than three tries."""
+    async with fake_fleet() as fleet:
+        fault = Fault(PREPARE, SlotTaken("rank 0: rollout-0/0: another worker holds this slot"))
+        fleet.rollout_services[0].sync.faults.extend([fault] * 4)
+        sync = WeightSync(
+            trainer=fleet.trainer, fleet=StaticFleet(fleet.replicas), group=FakeGroup(), settings=SyncSection()
+        )
+        result = await sync.publish(0)
+    assert set(result.outcomes.values()) == {Outcome.COMMITTED}
+    assert result.attempts == 5

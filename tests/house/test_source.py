@@ -17,6 +17,7 @@ SLEEPERS = {
     "coordinator/probing.py": "asks a service from time to time how it is; ends with the call that it accompanies",
     "coordinator/roll_call.py": "looks again for services that come back; has a deadline",
     "coordinator/services.py": "asks a trainer that is being started again whether it answers; has a deadline",
+    "coordinator/weights.py": "tries a round again until a rank has its slot back; has a deadline",
     "launcher/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
     "launcher/guard.py": "polls process ids that are not its children, so there is nothing to wait on; has a deadline",
     "rollout_service/announce.py": "announces itself again until the lease of a killed predecessor has run out",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from servicekit.errors import Aborted, ConfigError, Internal, NotFinite, WrongVersion
+from servicekit.errors import ConfigError, Internal, NotFinite, SlotTaken, WrongVersion
 from trainer_service.ranks import Command, Commander, Outcome, _error_from, _first_error, _text_of, run_handler
 from trainer_service.world import Place
 from weightsync.rendezvous import Evicted
@@ -18,7 +18,7 @@ def test_error_travels_with_its_class() -> None:
 def test_an_error_of_weight_sync_s_own_travels_as_what_it_is_a_kind_of() -> None:
     """A rank that lost its slot is a reason for another round, as on rank 0; it was INTERNAL, which ends the run."""
     error = _error_from(_text_of(Evicted("trainer/1: this worker was replaced by a newer one")))
-    assert type(error) is Aborted
+    assert type(error) is SlotTaken
     assert str(error) == "trainer/1: this worker was replaced by a newer one"
 
 
