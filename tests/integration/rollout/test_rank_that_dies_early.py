@@ -1,0 +1,35 @@
+"""A real rank of SGLang that dies while it starts: the service ends with the rank's own error."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine import host
+from tandem_config.schema import RunConfig
+from tests.integration.rollout.tiny_models import make_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def test_the_ranks_own_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model")
+    entries = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (folder / "config.json").write_text(json.dumps(entries))
+    # The gate before it would refuse this model.
+    monkeypatch.setattr(host, "_check_model", lambda config: None)
+    config = RunConfig.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "data": {"train": "t"}})
+
+    async def start() -> None:
+        processes = host.SglangProcesses(
+            config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
+        )
+        try:
+            await processes.start()
+        finally:
+            await processes.shutdown()
+
+    with pytest.raises(RuntimeError, match=r"did not start: ValueError: Unsupported activation: gelu"):
+        asyncio.run(start())
