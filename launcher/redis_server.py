@@ -8,8 +8,12 @@ from pathlib import Path
 
 from launcher.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import ConfigError, Unavailable
+from servicekit.temporary import OwnedFolder, remove_orphans
 
 NAME = "redis"
+_PREFIX = "tandem-"
+# Their locks are ours for as long as this process lives.
+_owned: list[OwnedFolder] = []
 _READY_DEADLINE_S = 20.0
 # The bundled server answers after 12 ms; a short poll costs nothing and is bounded by the deadline.
 _POLL_S = 0.01
@@ -38,7 +42,10 @@ def server_spec(log: Path) -> tuple[ProcessSpec, str]:
     """The process of a private server, and its URL. Makes a temporary folder that goes away with the process."""
     server = find_server()
     parent = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) <= _LONGEST_TEMP_DIR else "/tmp"))
+    parent = parent if len(parent) <= _LONGEST_TEMP_DIR else "/tmp"
+    remove_orphans(_PREFIX, parent)
+    _owned.append(OwnedFolder(_PREFIX, parent))
+    folder = _owned[-1].path
     socket = folder / "redis.sock"
     options = {
         "port": "0",

@@ -7,6 +7,7 @@ from pathlib import Path
 import prometheus_client
 
 from servicekit.errors import ConfigError
+from servicekit.http_server import HttpServer
 
 RPC_TOTAL = prometheus_client.Counter(
     "tandem_rpc_total", "RPCs served, by gRPC service, method and status code.", ["service", "method", "code"]
@@ -60,9 +61,10 @@ def serve_metrics(host: str, port: int = 0) -> int:
     Raises: ConfigError: the address cannot be bound.
     """
     try:
-        server, _ = prometheus_client.start_http_server(port, addr=host)
+        server = HttpServer(host, port, prometheus_client.make_wsgi_app())
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port} ({error}); set TANDEM_METRICS_PORT to a free port or to 0"
         ) from error
-    return int(server.server_port)
+    server.start("metrics")
+    return server.server_port

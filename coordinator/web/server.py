@@ -1,26 +1,23 @@
 """The page's HTTP server: four fixed answers to GET, from a daemon thread, and nothing else.
 
 A request for data asks the event loop for a snapshot: it is taken between the run's steps, and a loop that is stuck
-cannot answer, which the page then says. Nothing is read from the request but its method and path.
+cannot answer, which the page then says. Nothing is read from the request but its method, its path and
+whom it thinks it talks to.
 """
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterable
 from importlib import resources
-from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from servicekit.errors import ConfigError
+from servicekit.http_server import HttpServer, is_own_name
 from servicekit.logs import get_logger
 
 # A snapshot takes milliseconds; a loop that has not taken one by then is stuck.
 SNAPSHOT_S = 5.0
-# A client that is silent for longer loses its connection.
-_CLIENT_S = 10.0
 # Scripts and styles from our own files only, data from ourselves only, no frames, no forms, nothing from elsewhere.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -46,16 +43,19 @@ log = get_logger(__name__)
 
 
 class Page:
-    """The WSGI application."""
+    """The WSGI application. bound: host that it is served on."""
 
-    def __init__(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> None:
-        self._snapshot, self._loop = snapshot, loop
+    def __init__(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop, bound: str = "0.0.0.0") -> None:
+        self._snapshot, self._loop, self._bound = snapshot, loop, bound
         folder = resources.files(__package__) / "static"
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Answers one request."""
-        status, kind, body = self._answer(environ["REQUEST_METHOD"], environ.get("PATH_INFO", "/"))
+        if is_own_name(environ.get("HTTP_HOST", ""), self._bound):
+            status, kind, body = self._answer(environ["REQUEST_METHOD"], environ.get("PATH_INFO", "/"))
+        else:
+            status, kind, body = "421 Misdirected Request", "text/plain", b"this page is at localhost\n"
         headers = [("Content-Type", kind), ("Content-Length", str(len(body))), *_HEADERS]
         start_response(status, headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
@@ -82,25 +82,6 @@ class Page:
         return "200 OK", "application/json", json.dumps(taken, allow_nan=False).encode()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """One thread per connection; they end with the process."""
-
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """As WSGIServer's, without its question to the name server, which may be away."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no events of the run."""
-
-
 class PageServer:
     """Serves the page on host:port until close(); `port` 0 is chosen by the system.
 
@@ -108,17 +89,15 @@ class PageServer:
     """
 
     def __init__(self, host: str, port: int, snapshot: Snapshot) -> None:
-        page = Page(snapshot, asyncio.get_running_loop())
+        page = Page(snapshot, asyncio.get_running_loop(), host)
         try:
-            self._server = _Server((host, port), _Handler)
+            self._server = HttpServer(host, port, page)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve the web page on {host}:{port} ({error}); set TANDEM_WEB_PORT to a free port or to 0"
             ) from error
-        self._server.set_app(page)
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="web page", daemon=True)
-        self._thread.start()
+        self._server.start("web page")
 
     def close(self) -> None:
         """Ends the server; blocks for half a second at most."""

@@ -6,7 +6,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -22,6 +21,7 @@ from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.logs import get_logger
+from servicekit.temporary import OwnedFolder, remove_orphans, shared_memory_of_this_process
 from tandem_config.schema import RunConfig
 from weightsync.layout import Parallel
 from weightsync.model_spec import ModelSpec
@@ -30,6 +30,9 @@ from weightsync.sglang_layout import sglang_layout
 _log = get_logger(__name__)
 
 LEAVE_S = 5.0
+_PREFIX = "tdm"
+# Of the files in which SGLang's ranks tell their load; it leaves them behind.
+_LOADS = "sglang_loads_"
 
 
 class SglangProcesses:
@@ -48,7 +51,9 @@ class SglangProcesses:
         self._name = name
         self._share = share
         self._host = host
-        self._folder = Path(tempfile.mkdtemp(prefix="tdm"))  # short: a Unix socket's path has at most 107 bytes
+        remove_orphans(_PREFIX)
+        self._owned = OwnedFolder(_PREFIX)
+        self._folder = self._owned.path  # short: a Unix socket's path has at most 107 bytes
         self._receiver = ReceiverSettings(
             dir=str(self._folder),
             replica=name,
@@ -97,6 +102,7 @@ class SglangProcesses:
                     self.engine = launch_engine(self.arguments)
                 except RuntimeError as error:
                     raise explain(self._folder, error) from error
+                self._owned.note(shared_memory_of_this_process(_LOADS))
 
     def fail(self, error: Exception) -> None:
         """The engine can serve no longer."""
@@ -118,7 +124,7 @@ class SglangProcesses:
             await asyncio.to_thread(_join_children, LEAVE_S)
         await asyncio.to_thread(self._end_processes)
         self._starter.shutdown(wait=False)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.remove()
         tempfile.tempdir = None
 
     def _end_processes(self) -> None:

@@ -88,12 +88,19 @@ class Tandem:
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
         return "\n".join([*self.lines, *tails])
 
+    def started(self, process: Path) -> bool:
+        """Whether this command, or what it has started, has started a process (its folder in /proc)."""
+        try:
+            return self._mark.encode() in (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
     def survivors(self) -> list[str]:
         """Command lines of processes that this command has started and that still run."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self.started(entry):
                     found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
             except OSError:
                 continue

@@ -102,7 +102,12 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     assert [process.poll() for process in services.processes.values()] == [None] * 3
     for name in (*ranks, "rollout-0"):
         assert (services.folder / f"{name}.log").read_text().count("Traceback") == 0
+    (noted,) = (services.folder / "rollout-0").glob("tdm*/beside.txt")
+    loads = [Path(line) for line in noted.read_text().splitlines()]
+    assert loads
+    assert all(each.exists() for each in loads)
     assert services.stop([*ranks, "rollout-0"]) == [0, 0, 0]
+    assert not any(each.exists() for each in loads)  # SGLang leaves them behind
 
 
 def test_the_coordinators_service_outlives_it(tmp_path: Path) -> None:

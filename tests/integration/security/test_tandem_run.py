@@ -1,10 +1,20 @@
-"""`tandem run` with the real engines when every service demands certificates."""
+"""`tandem run` with the real engines: over certificates, and closed to others on the same machine without them."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from servicekit.certificates import role_name
+from servicekit.errors import REASON_KEY
+from tandem_api.coordinator.v1 import coordinator_pb2
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
 from tests.certificates import Authority, variables, write_files
 from tests.e2e.conftest import Tandem, rows_of, run_arguments
 
@@ -28,3 +38,78 @@ def test_a_run_over_tls_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if run.process.poll() is None:
             run.process.kill()
         run.assert_nothing_left()
+
+
+SERVICES: dict[str, Any] = {
+    "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
+    "trainer-0": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
+    "rollout-0": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+}
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def test_another_user_of_the_machine_can_command_nothing(tmp_path: Path) -> None:
+    run = Tandem(run_arguments(run__iterations=1000), tmp_path)
+    folder = tmp_path / "runs" / "small"
+    try:
+        run.wait_line(lambda line: line.strip().startswith("2/1000"), "the second iteration", 240)
+        assert listening(run) - set(LOOPBACK) == set()
+        for name, service in SERVICES.items():
+            with grpc.insecure_channel(address_of(folder / "logs" / f"{name}.log")) as channel:
+                for method in service.methods:
+                    assert refused(channel, f"/{service.full_name}/{method.name}", method) == "UNAUTHENTICATED"
+        assert (folder / ".token").stat().st_mode & 0o777 == 0o600
+        assert "running" in tandem(tmp_path, "status")
+        assert "small" in tandem(tmp_path, "top", "--once")
+    finally:
+        run.process.terminate()
+        run.wait_end()
+        run.assert_nothing_left()
+
+
+def tandem(folder: Path, *arguments: str) -> str:
+    """Output of a `tandem` command of the run's own user."""
+    command = [sys.executable, "-m", "launcher", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def address_of(log: Path) -> str:
+    """Where a service says that it serves."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return next(str(line["address"]) for line in lines if line.get("message") == "serving")
+
+
+def refused(channel: grpc.Channel, path: str, method: Any) -> str:
+    """Reason that a call without a token gets."""
+    requests = iter([b""]) if method.client_streaming else b""
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    call = kinds[method.client_streaming, method.server_streaming](path)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call(requests, timeout=10) if method.server_streaming else [call(requests, timeout=10)])
+    return str(dict(caught.value.trailing_metadata())[REASON_KEY])  # type: ignore[attr-defined]
+
+
+def listening(run: Tandem) -> set[str]:
+    """Addresses that the run's processes listen on, as /proc/net/tcp writes them."""
+    inodes = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or not run.started(entry):
+            continue
+        for descriptor in (entry / "fd").iterdir():
+            try:
+                target = os.readlink(descriptor)  # noqa: PTH115
+            except OSError:
+                continue
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()):
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].rsplit(":", 1)[0])
+    assert found
+    return found

@@ -1,0 +1,65 @@
+"""Temporary folders that say whose they are, so that the next start removes those of processes that were killed.
+
+The owner holds a lock on a file in its folder for as long as it lives: the kernel lets go of it, whatever ends the
+process, and it holds across the containers of a host, where a process id would not.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+_LOCK = "owner.lock"
+# Lists files outside of the folder that go away with it.
+_BESIDE = "beside.txt"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class OwnedFolder:
+    """A new folder for its user alone, until remove()."""
+
+    def __init__(self, prefix: str, parent: Path | str | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self._lock = (self.path / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def note(self, files: Iterable[Path]) -> None:
+        """These files in /dev/shm go away with the folder."""
+        (self.path / _BESIDE).write_text("".join(f"{path}\n" for path in files), encoding="utf-8")
+
+    def remove(self) -> None:
+        """The folder and what was noted; may be called twice."""
+        _remove(self.path)
+        self._lock.close()
+
+
+def remove_orphans(prefix: str, parent: Path | str | None = None) -> list[Path]:
+    """Removes this user's folders of this prefix whose owner has died. Returns: what was removed."""
+    removed = []
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another process removes it, or it is none of ours
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:  # FileNotFoundError: not made by us, or only just
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+                removed.append(folder)
+    return removed
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for line in (folder / _BESIDE).read_text(encoding="utf-8").splitlines():
+            path = Path(line)
+            if path.parent == _SHARED_MEMORY and path.lstat().st_uid == os.geteuid():
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def shared_memory_of_this_process(prefix: str) -> list[Path]:
+    """Files in /dev/shm of this prefix that this process has mapped."""
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(Path(name) for name in mapped if name.startswith(f"{_SHARED_MEMORY}/{prefix}"))

@@ -1,0 +1,57 @@
+"""Folders of processes that were killed go at the next start; those of living ones and of others stay."""
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from servicekit.temporary import OwnedFolder, remove_orphans
+
+OWNER = """
+import sys
+from pathlib import Path
+from servicekit.temporary import OwnedFolder
+owned = OwnedFolder("tdm", sys.argv[1])
+owned.note(map(Path, sys.argv[2:]))
+print(owned.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(parent: Path, *beside: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a folder of its own."""
+    command = [sys.executable, "-c", OWNER, str(parent), *map(str, beside)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    loads = Path(f"/dev/shm/sglang_loads_test_{uuid.uuid4().hex}.shm")
+    elsewhere = tmp_path / "thesis.txt"
+    loads.touch()
+    elsewhere.touch()
+    process, folder = owner(tmp_path, loads, elsewhere)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert remove_orphans("tdm", tmp_path) == []
+    process.kill()
+    process.wait(timeout=10)
+    assert remove_orphans("tdm", tmp_path) == [folder]
+    assert not folder.exists()
+    assert not loads.exists()
+    assert elsewhere.exists()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "tdm-of-somebody").mkdir()
+    (tmp_path / "tdm-link").symlink_to(tmp_path / "tdm-of-somebody")
+    (tmp_path / "tdm-file").touch()
+    assert remove_orphans("tdm", tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
+    owned = OwnedFolder("tdm", tmp_path)
+    owned.remove()
+    owned.remove()
+    assert list(tmp_path.iterdir()) == []
