@@ -14,6 +14,7 @@ else may replace or remove it.
 
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ _log = get_logger(__name__)
 # Key of the value that says where the run's web page is.
 PAGE_URL = "page_url"
 _FIRST_POLL_S = 0.02
+_CONNECT_TIMEOUT_S = 1.0
 _LONGEST_POLL_S = 0.1
 _ROLES = ("coordinator", "trainer", "rollout", "rollout-worker")
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
@@ -96,6 +98,18 @@ class Failure:
 
 Records = list[ServiceRecord]
 Failures = list[Failure]
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens at host:port, and its host says so."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 class Registry:
@@ -180,6 +194,18 @@ class Registry:
             return
         with redis_errors():
             self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
+
+    def remove_refusing(self, role: str, name: str) -> bool:
+        """Removes a record whose address refuses connections: its owner was killed, and its lease need not run out.
+
+        One that is frozen, or on a host that is away, does not refuse; only its lease says that it is gone.
+        Returns: whether there was one.
+        """
+        for record in self.list(role):
+            if record.name == name and _refuses(record.address):
+                with redis_errors():
+                    return bool(self._remove(keys=self._keys(record), args=[record.name, record.worker_id]))
+        return False
 
     def close(self) -> None:
         """Withdraws, ends waits in other threads with Aborted, and disconnects. Safe when Redis is away."""

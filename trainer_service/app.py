@@ -101,7 +101,7 @@ class _RankZero:
                 await server.drain(0.0)
 
     def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
-        """Waits for the lease of a predecessor that was killed, and for a Redis that is away."""
+        """Takes the name of a predecessor that was killed; waits for one that may live, or for a Redis that is away."""
         record = ServiceRecord(
             role="trainer",
             name=NAME,
@@ -117,6 +117,9 @@ class _RankZero:
                 registry.announce(record, ttl_s, on_lost)
                 return
             except (AlreadyExists, Unavailable) as error:
+                with contextlib.suppress(Unavailable):
+                    if registry.remove_refusing(record.role, record.name):
+                        continue
                 if time.monotonic() > deadline:
                     raise
                 if not told:

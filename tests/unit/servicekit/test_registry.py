@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import threading
 from concurrent import futures
 
@@ -235,3 +236,16 @@ def test_a_failure_is_told_as_well_as_it_can_be(redis_server, open_registry):
     for incomplete in ({}, {"REDIS_URL": "redis://127.0.0.1:1", "TANDEM_RUN_ID": "run-1"}, {"REDIS_URL": redis_server}):
         tell_failure("trainer", "trainer", "nobody hears", incomplete)
     assert len(open_registry(redis_server).failures()) == 1
+
+
+def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server, open_registry):
+    owner, successor = open_registry(redis_server), open_registry(redis_server)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        owner.announce(record(address=address), 30)
+        lose(owner)
+        assert not successor.remove_refusing("rollout", "rollout-0")  # it is frozen, maybe
+        assert [each.address for each in successor.list("rollout")] == [address]
+    assert successor.remove_refusing("rollout", "rollout-0")
+    successor.announce(record(worker_id="w2"), 30)
+    assert not successor.remove_refusing("rollout", "rollout-1")
