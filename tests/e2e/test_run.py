@@ -1,8 +1,11 @@
 """The whole system from the command line: it trains, it stops when told to, it fails clearly, it goes on."""
 
+import contextlib
+import json
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ def pid_of(run: Tandem, module: str) -> int:
     raise AssertionError(f"no process of {module}; output:\n" + run.output())
 
 
+@pytest.mark.timeout(500)
 def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments())
     assert run.wait_end(240) == 0, run.output()
@@ -47,13 +51,20 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
     assert summary["logprob_abs_diff_max"] <= 1e-4
     assert "\x1b" not in "\n".join(run.lines)
 
+    before = (folder / "config.resolved.yaml").read_text()
+    other = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3", "--set", "trainer.tensor_parallel=2")
+    assert other.wait_end(60) == 2, other.output()
+    assert "trainer.tensor_parallel: 1 in the checkpoint, 2 in the run" in " ".join(other.output().split())
+    assert (folder / "config.resolved.yaml").read_text() == before
+
     more = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3")
     assert more.wait_end(240) == 0, more.output()
     assert [row["iteration"] for row in rows_of(folder)] == [1, 2, 3]
     assert summary_of(folder)["policy_version"] > summary["policy_version"]
+    assert "iterations: 3" in (folder / "config.resolved.yaml").read_text()
 
 
-def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start) -> None:
+def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=1000))
     run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
     status = tandem("status")
@@ -65,6 +76,9 @@ def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.wait_end() == 130, run.output()
     assert run.lines[-1].startswith("stopped by Ctrl-C after iteration "), run.output()
+    # Nothing that was finished is lost, although no checkpoint was due.
+    done = rows_of(tmp_path / "runs" / "small")[-1]["iteration"]
+    assert run.lines[-1].endswith(f"; go on from iteration {done} with: tandem run --resume runs/small"), run.output()
     run.assert_nothing_left()
 
 
@@ -152,3 +166,63 @@ def test_two_runs_side_by_side_and_a_killed_launcher(tandem: Start, tmp_path: Pa
     second.assert_nothing_left()
     assert first.wait_end(240) == 0, first.output()
     first.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_frozen_trainer_is_started_again(tandem: Start, tmp_path: Path) -> None:
+    """With the settings as shipped. Its processes are there, so only silence tells."""
+    run = tandem(*run_arguments(run__iterations=9, run__checkpoint_every=4))
+    run.wait_line(lambda line: line.strip().startswith("6/9"), "the sixth iteration", 240)
+    frozen = pid_of(run, "trainer_service")
+    os.kill(frozen, signal.SIGSTOP)
+    restarted = run.wait_line(lambda line: "the trainer goes on from the checkpoint" in line, "its restart", 300)
+    assert "coordinator exited with code 3" in restarted
+    assert "the trainer does not answer" in restarted
+    assert run.wait_end(300) == 0, run.output()
+    assert not Path(f"/proc/{frozen}").exists()
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs" / "small")] == list(range(1, 10))
+    run.assert_nothing_left()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 60 MiB: room for some checkpoints of the demo's model."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    yield folder
+    # Lazily: a test that failed may have left processes in it for a moment.
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, small_disk: Path) -> None:
+    run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=4, run__evaluate_every=1000))
+    run.wait_line(lambda line: line.strip().startswith("5/1000"), "the fifth iteration", 240)
+    with (small_disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    assert run.wait_end(120) == 1, run.output()
+    last = run.lines[-1]
+    assert last.startswith("failed: coordinator exited with code 1: "), run.output()
+    assert "No space left on device" in last
+    assert str(small_disk / "small") in last
+    assert last.endswith("with: tandem run --resume runs/small"), last
+    folder = small_disk / "small"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["status"] == "failed"
+    assert "No space left on device" in state["error"]
+    done = len(rows_of(folder))
+    assert [row["iteration"] for row in rows_of(folder)] == list(range(1, done + 1))
+    status = tandem("status", "runs/small")
+    assert status.wait_end() == 0
+    assert any("failed: " in line and "No space left on device" in line for line in status.lines), status.lines
+
+    (small_disk / "filler").unlink()
+    again = tandem("run", "--resume", "runs/small", "--set", f"run.iterations={done + 2}")
+    assert again.wait_end(300) == 0, again.output()
+    assert [row["iteration"] for row in rows_of(folder)] == list(range(1, done + 3))
