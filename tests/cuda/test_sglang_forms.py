@@ -1,0 +1,64 @@
+"""What SGLang makes of our arguments on each generation of GPUs: its settings, and the parameters that a sync writes.
+
+`sglang_settings.json` is what they were when somebody last looked: a new SGLang that decides otherwise fails here by
+name. Written anew with TANDEM_WRITE_GOLDEN=1, to be read before it is committed.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.sglang_rank import model_config
+from tests.house.repository import REPO
+from weightsync.layout import Parallel
+from weightsync.model_spec import ModelSpec
+from weightsync.sglang_layout import sglang_layout
+
+GOLDEN = Path(__file__).with_name("sglang_settings.json")
+CASES_S = 900.0
+GENERATIONS = {"sm80": [8, 0], "sm90": [9, 0]}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"moe": False, "tensor": 1, "expert": 1, "dtype": "bfloat16"},
+    "dense-tp2": {"moe": False, "tensor": 2, "expert": 1, "dtype": "bfloat16"},
+    "dense-float32": {"moe": False, "tensor": 1, "expert": 1, "dtype": "float32"},
+    "moe-tp2": {"moe": True, "tensor": 2, "expert": 1, "dtype": "bfloat16"},
+    "moe-tp2-ep2": {"moe": True, "tensor": 2, "expert": 2, "dtype": "bfloat16"},
+}
+pytestmark = pytest.mark.timeout(1000)
+
+
+@functools.cache
+def answers(generation: str) -> dict[str, dict[str, Any]]:
+    """Of all cases on this generation, by name."""
+    asked = [{"capability": GENERATIONS[generation], "overrides": {}} | case for case in MODELS.values()]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.sglang_rank", json.dumps(asked)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=CASES_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(MODELS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_settings_and_parameters_are_those_that_a_sync_was_made_for(generation: str, model: str) -> None:
+    case, found = MODELS[model], answers(generation)[model]
+    check_golden(f"{generation} {model}", found["settings"])
+    assert found["refused"] is None
+    spec = ModelSpec.from_config(model_config(case["moe"]))
+    layout = sglang_layout(spec, Parallel(tensor=case["tensor"], expert=case["expert"]))
+    shapes = {name: list(shape) for name, shape in layout.parameters_of(case["tensor"] - 1).items()}
+    assert {name: shape for name, (shape, _) in found["parameters"].items()} == shapes
+    assert {name for name, (_, dtype) in found["parameters"].items() if dtype != case["dtype"]} == set()
+
+
+def check_golden(key: str, settings: dict[str, Any]) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+    if os.environ.get("TANDEM_WRITE_GOLDEN") == "1":
+        golden[key] = settings
+        GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    assert golden[key] == settings
