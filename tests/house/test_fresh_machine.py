@@ -113,7 +113,7 @@ def test_two_commands_on_a_fresh_machine(fresh: Path) -> None:
     done = subprocess.run([python, "-W", "ignore", "-c", trial], cwd=fresh, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
-    assert make_venv(fresh) == "", "a second run has nothing to do"
+    assert "venv:" not in make_venv(fresh), "a second run has nothing to do"
 
     packages = next((fresh / ".venv/lib").glob("python3.11")) / "site-packages"
     next(packages.glob("einops-*.dist-info/RECORD")).unlink()
