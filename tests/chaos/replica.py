@@ -55,6 +55,7 @@ def main(settings: dict[str, Any]) -> None:
         redis_url=environment.redis_url,
         group=f"tandem:{environment.run_id}",
         lease_ttl_s=config.sync.lease_ttl_s,
+        disk_folder=config.sync.published_folder(environment.run_dir),
     )
     member.start()
     address = f"unix:{folder}/{name}-{os.getpid()}.sock"

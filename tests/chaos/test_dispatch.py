@@ -20,6 +20,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, RUN_ID, ChaosFleet
+from weightsync.coordinator_lease import CoordinatorLease
 from weightsync.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 PROMPTS = {f"g{i}": Prompt(row=i + 1, token_ids=[1, 2], answer="3") for i in range(12)}
 NUM_COMPLETIONS, NUM_TOKENS = 2, 5
 WAIT_S = 30.0
+LEASE_TTL_S = 1.2
 
 
 @dataclass
@@ -47,18 +49,22 @@ async def dispatcher_of(fleet: ChaosFleet) -> AsyncIterator[Dispatcher]:
     """Over the replicas that are announced, which serve."""
     registry = await asyncio.to_thread(Registry, fleet.redis.url, RUN_ID)
     (record,) = await asyncio.to_thread(registry.list, "trainer")
-    trainer = Trainer(record.address)
+    group = await asyncio.to_thread(Rendezvous, fleet.redis.url, f"tandem:{RUN_ID}")
+    lead = CoordinatorLease(group, LEASE_TTL_S)
+    await asyncio.to_thread(lead.claim, WAIT_S)  # after those that have published: services do as the newest says
+    trainer = Trainer(record.address, fence=lead.fence)
     watched = WatchedFleet(registry, trainer)
     settings = SyncSection(
         bucket_mib=0.004,
         formation_timeout_s=5.0,
         transfer_timeout_s=5.0,
         probe_timeout_s=2.0,
-        lease_ttl_s=1.2,
+        lease_ttl_s=LEASE_TTL_S,
         transport="collective",
     )
-    group = await asyncio.to_thread(Rendezvous, fleet.redis.url, f"tandem:{RUN_ID}")
-    weights = WeightSync(trainer=trainer, fleet=watched, group=group, settings=settings, rejoin_timeout_s=WAIT_S)
+    weights = WeightSync(
+        trainer=trainer, fleet=watched, group=group, settings=settings, lead=lead, rejoin_timeout_s=WAIT_S
+    )
     told: list[str] = []
     rollouts = Rollouts(
         watched,
@@ -74,6 +80,7 @@ async def dispatcher_of(fleet: ChaosFleet) -> AsyncIterator[Dispatcher]:
     finally:
         await watched.close()
         await trainer.close()
+        await asyncio.to_thread(lead.close)
         await asyncio.to_thread(registry.close)
 
 

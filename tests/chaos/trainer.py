@@ -50,6 +50,9 @@ class FakeTrainerEngine:
         """A file that says which version's numbers these are."""
         self._fill(int((folder / "version").read_text()))
 
+    def check_checkpoint(self, folder: Path) -> None:
+        """Whatever load_checkpoint needs is there."""
+
     def renumber(self, policy_version: int) -> None:
         self.policy_version = policy_version
 
