@@ -59,7 +59,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def shared_memory_of_this_process(prefix: str) -> list[Path]:
-    """Files in /dev/shm of this prefix that this process has mapped."""
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    return sorted(Path(name) for name in mapped if name.startswith(f"{_SHARED_MEMORY}/{prefix}"))
+def shared_memory_of(pids: Iterable[int], prefix: str) -> list[Path]:
+    """Files in /dev/shm of this prefix that these processes have mapped or opened."""
+    names: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            names |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+            names |= {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    return sorted(Path(name) for name in names if name.startswith(f"{_SHARED_MEMORY}/{prefix}"))

@@ -21,7 +21,7 @@ from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.logs import get_logger
-from servicekit.temporary import OwnedFolder, remove_orphans, shared_memory_of_this_process
+from servicekit.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from tandem_config.schema import RunConfig
 from weightsync.layout import Parallel
 from weightsync.model_spec import ModelSpec
@@ -102,7 +102,8 @@ class SglangProcesses:
                     self.engine = launch_engine(self.arguments)
                 except RuntimeError as error:
                     raise explain(self._folder, error) from error
-                self._owned.note(shared_memory_of_this_process(_LOADS))
+                pids = [os.getpid(), *self.engine.get_all_child_pids()]
+                self._owned.note(shared_memory_of(pids, _LOADS))
 
     def fail(self, error: Exception) -> None:
         """The engine can serve no longer."""

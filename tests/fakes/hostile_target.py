@@ -76,6 +76,7 @@ class Fleet:
 
 class Progress:
     iteration, policy_version, last_progress_s = 0, 0, 0.0
+    troubles: tuple[str, ...] = ()
 
 
 def trainer(folder: Path, server: GrpcServer) -> None:
