@@ -22,7 +22,7 @@ from weightsync.sglang_layout import sglang_layout
 
 GOLDEN = Path(__file__).with_name("sglang_settings.json")
 CASES_S = 900.0
-GENERATIONS = {"sm80": [8, 0], "sm90": [9, 0]}
+GENERATIONS = {"sm80": [8, 0], "sm90": [9, 0], "sm100": [10, 0]}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"moe": False, "tensor": 1, "expert": 1, "dtype": "bfloat16"},
     "dense-tp2": {"moe": False, "tensor": 2, "expert": 1, "dtype": "bfloat16"},
@@ -30,17 +30,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe-tp2": {"moe": True, "tensor": 2, "expert": 1, "dtype": "bfloat16"},
     "moe-tp2-ep2": {"moe": True, "tensor": 2, "expert": 2, "dtype": "bfloat16"},
 }
+REFUSED: dict[str, dict[str, Any]] = {
+    # What SGLang chooses by itself on Blackwell: blocks of [up; gate].
+    "auto": {"overrides": {"moe_runner_backend": "auto"}},
+    # [up; gate] in the shape of [gate; up].
+    "flashinfer_cutlass": {"overrides": {"moe_runner_backend": "flashinfer_cutlass"}},
+    # Rows of gate and up in turn, in the same shape.
+    "interleaved": {"environ": {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "1"}},
+}
+
 pytestmark = pytest.mark.timeout(1000)
 
 
 @functools.cache
 def answers(generation: str) -> dict[str, dict[str, Any]]:
     """Of all cases on this generation, by name."""
-    asked = [{"capability": GENERATIONS[generation], "overrides": {}} | case for case in MODELS.values()]
+    cases = MODELS | (
+        {name: MODELS["moe-tp2"] | case for name, case in REFUSED.items()} if generation == "sm100" else {}
+    )
+    asked = [{"capability": GENERATIONS[generation], "overrides": {}} | case for case in cases.values()]
     command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.sglang_rank", json.dumps(asked)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=CASES_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(MODELS, json.loads(done.stdout), strict=True))
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -62,3 +74,8 @@ def check_golden(key: str, settings: dict[str, Any]) -> None:
         golden[key] = settings
         GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     assert golden[key] == settings
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_rank_refuses_kernels_that_keep_experts_in_another_form(case: str) -> None:
+    assert "in another form than a weight sync writes" in str(answers("sm100")[case]["refused"])
