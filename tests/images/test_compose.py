@@ -32,6 +32,7 @@ ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host"
 # Settings that one machine's private network does without, and why; all others are set.
 UNSET = {
     "TANDEM_KUBE_NAMESPACE": "there is no Kubernetes",
+    "TANDEM_RUN_TOKEN": "services meet on the project's own network; a person may set it from a secret of theirs",
     "TANDEM_REDIS_CA": "Redis is reached without TLS, on the project's own network",
     "TANDEM_REDIS_CERT": "Redis is reached without TLS, on the project's own network",
     "TANDEM_REDIS_KEY": "Redis is reached without TLS, on the project's own network",

@@ -183,6 +183,8 @@ def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
 
 
 def _damages(folder: Path, names: list[str]) -> list[str]:
+    if not folder.is_dir():
+        return ["there is no such folder"]
     try:
         digests = read_manifest(folder)
     except (OSError, ValueError) as error:
