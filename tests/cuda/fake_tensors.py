@@ -4,28 +4,40 @@ An operation that mixes devices, which a real GPU would refuse, raises here too;
 beside a CUDA tensor, a copy from one device to another) is in `operations`.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name and the devices of the tensors that it was given."""
+    """One operation: its name, the devices of the tensors that it was given and made, and who asked for a mix."""
 
     name: str
     devices: tuple[str, ...]
+    made: tuple[str, ...] = ()
+    where: str = ""
+    numbers: int = 0  # of the tensors that it was given, those of the CPU without dimensions
 
     @property
     def mixes(self) -> bool:
         return len(set(self.devices)) > 1
+
+    @property
+    def beside_numbers(self) -> bool:
+        """Nothing but numbers of the CPU makes it a mix."""
+        return self.devices.count("cpu") == self.numbers and len({*self.devices} - {"cpu"}) == 1
 
 
 @dataclass
@@ -37,14 +49,15 @@ class Recorded:
         return [each for each in self.operations if each.mixes]
 
     def on(self, device: str) -> int:
-        """How many operations had a tensor of this device."""
-        return sum(device in each.devices for each in self.operations)
+        """How many operations were given, or made, a tensor of this device."""
+        return sum(device in each.devices + each.made for each in self.operations)
 
 
 class _CudaIsFake(TorchDispatchMode):
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Recorded, read_as: float | None) -> None:
         super().__init__()
         self._recorded = recorded
+        self._read_as = read_as
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,16 +66,64 @@ class _CudaIsFake(TorchDispatchMode):
         if "cuda" not in devices and not any(isinstance(each, FakeTensor) for each in leaves):
             return func(*args, **(kwargs or {}))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        self._recorded.operations.append(Operation(str(func), tuple(str(each.device) for each in tensors)))
-        with self._fake:
-            return func(*args, **(kwargs or {}))
+        given = tuple(str(each.device) for each in tensors)
+        numbers = sum(each.dim() == 0 and each.device.type == "cpu" for each in tensors)
+        try:
+            out = self._run(func, args, kwargs or {})
+        except RuntimeError:
+            self._recorded.operations.append(Operation(str(func), given, (), _where(), numbers))
+            raise
+        made = tuple(str(each.device) for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
+        devices_met = {*given, *made}
+        where = _where() if len(devices_met) > 1 else ""
+        self._recorded.operations.append(Operation(str(func), given, made, where, numbers))
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            with self._fake:
+                if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor):
+                    # torch would really copy it
+                    kind = kwargs.get("dtype") or args[0].dtype
+                    return torch.empty(args[0].shape, dtype=kind, device=kwargs["device"])
+                if func is torch.ops.c10d.allreduce_coalesced_.default:
+                    # torch has a fake of the plain one only
+                    tensors, group, kind, *rest = args
+                    return torch.ops.c10d.allreduce_(tensors, group, kind, None, *rest)[1]
+                if func is torch.ops.aten.masked_select.default and self._read_as == 0:
+                    return args[0].new_empty(0)
+                out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if self._read_as is None or func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return torch.tensor(self._read_as, dtype=args[0].dtype).item()
+        for each in pytree.tree_leaves(out):
+            if isinstance(each, FakeTensor):
+                each.constant = None  # torch would compute with it, on the device
+        return out
+
+
+def _where() -> str:
+    """The innermost line of the program that led here."""
+    lines = [each for each in traceback.extract_stack() if not each.filename.startswith(_HERE)]
+    ours = [each for each in lines if "/torch/" not in each.filename]
+    return f"{'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}" if ours else ""
 
 
 @contextmanager
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """Within the block every tensor on a CUDA device is a fake one."""
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, read_as: float | None = None) -> Iterator[Recorded]:
+    """Within the block every tensor on a CUDA device is a fake one.
+
+    read_as: what a number that is read from one (`float(tensor)`) is, and with 0 no mask chooses anything; None: such
+        a read raises.
+    """
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     torch._C._ensureCUDADeviceGuardSet()
+    only_cpu = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1, device="cuda") is made on the CPU, then moved
     recorded = Recorded()
-    with _CudaIsFake(recorded):
-        yield recorded
+    try:
+        with _CudaIsFake(recorded, read_as):
+            yield recorded
+    finally:
+        torch._C._set_only_lift_cpu_tensors(only_cpu)

@@ -1,0 +1,93 @@
+"""A trainer rank's step, log-probs and staging on CUDA tensors that are not there: all of it on the rank's own GPU."""
+
+import functools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cuda.test_fake_sync import CONFIG as MIXTURE
+from tests.cuda.trainer_rank import DEVICE
+from tests.house.repository import REPO
+from weightsync.layout import Parallel
+from weightsync.megatron_layout import megatron_layout
+from weightsync.model_spec import ModelSpec
+
+CASES_S = 900.0
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 1001,  # padded under tensor parallelism
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
+TP2_DP2 = {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "tp2-dp2-bfloat16": {"config": DENSE, "trainer": TP2_DP2, "rank": 3, "dtype": "bfloat16"},
+    "tp2-dp2-tied": {
+        "config": DENSE | {"tie_word_embeddings": True},
+        "trainer": TP2_DP2,
+        "rank": 1,
+        "dtype": "bfloat16",
+    },
+    "mixture-ep2": {"config": MIXTURE, "trainer": TP2_DP2 | {"expert_parallel": 2}, "rank": 2, "dtype": "bfloat16"},
+    "tp4-float32": {"config": DENSE, "trainer": {"tensor_parallel": 4}, "rank": 3, "dtype": "float32"},
+}
+MISTAKES = ("cpu", "cuda:5", "no device set")
+
+pytestmark = pytest.mark.timeout(1000)
+
+
+@functools.cache
+def answers() -> dict[str, dict[str, Any]]:
+    """Of all cases, by name."""
+    cases = MODELS | {name: MODELS["tp2-dp2-bfloat16"] | {"plant": name} for name in MISTAKES}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.trainer_rank", json.dumps(list(cases.values()))]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=CASES_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_step_log_probs_and_staging_stay_on_the_device_of_the_rank(case: str) -> None:
+    answer, asked = answers()[case], MODELS[case]
+    assert answer["error"] is None
+    assert answer["mixes"] == []
+    assert set(answer["devices"]) == {"cpu", str(DEVICE)}
+    assert answer["devices"][str(DEVICE)] > 1000
+    assert answer["waited"] == [str(DEVICE)]
+    sizes = asked["trainer"]
+    layout = megatron_layout(
+        ModelSpec.from_config(asked["config"]),
+        Parallel(
+            tensor=sizes["tensor_parallel"],
+            data=sizes.get("data_parallel", 1),
+            expert=sizes.get("expert_parallel", 1),
+        ),
+    )
+    expected = {name: [list(shape), str(DEVICE)] for name, shape in layout.parameters_of(asked["rank"]).items()}
+    assert answer["parameters"] == expected
+    assert answer["staged"] == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:5"])
+def test_a_tensor_on_another_device_is_caught_where_the_loss_takes_it(device: str) -> None:
+    """The same step, its advantages left on another device."""
+    answer = answers()[device]
+    found = [(where, sorted(devices)) for _, devices, where, _ in answer["mixes"]]
+    assert any("token_state.py" in where and device in devices for where, devices in found)
+
+
+def test_a_thread_without_a_device_is_caught() -> None:
+    """The same step in a thread that has not called set_device: what megatron-core makes is on the first GPU."""
+    answer = answers()["no device set"]
+    assert "cuda:0" in answer["devices"]
+    assert answer["error"] is not None or answer["mixes"] != []
