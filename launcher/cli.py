@@ -1,6 +1,7 @@
 """The `tandem` command. Heavy imports happen inside the commands, so that --help answers at once."""
 
 import io
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -105,18 +106,35 @@ def run(
 
 
 @app.command()
-def check(config: _Config, overrides: _Set = None) -> None:
+def check(
+    config: _Config,
+    overrides: _Set = None,
+    gpu_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            max=10_000.0,
+            metavar="GIB",
+            help="Work out the memory of each rank for GPUs of so many GiB; default: those of this machine, if any.",
+        ),
+    ] = None,
+) -> None:
     """Say everything that is wrong with a configuration, its model, its data and this machine; start nothing.
+
+    Where there are GPUs, or --gpu-memory-gib, also how much memory a trainer rank and a rollout rank need.
 
     Every problem comes with its key, value and a suggestion. Exit code 0: a run can start; 2: it cannot.
 
     \b
     Examples:
         tandem check -c my.yaml --set trainer.tensor_parallel=4
+        tandem check -c my.yaml --gpu-memory-gib 80
     """
     from launcher.commands import check_command
 
-    raise typer.Exit(check_command(config, overrides or []))
+    if gpu_memory_gib is not None and math.isnan(gpu_memory_gib):
+        raise typer.BadParameter("--gpu-memory-gib must be a number")
+    raise typer.Exit(check_command(config, overrides or [], gpu_memory_gib=gpu_memory_gib))
 
 
 app.command()(plan)

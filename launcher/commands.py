@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.preflight import preflight
+from launcher.preflight_memory import memory_report
 from launcher.preflight_resume import note_model
 from launcher.report import headline, print_problems
 from launcher.run_folder import claimed, locked
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
 FAILED, BAD_CONFIGURATION = 1, 2
 
 
-def check_command(config: Path, overrides: Sequence[str]) -> int:
+def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
     """`tandem check`."""
     console = make_console()
-    problems = preflight(draft_config(config, overrides), redis_url=_redis_url())
+    draft = draft_config(config, overrides)
+    memory = memory_report(draft, gpu_memory_gib)
+    problems = [*preflight(draft, redis_url=_redis_url()), *memory.problems]
     print_problems(console, problems)
+    for line in memory.lines:
+        console.print(Text(line))
     console.print(Text(f"{config}: {headline(problems)}", style="bold"))
     return BAD_CONFIGURATION if errors_only(problems) else 0
 

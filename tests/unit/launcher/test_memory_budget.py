@@ -1,0 +1,154 @@
+"""The memory budget against figures that real Megatron gave under fake tensors, and what `tandem check` says of it."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from launcher import preflight_memory
+from launcher.cli import app
+from launcher.memory_budget import rollout_memory, trainer_memory
+from launcher.preflight_memory import check_memory, gpu_memory_gib
+from tandem_config.loading import load_config
+from tandem_config.schema import RunConfig
+from tests.house.repository import REPO
+from tests.unit.launcher.model_folder import write_config
+from weightsync.presets import preset
+
+GB = 1e9
+# The model of each overlay with GPUs; the folder that it names is the cluster's.
+OVERLAYS = {"single-node-gpu": "qwen2.5-1.5b", "cluster": "qwen2.5-7b"}
+
+
+def overlay(name: str, *overrides: str) -> RunConfig:
+    return load_config(REPO / "deploy" / "overlays" / name / "run.yaml", overrides)
+
+
+# GB at the forward's peak by the accounting of a review: storages of fake CUDA tensors of the real engine, in which
+# 7 of 8 tokens had a loss.
+@pytest.mark.parametrize(
+    ("name", "tokens", "peak"), [("cluster", 16384, 73.6), ("cluster", 8192, 54.0), ("single-node-gpu", 16384, 62.0)]
+)
+def test_the_arithmetic_gives_what_fake_tensors_gave(name: str, tokens: int, peak: float) -> None:
+    config = overlay(name, f"trainer.max_tokens_per_micro_batch={tokens}")
+    (memory,) = trainer_memory(config, preset(OVERLAYS[name]), completion_share=7 / 8)
+    assert memory.forward / GB == pytest.approx(peak, rel=0.01)
+
+
+def test_two_layers_are_right_to_a_thousandth() -> None:
+    """RESIDENT and PEAK of the same accounting, run on two layers of the cluster's model."""
+    spec = preset("qwen2.5-7b")
+    two = type(spec)(**{**vars(spec), "num_layers": 2})
+    (memory,) = trainer_memory(overlay("cluster"), two, completion_share=7 / 8)
+    assert memory.resident == pytest.approx(7_002_754_820, rel=1e-6)
+    assert memory.forward == pytest.approx(20_392_781_668, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 60.3, 10.4), ("cluster", 69.8, 42.7)])
+def test_each_overlay_fits_gpus_of_80_gib(name: str, trainer: float, rollout: float) -> None:
+    report = check_memory(overlay(name), preset(OVERLAYS[name]), 80)
+    assert report.problems == ()
+    assert f"trainer rank: {trainer} GiB of 80 at the forward's peak" in report.lines[0]
+    assert f"rollout rank: {rollout} GiB of 80" in report.lines[1]
+
+
+def test_every_overlay_with_gpus_has_a_figure() -> None:
+    folders = {path.parent.name for path in (REPO / "deploy" / "overlays").glob("*/run.yaml")}
+    assert folders - set(OVERLAYS) == {"dev-cpu"}
+
+
+PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
+    (
+        {"trainer.tensor_parallel": 1, "trainer.sequence_parallel": "false"},
+        "trainer.tensor_parallel",
+        "error",
+        "raise trainer.tensor_parallel",
+    ),
+    (
+        {"trainer.max_tokens_per_micro_batch": 32768},
+        "trainer.max_tokens_per_micro_batch",
+        "error",
+        "set trainer.max_tokens_per_micro_batch: 16384",
+    ),
+    ({"trainer.max_tokens_per_micro_batch": 19000}, "trainer.max_tokens_per_micro_batch", "warning", "9500"),
+    ({"rollout.mem_fraction_static": 0.1}, "rollout.tensor_parallel", "error", "rollout.mem_fraction_static"),
+    ({"rollout.mem_fraction_static": 0.4}, "rollout.max_total_tokens", "warning", "lower it"),
+    (
+        {"sync.install": "staged", "rollout.mem_fraction_static": 0.9, "rollout.max_total_tokens": 1048576},
+        "rollout.mem_fraction_static",
+        "error",
+        "sync.install: in_place",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "severity", "advice"), PROBLEMS)
+def test_what_does_not_fit_is_named_with_what_to_change(
+    changes: dict[str, Any], key: str, severity: str, advice: str
+) -> None:
+    config = overlay("cluster", *(f"{name}={value}" for name, value in changes.items()))
+    (problem,) = check_memory(config, preset("qwen2.5-7b"), 80).problems
+    assert (problem.key, problem.severity) == (key, severity)
+    assert advice in problem.suggestion
+
+
+def test_pipeline_stages_hold_their_share() -> None:
+    config = overlay("cluster", "trainer.pipeline_parallel=4", "trainer.tensor_parallel=2")
+    stages = trainer_memory(config, preset("qwen2.5-7b"))
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    # the first has four micro-batches under way, the last one
+    assert stages[0].activations > 3.5 * stages[3].activations
+    assert stages[1].resident < stages[0].resident
+
+
+def test_experts_and_the_spare_copy_count() -> None:
+    spec = preset("qwen3-30b-a3b")
+    alone = trainer_memory(overlay("cluster"), spec)[0]
+    shared = trainer_memory(overlay("cluster", "trainer.expert_parallel=8"), spec)[0]
+    assert shared.resident < alone.resident / 4
+    rollout = rollout_memory(overlay("cluster", "sync.install=staged"), spec)
+    assert rollout.spare == rollout.weights > 2 * 30e9
+
+
+def invoke(file: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", "-c", str(file), *options])
+    return result.exit_code, result.output
+
+
+def test_check_prints_it_when_asked(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    assert "GiB" not in invoke(file)[1]
+    code, output = invoke(file, "--gpu-memory-gib", "80")
+    assert code == 0
+    assert "trainer rank: " in output
+    assert "rollout rank: " in output
+
+
+def test_check_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    tokens = "trainer.max_tokens_per_micro_batch=100000000"
+    code, output = invoke(file, "--gpu-memory-gib", "4", "--set", tokens)
+    assert code == 2
+    assert "trainer.max_tokens_per_micro_batch = 100000000" in output
+    assert "--set" in output
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-3", "much"])
+def test_absurd_sizes_are_usage_errors(tmp_path: Path, value: str) -> None:
+    assert invoke(write_config(tmp_path), f"--gpu-memory-gib={value}")[0] == 2
+
+
+@pytest.mark.parametrize(("answer", "found"), [("81559\n81559\n40960\n", 40.0), ("[N/A]\n", None), ("", None)])
+def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, answer: str, found: float | None) -> None:
+    monkeypatch.setattr(preflight_memory, "visible_gpus", lambda: [str(index) for index in range(32)])
+    done = subprocess.CompletedProcess(["nvidia-smi"], 0, stdout=answer, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert gpu_memory_gib(overlay("cluster")) == found
+
+
+def test_no_gpus_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_memory, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked nvidia-smi"))
+    assert gpu_memory_gib(overlay("cluster")) is None
