@@ -1,0 +1,59 @@
+"""The arithmetic of `tandem check` against Megatron itself, made and run forward on fake CUDA tensors."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.memory_budget import trainer_memory
+from tests.cuda.megatron_memory import configuration
+from weightsync.model_spec import ModelSpec
+
+DENSE = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 3,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+TIED = {**DENSE, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+TIED |= {"tie_word_embeddings": True, "vocab_size": 151936}
+QWEN3 = {**DENSE, "model_type": "qwen3", "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the trainer's settings, the parameters' type."""
+
+    model: dict[str, Any]
+    trainer: dict[str, Any]
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "7B, TP4 DP2 SP": Case(DENSE, {"tensor_parallel": 4, "data_parallel": 2, "sequence_parallel": True}),
+    "1.5B, TP2, tied": Case(TIED, {"tensor_parallel": 2}),
+    "Qwen3, one rank, float32": Case(QWEN3, {}, "float32"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arithmetic_equals_megatron(name: str, tmp_path: Path) -> None:
+    case = vars(CASES[name]) | {"trainer": CASES[name].trainer | {"max_tokens_per_micro_batch": 8192}}
+    command = [sys.executable, "-m", "tests.cuda.megatron_memory", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    spec = ModelSpec.from_config(CASES[name].model)
+    (counted,) = trainer_memory(configuration(case, tmp_path), spec, completion_share=7 / 8)
+    assert counted.resident == pytest.approx(measured["resident"], rel=0.005)
+    assert counted.forward == pytest.approx(measured["peak"], rel=0.02)
