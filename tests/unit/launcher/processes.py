@@ -44,11 +44,13 @@ SUCCEEDS_THE_SECOND_TIME = (
     + "if start == 2:\n    sys.exit(0)\n"
     + _FOREVER
 )
-# A coordinator that ends well once rollout-0 has had its second start.
+# A coordinator that ends well once rollout-0 has had its second start, and trainer-0 its first.
 SUCCEEDS_WHEN_THE_REPLICA_IS_BACK = (
     _COUNTED
     + "replica = os.path.join(os.path.dirname(sys.argv[1]), 'rollout-0.pid')\n"
     + "while not os.path.exists(replica) or len(open(replica).readlines()) < 2:\n    pass\n"
+    + "trainer = os.path.join(os.path.dirname(sys.argv[1]), 'trainer-0.pid')\n"
+    + "while not (os.path.exists(trainer) and os.path.getsize(trainer)):\n    pass\n"
 )
 # A coordinator that is killed at its first start, once the others have had theirs, and ends well at its second.
 KILLED_ONCE = (
