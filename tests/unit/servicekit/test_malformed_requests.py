@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
+from structlog.testing import capture_logs
 
 from servicekit.errors import REASON_KEY, InvalidRequest, from_rpc_error
 from servicekit.rpc_boundary import Lines
@@ -117,6 +119,40 @@ async def test_so_does_a_threaded_one(kind: str, payload: bytes, says: str, tmp_
     server = start_sync_server(add, SyncRestores(), f"unix:{tmp_path}/s")
     assert says in str(await refused(f"unix:{tmp_path}/s", kind, payload))
     server.stop(0).wait(10)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_an_error"),
+    [
+        (cygrpc.ExecuteBatchError('Failed "execute_batch": (SendMessageOperation)'), False),
+        (cygrpc.ExecuteBatchError("Failed grpc_call_start_batch: 8"), True),
+        (ValueError("a bug"), True),
+    ],
+)
+async def test_a_reply_that_its_caller_did_not_wait_for_is_no_error(
+    error: Exception, is_an_error: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC raises the first where it sends a reply to a caller that has just gone, and logs it with a traceback."""
+
+    def fail(reply: Any) -> bytes:
+        raise error
+
+    def add_one(servicer: Any, server: Any) -> None:
+        handlers = {"Unary": grpc.unary_unary_rpc_method_handler(servicer.unary, response_serializer=fail)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    server = GrpcServer("test")
+    server.add(add_one, Restores(), SERVICE)
+    address = await server.start()
+    with caplog.at_level(logging.INFO), capture_logs() as ours:
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.RpcError):
+                await channel.unary_unary(f"/{SERVICE}/Unary")(b"", timeout=1.0)
+    await server.drain(0)
+    assert any(record.exc_info for record in caplog.records) is is_an_error
+    assert [line["log_level"] for line in ours if "reply not sent" in line["event"]] == (
+        [] if is_an_error else ["info"]
+    )
 
 
 def test_a_flood_of_refusals_leaves_a_few_lines() -> None:
