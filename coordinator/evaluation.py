@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from coordinator.order import Order, Sampling
 from coordinator.rollouts import Rollouts
 from coordinator.samples import Prompt
-from coordinator.scoring import Scorer
+from coordinator.scoring import Scored, Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,12 @@ class Evaluator:
     scorer: Scorer
     sampling: Sampling
 
-    async def accuracy(self, policy_version: int) -> float:
-        """Mean unweighted score over all held-out prompts: the share of right answers for 0/1 rewards."""
+    async def score(self, policy_version: int) -> Scored:
+        """Scores of all held-out prompts, [P, 1]: `accuracy` is the held-out one.
+
+        Raises: Internal: as `Scorer.score`.
+        """
         order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
         groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}
         generation = await self.rollouts.generate(groups, order)
-        return (await self.scorer.score(generation.groups)).accuracy
+        return await self.scorer.score(generation.groups)

@@ -14,6 +14,10 @@ ENTROPY_COLLAPSED = 0.05
 NOTHING_TO_LEARN = 0.9
 REWARD_COLLAPSED = 0.5
 ALL_TRUNCATED = 0.9
+# Shares of completions that count as wrong because scoring failed, or took too long. Above scoring.py's budgets (5 %
+# and 25 % of one batch) the run ends.
+REWARD_ERRORS = 0.01
+REWARD_TIMEOUTS = 0.05
 # Of held-out accuracy: more than the noise of a few hundred prompts.
 _FALLEN = 0.05
 # Of the best: a reward that has risen to about there says that the task is solved, not that the policy is lost.
@@ -66,6 +70,10 @@ class _Curves:
         """The field's mean over the newest iterations; None if there are too few."""
         return _mean(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
 
+    def last(self, field: str) -> float | None:
+        """The field's newest value: of what is not measured in every iteration."""
+        return next((row[field] for row in reversed(self.rows) if field in row), None)
+
     def best(self, field: str) -> float | None:
         """The largest mean over as many iterations in a row, at any time (of long runs at _LOOKS times)."""
         starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _LOOKS))
@@ -104,7 +112,7 @@ def _mismatch(now: _Curves) -> Iterator[Trouble]:
 
 
 def _accuracy(now: _Curves) -> Iterator[Trouble]:
-    last = next((row["heldout_accuracy"] for row in reversed(now.rows) if "heldout_accuracy" in row), None)
+    last = now.last("heldout_accuracy")
     if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - _FALLEN:
         yield Trouble(
             kind="accuracy",
@@ -160,9 +168,22 @@ def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
     yield Trouble(kind="equal_rewards", name="TandemNothingToLearn", text=text)
 
 
+def _scoring(now: _Curves) -> Iterator[Trouble]:
+    for prefix, value, whose in (("", now.recent, "the"), ("heldout_", now.last, "the held-out")):
+        for field, limit, name, why in (
+            ("reward_errors", REWARD_ERRORS, "TandemRewardErrors", "could not be scored"),
+            ("reward_timeouts", REWARD_TIMEOUTS, "TandemRewardTimeouts", "took longer than reward.timeout_s to score"),
+        ):
+            failed, scored = value(prefix + field), value(prefix + "scored_completions")
+            if failed is not None and scored and failed > limit * scored:
+                text = f"{failed / scored:.1%} of {whose} completions {why}, and count as wrong."
+                yield Trouble(kind=prefix + field, name=name, text=text)
+
+
 _FINDERS: tuple[Callable[[_Curves], Iterator[Trouble]], ...] = (
     _not_finite,
     _mismatch,
+    _scoring,
     _accuracy,
     _reward,
     _truncated,

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from coordinator.scoring import DataKey, Scored
 from coordinator.sync_report import Outcome, SyncResult
 from servicekit.errors import DigestMismatch, TandemError
 
@@ -114,12 +116,19 @@ DISPATCH_STALLS = Counter(
 DISPATCH_JOINERS = Counter(
     "tandem_dispatch_joiners_total", "Replicas that came, were seeded and got work while groups were being generated."
 )
-REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.")
+SCORED_COMPLETIONS = Counter(
+    "tandem_scored_completions_total", "Completions that were scored, by data file (train, heldout).", ["data"]
+)
+REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.", ["data"])
 REWARD_TIMEOUTS = Counter(
-    "tandem_reward_timeouts_total", "Completions that scored 0 because scoring took longer than reward.timeout_s."
+    "tandem_reward_timeouts_total",
+    "Completions that scored 0 because scoring took longer than reward.timeout_s.",
+    ["data"],
 )
 UNREADABLE_ANSWERS = Counter(
-    "tandem_unreadable_answers_total", "Completions that scored 0 because their reference answer cannot be read."
+    "tandem_unreadable_answers_total",
+    "Completions that scored 0 because their reference answer cannot be read.",
+    ["data"],
 )
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
@@ -153,6 +162,9 @@ _ROW_GAUGES = {
 # From 0: a counter that appears with its first event has no increase that an alert could see.
 for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
+for _data in get_args(DataKey):
+    for _counter in (SCORED_COMPLETIONS, REWARD_ERRORS, REWARD_TIMEOUTS, UNREADABLE_ANSWERS):
+        _counter.labels(data=_data)
 for _outcome in Outcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
 for _kind in (
@@ -216,6 +228,14 @@ def observe_outcomes(outcomes: Mapping[str, Outcome]) -> None:
     """Record how a round ended for each replica."""
     for outcome in outcomes.values():
         SYNC_OUTCOMES.labels(outcome=outcome.value).inc()
+
+
+def observe_scores(data: DataKey, scored: Scored) -> None:
+    """Record a batch that was scored."""
+    SCORED_COMPLETIONS.labels(data=data).inc(scored.rewards_PG.size)
+    REWARD_ERRORS.labels(data=data).inc(scored.num_errors)
+    REWARD_TIMEOUTS.labels(data=data).inc(scored.num_timeouts)
+    UNREADABLE_ANSWERS.labels(data=data).inc(scored.num_unreadable)
 
 
 def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:

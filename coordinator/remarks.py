@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from coordinator.report import IterationRecord
-from coordinator.scoring import Scored
+from coordinator.scoring import DataKey, Scored
 from servicekit.errors import Internal
 
 # Rows whose answers cannot be read that one warning names.
@@ -31,12 +31,8 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
     )
 
 
-def remarks(record: IterationRecord, logprob_diff_limit: float, known_rows: set[int]) -> Iterator[tuple[str, str]]:
-    """(kind, message) of each warning.
-
-    Args:
-        known_rows: data rows that have been warned about; those that are new are added.
-    """
+def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tuple[str, str]]:
+    """(kind, message) of each warning but those of the scores."""
     difference = None if record.step is None else record.step.metrics.get("logprob_abs_diff_max")
     if difference is not None and difference > logprob_diff_limit:
         yield (
@@ -46,18 +42,26 @@ def remarks(record: IterationRecord, logprob_diff_limit: float, known_rows: set[
         )
     if record.step is None:
         yield "nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step"
-    yield from _of_the_reward(record.scored, known_rows)
     if record.generation.retried_calls:
         yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were made up for"
 
 
-def _of_the_reward(scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+    """(kind, message) of each warning about the scores of a batch.
+
+    Args:
+        known_rows: rows of that file that have been warned about; those that are new are added.
+    """
     if scored.num_errors:
-        yield "reward_error", f"scoring failed for {scored.num_errors} completions; first: {scored.first_error}"
+        yield (
+            "reward_error",
+            f"data.{data}: scoring failed for {scored.num_errors} completions; first: {scored.first_error}",
+        )
     if scored.num_timeouts:
         yield (
             "reward_timeout",
-            f"scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which count as wrong",
+            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which "
+            "count as wrong",
         )
     new = sorted(set(scored.unreadable_rows) - known_rows)
     if new:
@@ -65,6 +69,6 @@ def _of_the_reward(scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, 
         named = ", ".join(map(str, new[:_NAMED_ROWS])) + (", ..." if len(new) > _NAMED_ROWS else "")
         yield (
             "unreadable_answer",
-            f"data.train, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
+            f"data.{data}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
             "(`tandem check` lists such rows)",
         )

@@ -76,8 +76,8 @@ class Timing:
         return self.total_s - self.parts.get("evaluate", 0.0) - self.parts.get("checkpoint", 0.0)
 
 
-def build_row(record: IterationRecord, heldout_accuracy: float | None, timing: Timing) -> Row:
-    """The row of metrics.jsonl; `heldout_accuracy` is None when it was not measured."""
+def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -> Row:
+    """The row of metrics.jsonl; `heldout` is None when the iteration had no evaluation."""
     completions = [completion for group in record.generation.groups for completion in group.completions]
     num_tokens = record.generation.num_tokens
     metrics = {} if record.step is None else record.step.metrics
@@ -86,15 +86,14 @@ def build_row(record: IterationRecord, heldout_accuracy: float | None, timing: T
         "policy_version": record.policy_version,
         "reward_mean": float(record.scored.rewards_PG.mean()),
         "reward_std": float(record.scored.rewards_PG.std(ddof=1)),
-        "heldout_accuracy": heldout_accuracy,
+        "heldout_accuracy": None if heldout is None else heldout.accuracy,
         "response_length_mean": num_tokens / len(completions),
         **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
         "zero_variance_ratio": float(record.zero_variance_P.mean()),
         "truncated_ratio": sum(completion.truncated for completion in completions) / len(completions),
         "dropped_groups": int(record.dropped_P.sum()),
-        "reward_errors": record.scored.num_errors,
-        "reward_timeouts": record.scored.num_timeouts,
-        "unreadable_answers": record.scored.num_unreadable,
+        **_scores_row("", record.scored),
+        **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
         "generated_tokens": num_tokens,
@@ -103,6 +102,16 @@ def build_row(record: IterationRecord, heldout_accuracy: float | None, timing: T
         "sync_bytes_per_rollout_rank": None if record.sync is None else record.sync.bytes_per_rollout_rank,
         "sync_redundancy": None if record.sync is None else record.sync.redundancy,
         **_time_row(record, timing),
+    }
+
+
+def _scores_row(prefix: str, scored: Scored | None) -> Row:
+    """How many completions were scored, and which of their zeros say nothing about the policy."""
+    return {
+        f"{prefix}scored_completions": None if scored is None else scored.rewards_PG.size,
+        f"{prefix}reward_errors": None if scored is None else scored.num_errors,
+        f"{prefix}reward_timeouts": None if scored is None else scored.num_timeouts,
+        f"{prefix}unreadable_answers": None if scored is None else scored.num_unreadable,
     }
 
 

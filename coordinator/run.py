@@ -21,8 +21,9 @@ from coordinator.health import Watch, troubles
 from coordinator.lead import Lead, SoleLead, check_lead
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.remarks import check_same_model, remarks
+from coordinator.remarks import check_same_model, remarks, score_remarks
 from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
+from coordinator.scoring import DataKey, Scored
 from coordinator.state import STATE_FILE, RunState
 from coordinator.stopwatch import Stopwatch
 from coordinator.sync_report import SyncResult
@@ -74,8 +75,8 @@ class Run:
     lead_patience_s: float = 0.0
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
-    # Rows of data.train whose answers have been complained about.
-    _remarked_rows: set[int] = field(default_factory=set, init=False)
+    # Rows by data file whose answers have been complained about.
+    _remarked_rows: dict[DataKey, set[int]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
@@ -184,26 +185,27 @@ class Run:
         watch = Stopwatch(self._announce)
         record = await self.loop.iterate(number, self.state.policy_version, watch)
         check_same_model(record, self.logprob_diff_stop)
-        accuracy = None
+        heldout = None
         if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
             with watch.part("evaluate"):
-                accuracy = await self.leaving.unless_asked(self._evaluate(number, record.policy_version))
+                heldout = await self.leaving.unless_asked(self._evaluate(number, record.policy_version))
         checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
         if checkpoint:
             with watch.part("checkpoint"):
                 await self._check_lead()
                 await self.checkpointer.save_trainer(number)
         parts = {**watch.parts, "report": self._report_s}
-        await self._report(record, accuracy, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+        await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
-    async def _report(self, record: IterationRecord, accuracy: float | None, timing: Timing, checkpoint: bool) -> None:
+    async def _report(self, record: IterationRecord, heldout: Scored | None, timing: Timing, checkpoint: bool) -> None:
         """Write the row, then the state, then complete the checkpoint: what counts comes last."""
         start_s = time.perf_counter()
         await self._check_lead()
-        row = build_row(record, accuracy, timing)
+        row = build_row(record, heldout, timing)
         self._advance(record, row)
-        for kind, message in remarks(record, self.logprob_diff_limit, self._remarked_rows):
+        for kind, message in remarks(record, self.logprob_diff_limit):
             self._warn(kind, message)
+        self._note_scores("train", record.scored)
         self._look_at_the_training(row)
         self._rows.append(row)
         self._save_state("running")
@@ -244,9 +246,6 @@ class Run:
         totals.trained_samples += trained
         totals.dropped_groups += dropped
         totals.skipped_steps += record.step is None
-        totals.reward_errors += record.scored.num_errors
-        totals.reward_timeouts += record.scored.num_timeouts
-        totals.unreadable_answers += record.scored.num_unreadable
         totals.retried_calls += record.generation.retried_calls
         difference = row["logprob_abs_diff_max"]
         if difference is not None:
@@ -258,22 +257,29 @@ class Run:
         metrics.GENERATED_TOKENS.inc(record.generation.num_tokens)
         metrics.TRAINED_SAMPLES.inc(trained)
         metrics.DROPPED_GROUPS.inc(dropped)
-        metrics.REWARD_ERRORS.inc(record.scored.num_errors)
-        metrics.REWARD_TIMEOUTS.inc(record.scored.num_timeouts)
-        metrics.UNREADABLE_ANSWERS.inc(record.scored.num_unreadable)
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
 
-    async def _evaluate(self, iteration: int, policy_version: int) -> float | None:
+    def _note_scores(self, data: DataKey, scored: Scored) -> None:
+        """Count the zeros that say nothing about the policy, and warn of them."""
+        totals = self.state.totals
+        (totals if data == "train" else totals.heldout).note_scores(scored)
+        metrics.observe_scores(data, scored)
+        for kind, message in score_remarks(data, scored, self._remarked_rows.setdefault(data, set())):
+            self._warn(kind, message)
+
+    async def _evaluate(self, iteration: int, policy_version: int) -> Scored | None:
         if self.evaluator is None:
             return None
-        accuracy = await self.evaluator.accuracy(policy_version)
+        scored = await self.evaluator.score(policy_version)
+        accuracy = scored.accuracy
         self.state.note_accuracy(accuracy)
+        self._note_scores("heldout", scored)
         self.events.append(
             EventKind.EVALUATION,
             f"held-out accuracy {accuracy:.3f} at version {policy_version}",
             {"heldout_accuracy": accuracy, "policy_version": policy_version, "iteration": iteration},
         )
-        return accuracy
+        return scored
 
     async def _save(self) -> None:
         """A checkpoint of the state, if it has none and there is something in it."""

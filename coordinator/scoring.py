@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from servicekit.errors import Internal
 # Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
 # not end a run, a reward that is broken must not train on zeros.
 MAX_ERROR_SHARE = 0.05
+
+# Whose prompts were scored: the key of the section `data`.
+DataKey = Literal["train", "heldout"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.prompts import CursorState
+from coordinator.scoring import Scored
 from servicekit.errors import ConfigError
 from servicekit.files import naming, write_bytes_atomic
 
@@ -15,18 +16,30 @@ STATE_FILE = "state.json"
 KEPT_SYNCS = 256
 
 
-class Totals(BaseModel):
-    """Counters over the whole run, restarts included."""
+class ScoreCounts(BaseModel):
+    """Completions that scored 0 for another reason than a wrong answer."""
 
     model_config = ConfigDict(extra="forbid")
 
+    reward_errors: int = 0
+    reward_timeouts: int = 0
+    unreadable_answers: int = 0
+
+    def note_scores(self, scored: Scored) -> None:
+        """Another batch."""
+        self.reward_errors += scored.num_errors
+        self.reward_timeouts += scored.num_timeouts
+        self.unreadable_answers += scored.num_unreadable
+
+
+class Totals(ScoreCounts):
+    """Counters over the whole run, restarts included; scores are those of training."""
+
+    heldout: ScoreCounts = Field(default_factory=ScoreCounts)
     generated_tokens: int = 0
     trained_samples: int = 0
     dropped_groups: int = 0
     skipped_steps: int = 0
-    reward_errors: int = 0
-    reward_timeouts: int = 0
-    unreadable_answers: int = 0
     retried_calls: int = 0
     warnings: int = 0
     # Largest |log pi_trainer - log pi_engine| of any token; None before the first step.

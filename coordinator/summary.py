@@ -57,6 +57,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "reward_errors": totals.reward_errors,
             "reward_timeouts": totals.reward_timeouts,
             "unreadable_answers": totals.unreadable_answers,
+            **{f"heldout_{name}": count for name, count in totals.heldout.model_dump().items()},
             "retried_calls": totals.retried_calls,
             "warnings": totals.warnings,
         },

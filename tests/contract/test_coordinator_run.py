@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
@@ -293,3 +294,34 @@ async def test_a_micro_batch_too_small_for_a_sample_is_refused_before_the_start(
     config = with_settings(config, trainer={"max_tokens_per_micro_batch": 9})
     with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch = 9 is less than .* = 10 tokens"):
         await conduct(config, environment, resume=False, stop=asyncio.Event())
+
+
+async def test_held_out_completions_that_are_not_scored_are_counted_like_those_of_training(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """Held-out answers alone begin with a 4 (32 to 43); there this pattern takes 2^40 steps."""
+    reward = {"kind": "regex", "pattern": r"4\d(?:|){40}x|(\d+)", "timeout_s": 0.05, "workers": 1}
+    config = with_settings(config, reward=reward, run={"iterations": 2, "evaluate_every": 2})
+    before = timeouts("heldout")
+    async with fleet_of(environment) as fleet:
+        for service in fleet.rollout_services:
+            service.first_skill = 0.6
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    first, second = rows(environment)
+    assert (first["heldout_scored_completions"], first["heldout_reward_timeouts"]) == (None, None)
+    assert (second["heldout_scored_completions"], second["heldout_reward_errors"]) == (40, 0)
+    late = second["heldout_reward_timeouts"]
+    assert 5 <= late <= 10
+    assert (second["scored_completions"], second["reward_timeouts"]) == (32, 0)
+    # The evaluation before the first iteration has no row, but it counts.
+    counts = json.loads((environment.run_dir / "summary.json").read_text())["counts"]
+    assert counts["heldout_reward_timeouts"] == timeouts("heldout") - before
+    assert late < counts["heldout_reward_timeouts"] <= 20
+    assert (counts["reward_timeouts"], counts["warnings"]) == (0, 3)
+    (trouble,) = saved_state(environment)["troubles"]
+    share = f"{late / 40:.1%} of the held-out completions"
+    assert trouble == f"{share} took longer than reward.timeout_s to score, and count as wrong."
+
+
+def timeouts(data: str) -> float:
+    return REGISTRY.get_sample_value("tandem_reward_timeouts_total", {"data": data}) or 0.0

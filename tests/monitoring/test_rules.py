@@ -119,6 +119,8 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
         ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
         ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
         ("TandemRewardCollapsed", f"< {health.REWARD_COLLAPSED:g} * "),
+        ("TandemRewardErrors", f"> {health.REWARD_ERRORS:g} * "),
+        ("TandemRewardTimeouts", f"> {health.REWARD_TIMEOUTS:g} * "),
         ("TandemDiskFull", f"< {conditions.DISK_FULL:g} * "),
     ],
 )

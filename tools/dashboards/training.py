@@ -79,9 +79,11 @@ _SAMPLES = Row(
         ),
         panel(
             "Left out and failed",
-            "Groups without variance that were dropped, completions whose scoring failed, calls made up for.",
+            "Groups without variance that were dropped, completions (by data file) whose scoring failed or took "
+            "too long, calls made up for.",
             increase("tandem_dropped_groups_total", "dropped groups"),
-            increase("tandem_reward_errors_total", "scoring errors"),
+            increase("tandem_reward_errors_total", "scoring errors, {{data}}", by="data"),
+            increase("tandem_reward_timeouts_total", "scoring time-outs, {{data}}", by="data"),
             increase("tandem_generate_retries_total", "retried calls"),
             unit="short",
         ),

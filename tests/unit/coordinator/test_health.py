@@ -73,6 +73,25 @@ def test_accuracy_below_its_start(accuracy: float, told: list[str]) -> None:
     assert kinds(table) == []
 
 
+@pytest.mark.parametrize("prefix", ["", "heldout_"])
+@pytest.mark.parametrize(("field", "most"), [("reward_errors", 1.0), ("reward_timeouts", 5.0)])
+def test_completions_that_are_not_scored(prefix: str, field: str, most: float) -> None:
+    scored = {f"{prefix}scored_completions": 100.0}
+    assert kinds(rows([0.4] * 3, **scored, **{prefix + field: most})) == []
+    table = rows([0.4] * 3, **scored, **{prefix + field: most + 1})
+    assert kinds(table) == [prefix + field]
+    told = troubles(table, None, 1e-4)[0].text
+    assert told.startswith(f"{most + 1:.1f}% of the {'held-out ' if prefix else ''}completions ")
+
+
+def test_the_last_evaluation_stays_in_sight_until_the_next() -> None:
+    table = rows([0.4] * 40)
+    table[3] |= {"heldout_scored_completions": 100.0, "heldout_reward_errors": 2.0}
+    assert kinds(table) == ["heldout_reward_errors"]
+    table[30] |= {"heldout_scored_completions": 100.0, "heldout_reward_errors": 0.0}
+    assert kinds(table) == []
+
+
 def test_numbers_that_are_none() -> None:
     table = rows([0.4, 0.5])
     del table[-1]["loss"]
