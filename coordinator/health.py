@@ -19,7 +19,7 @@ ALL_TRUNCATED = 0.9
 REWARD_ERRORS = 0.01
 REWARD_TIMEOUTS = 0.05
 # Of held-out accuracy: more than the noise of a few hundred prompts.
-_FALLEN = 0.05
+ACCURACY_LOST = 0.05
 # Of the best: a reward that has risen to about there says that the task is solved, not that the policy is lost.
 _ABOUT_BEST = 0.9
 _RISEN = 1.1
@@ -37,7 +37,7 @@ class Trouble:
 
     Attributes:
         kind: one word per kind of trouble.
-        name: its entry in docs/runbook.md and its alert's name, "" for none.
+        name: its entry in docs/runbook.md and its alert's name.
     """
 
     kind: str
@@ -98,7 +98,8 @@ def _not_finite(now: _Curves) -> Iterator[Trouble]:
     last = now.rows[-1] if now.rows else {}
     missing = [name for name in ("loss", "grad_norm", "entropy") if name not in last]
     if last.get("trained_samples", 0) > 0 and missing:
-        yield Trouble(kind="not_finite", name="", text=f"{', '.join(missing)} of the last train step: not a number.")
+        text = f"{', '.join(missing)} of the last train step: not a number."
+        yield Trouble(kind="not_finite", name="TandemStepsFail", text=text)
 
 
 def _mismatch(now: _Curves) -> Iterator[Trouble]:
@@ -113,10 +114,10 @@ def _mismatch(now: _Curves) -> Iterator[Trouble]:
 
 def _accuracy(now: _Curves) -> Iterator[Trouble]:
     last = now.last("heldout_accuracy")
-    if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - _FALLEN:
+    if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - ACCURACY_LOST:
         yield Trouble(
             kind="accuracy",
-            name="",
+            name="TandemAccuracyBelowStart",
             text=f"Held-out accuracy is {last:.3f}; it was {now.initial_accuracy:.3f} before the training.",
         )
 
@@ -133,10 +134,10 @@ def _reward(now: _Curves) -> Iterator[Trouble]:
 
 def _truncated(now: _Curves) -> Iterator[Trouble]:
     share = now.recent("truncated_ratio")
-    if share is not None and share >= ALL_TRUNCATED:
+    if share is not None and share > ALL_TRUNCATED:
         yield Trouble(
             kind="truncated",
-            name="",
+            name="TandemCompletionsTruncated",
             text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens: none of them ends by itself, and "
             "with reward.require_stop none is paid.",
         )

@@ -96,6 +96,9 @@ SYNC_PREDICTED_GOODPUT = LateGauge(
 LOGPROB_DIFF_LIMIT = LateGauge(
     "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
 )
+INITIAL_ACCURACY = LateGauge(
+    "tandem_heldout_initial_accuracy_ratio", "Held-out greedy accuracy before the first iteration."
+)
 EVICTIONS = Counter(
     "tandem_replica_evictions_total", "Pods of stuck replicas that were evicted (fleet.kind: kubernetes)."
 )

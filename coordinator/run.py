@@ -130,6 +130,8 @@ class Run:
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is None:
             await self._evaluate(self.state.iteration, self.state.policy_version)
+        if self.state.initial_accuracy is not None:
+            metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
         await self._check_lead()
         self._save_state("running")
         self.leaving.settled.set()

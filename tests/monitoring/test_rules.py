@@ -119,6 +119,8 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
         ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
         ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
         ("TandemRewardCollapsed", f"< {health.REWARD_COLLAPSED:g} * "),
+        ("TandemAccuracyBelowStart", f"> {health.ACCURACY_LOST:g}"),
+        ("TandemCompletionsTruncated", f"> {health.ALL_TRUNCATED:g}"),
         ("TandemRewardErrors", f"> {health.REWARD_ERRORS:g} * "),
         ("TandemRewardTimeouts", f"> {health.REWARD_TIMEOUTS:g} * "),
         ("TandemDiskFull", f"< {conditions.DISK_FULL:g} * "),
@@ -127,6 +129,15 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
 def test_the_page_has_the_thresholds_of_the_rules(name: str, comparison: str) -> None:
     (rule,) = [rule for rule in ALERTS if rule["alert"] == name]
     assert comparison in rule["expr"]
+
+
+def test_what_the_coordinator_sees_by_itself_has_an_alert() -> None:
+    for module in (health, conditions):
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        named = set(re.findall(r'"(Tandem\w+)"', source))
+        assert len(named) >= 6
+        assert named <= {rule["alert"] for rule in ALERTS}
+        assert 'name=""' not in source, "a trouble without an alert and an entry in the runbook"
 
 
 def test_settings_that_the_runbook_names_exist() -> None:

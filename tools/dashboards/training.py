@@ -14,8 +14,9 @@ _LEARNING = Row(
         ),
         panel(
             "Held-out accuracy",
-            "Greedy, last measured.",
+            "Greedy, last measured, and before the first iteration.",
             gauge("tandem_heldout_accuracy_ratio", "accuracy"),
+            gauge("tandem_heldout_initial_accuracy_ratio", "before the training"),
             unit="percentunit",
         ),
         panel("Loss", "Of the last step.", gauge("tandem_loss", "loss"), unit="short"),
