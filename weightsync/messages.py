@@ -4,7 +4,7 @@ Every process walks its messages in the order of (sequence, hop). The order is t
 always has both its ends ready and no set of processes can wait for each other in a circle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,3 +103,26 @@ def route(
                 hops.append(Hop(message=message, hop=hop, sender=sender, receiver=receiver))
             sender = receiver
     return hops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Two ranks of the communicator between which messages of one hop go, one way."""
+
+    hop: int
+    sender: int
+    receiver: int
+
+
+def links_of(hops: Iterable[Hop], ranks: int) -> list[Link]:
+    """The links among hops, in an order that is the same on every rank of a communicator of so many ranks.
+
+    The order is total: ranks that walk their links one by one, each waiting for the other end, cannot wait in a circle.
+    Neighbours in it have few ranks in common, so that most links are walked at the same time: those from the trainer
+    come first, sorted by distance; of a chain, every other link before those between them.
+    """
+
+    def place(link: Link) -> tuple[bool, int, int, int]:
+        return link.hop > 0, link.hop % 2, (link.receiver - link.sender) % ranks, link.sender
+
+    return sorted({Link(hop=hop.hop, sender=hop.sender, receiver=hop.receiver) for hop in hops}, key=place)

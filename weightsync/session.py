@@ -278,7 +278,8 @@ class SyncMember:
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
-        self._stats = run_watched(communicator, lambda: transport.run(job))
+        late = f"transfer not finished in {job.timeout_s:g} s"
+        self._stats = run_watched(communicator, lambda: transport.run(job), job.deadline, lambda: late)
         if self._is_receiver:
             self._coverage.zero_padding(self._target)
         self._state = _State.TRANSFERRED

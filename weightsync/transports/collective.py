@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from servicekit.errors import DigestMismatch
+from servicekit.errors import DigestMismatch, PeerLost
 from weightsync.digest import HEADER_BYTES, PayloadDigest
 from weightsync.limits import RECEIVES, SENDS
-from weightsync.messages import Hop, Message
+from weightsync.messages import Hop, Link, Message, links_of
+from weightsync.participants import Participants
+from weightsync.round_plan import RoundPlan
 from weightsync.transports.buffers import Buffers
 from weightsync.transports.communicator import Communicator, Pending
 from weightsync.transports.packing import Packer, Segment
 from weightsync.transports.transport import TransferJob, TransferStats, Waits
+from weightsync.transports.watched import run_watched
 
 
 @dataclass(kw_only=True)
@@ -48,14 +51,52 @@ class CollectiveTransport:
         self._buffers = Buffers(device)
         self._hops: tuple[str, list[Hop]] = ("", [])
 
+    def connect(self, plan: RoundPlan, participants: Participants, deadline: float) -> None:
+        """Connects this rank with those that the plan pairs it with, and with no others. Every rank calls it.
+
+        In PREPARE, while generation goes on: no message of TRANSFER waits for a connection, nor for who does not come.
+
+        Args:
+            deadline: time.monotonic() seconds.
+        Raises: PeerLost: naming both ranks of a link that was not connected; the communicator is closed then.
+        """
+        walk = _Connecting(self._comm, links_of(self._hops_of(plan, participants), len(self._comm.slots)), deadline)
+        run_watched(self._comm, walk.run, deadline, walk.late)
+
     def run(self, job: TransferJob) -> TransferStats:
         """See Transport."""
-        if self._hops[0] != job.plan.digest:
-            self._hops = (job.plan.digest, job.plan.hops_of(self._comm.rank, job.participants))
-        return _Walk(self._comm, job, self._hops[1], self._buffers).run()
+        return _Walk(self._comm, job, self._hops_of(job.plan, job.participants), self._buffers).run()
+
+    def _hops_of(self, plan: RoundPlan, participants: Participants) -> list[Hop]:
+        if self._hops[0] != plan.digest:
+            self._hops = (plan.digest, plan.hops_of(self._comm.rank, participants))
+        return self._hops[1]
 
     def close(self) -> None:
         """See Transport."""
+
+
+class _Connecting:
+    """One rank's walk over its links, each to its end: whoever waits knows for whom."""
+
+    def __init__(self, communicator: Communicator, links: Sequence[Link], deadline: float) -> None:
+        self._comm = communicator
+        self._links = links
+        self._deadline = deadline
+        self._now = ""
+
+    def run(self) -> None:
+        slots = self._comm.slots
+        for link in self._links:
+            self._now = f"{slots[link.sender]} and {slots[link.receiver]} did not connect"
+            left_s = self._deadline - time.monotonic()
+            try:
+                self._comm.connect(link.sender, link.receiver, link.hop, left_s)
+            except PeerLost as error:
+                raise PeerLost(f"{self._now}: {error}") from error
+
+    def late(self) -> str:
+        return f"{self._now} in time"
 
 
 class _Walk:

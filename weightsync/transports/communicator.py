@@ -24,11 +24,14 @@ from servicekit.errors import DeadlineExceeded, PeerLost
 from weightsync.transports.nccl import build_lanes
 
 NCCL_POLL_S = 0.0005  # much shorter than a bucket's way (32 MiB at 50 GB/s: 0.7 ms), long enough to leave the core
+# NCCL's abort waits for calls under way in other threads, and those perhaps for a peer that is gone. Then it is left.
+LANE_ABORT_S = 2.0
 CARD_BYTES = 1024
 CPU = torch.device("cpu")
-# Of messages that nobody sends.
+# Of messages that nobody sends, and of the first one between two ranks: no sequence of a plan is as large.
 _CLOSING_TAG = 2**31 - 1
 _PROBE_TAG = 2**31 - 3
+_FIRST_TAG = 2**31 - 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Communicator:
         self._waits_since_s: float | None = None
         self._given_up = False
         self._peers: set[int] = set()  # with whom there has been a message
+        self._connected: set[tuple[int, int]] = set()
 
     def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
         """Starts sending a contiguous buffer. Raises: PeerLost: the peer is known to be gone.
@@ -75,17 +79,34 @@ class Communicator:
         """
         self._peers.add(to)
         with self._peer_errors(to), self._starting(buffer):
-            return Pending(self._carrier(buffer, lane).send([buffer], to, tag), buffer.is_cuda)
+            return Pending(self._carrier(buffer, lane).send([buffer], to, tag), _on_device(buffer))
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int, lane: int = 0) -> Pending:
         """Starts receiving into a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
         self._peers.add(source)
         with self._peer_errors(source), self._starting(buffer):
-            return Pending(self._carrier(buffer, lane).recv([buffer], source, tag), buffer.is_cuda)
+            return Pending(self._carrier(buffer, lane).recv([buffer], source, tag), _on_device(buffer))
 
     def _starting(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
-        """NCCL connects a pair at its first message, and waits there for the peer."""
-        return self._waiting() if buffer.is_cuda else nullcontext()
+        """NCCL may wait for the peer here, until its first message has come at least."""
+        return self._waiting() if _on_device(buffer) else nullcontext()
+
+    def connect(self, sender: int, receiver: int, lane: int, timeout_s: float) -> None:
+        """Sends a byte from one rank to the other, of which this is one, and waits for it; nothing the second time.
+
+        NCCL connects two ranks at their first message, and waits there for the other end, however long that takes.
+
+        Raises: PeerLost: naming the other end.
+        """
+        if (sender, receiver) in self._connected:
+            return
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if sender == self.rank:
+            pending, peer = self.send(byte, receiver, _FIRST_TAG, lane), receiver
+        else:
+            pending, peer = self.receive(byte, sender, _FIRST_TAG, lane), sender
+        self.wait(pending, peer, timeout_s)
+        self._connected.add((sender, receiver))
 
     def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:
         """Raises: PeerLost, naming the peer: it died, or did not answer within the deadline."""
@@ -178,8 +199,12 @@ class Communicator:
         with self._lock:
             self._closed = self._closed or why
         self._close_gloo()  # first: what waits for NCCL looks at `closed`, and who waits for us at its connection
-        for lane in self._lanes:
-            lane.abort()
+        ends = [threading.Thread(target=lane.abort, name="abort", daemon=True) for lane in self._lanes]
+        for end in ends:
+            end.start()
+        give_up_at = time.monotonic() + LANE_ABORT_S
+        for end in ends:
+            end.join(max(0.0, give_up_at - time.monotonic()))
 
     def _close_gloo(self) -> None:
         """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them."""
@@ -196,14 +221,14 @@ class Communicator:
                 return
 
     def _prove(self, group: dist.ProcessGroup, token: torch.Tensor, timeout_s: float) -> None:
-        self.wait(Pending(group.allreduce([token]), token.is_cuda), self.rank, timeout_s)
+        self.wait(Pending(group.allreduce([token]), _on_device(token)), self.rank, timeout_s)
         if int(token.item()) != len(self.slots):
             raise PeerLost(
                 f"{self.slots[self.rank]}: {int(token.item())} of {len(self.slots)} ranks answered the proof"
             )
 
     def _carrier(self, buffer: torch.Tensor, lane: int) -> dist.ProcessGroup:
-        if buffer.device.type == "cpu":
+        if not _on_device(buffer):
             return self._group
         if not self._lanes:
             raise ValueError(f"a buffer on {buffer.device} in a group without NCCL")
@@ -220,6 +245,10 @@ class Communicator:
                 raise RuntimeError(f"NCCL did not finish in {timeout_s:g} s")
             pause.wait(NCCL_POLL_S)
         work.wait()  # raises what NCCL has noticed
+
+
+def _on_device(buffer: torch.Tensor) -> bool:
+    return buffer.device.type != "cpu"
 
 
 def join_store(endpoint: str, timeout_s: float) -> dist.TCPStore:

@@ -70,7 +70,7 @@ class Links:
         """The round's transport. Every rank calls it.
 
         Raises: ConfigError: ranks differ in plan, type or transport, or `colocated` cannot be, by name; Aborted: a rank
-            is in another round; PeerLost.
+            is in another round; PeerLost: naming the ranks that did not connect.
         """
         if communicator is not self._communicator:
             self.close()
@@ -82,6 +82,8 @@ class Links:
             self._transport = self._make(communicator, terms, cards, deadline)
             log.info("transport agreed", slot=self._slot, transport=self._transport.name)
         self._communicator, self._key = communicator, key
+        if isinstance(self._transport, CollectiveTransport):
+            self._transport.connect(terms.plan, terms.participants, deadline)
         return self._transport
 
     def close(self) -> None:

@@ -5,7 +5,12 @@
   `is_completed` asks NCCL itself for errors, and `wait` raises them in the thread that called it. Both variables are
   read when a group is made; they are set for that moment only: SGLang's and Megatron's groups keep their own.
 * **Communicators are built in PREPARE.** Without a device, each pair of ranks would get a communicator of its own at
-  its first message, in TRANSFER: 8 to 64 of them on a receiver. Bound to a device, a group is one of all ranks.
+  its first message, in TRANSFER: 8 to 64 of them on a receiver. Connected to a device at once, a group is one of all
+  ranks, and its messages use that (`eagerInit_` in ProcessGroupNCCL::pointToPoint).
+* **Pairs are connected in PREPARE, too.** NCCL connects two ranks at their first message, and holds the thread that
+  sends it until the other end comes, without a deadline. So the pairs of the plan exchange a byte there, one by one in
+  an order that is the same on all ranks (messages.py, `links_of`): who waits knows for whom. One group call for all
+  pairs would connect faster, but would not say which of them failed, and gloo has none.
 * **Two lanes.** Operations of such a group share a stream, so a message that is passed on would wait behind those that
   come. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
 * **Beside SGLang's own collectives** there is no promise: NCCL guarantees progress of several communicators on one GPU
@@ -13,8 +18,8 @@
   message moves; the proof in PREPARE is one element, once per epoch. `staged` moves all of them beside generation. What
   hangs is given up at the round's deadline: aborted kernels end, and generation goes on.
 
-The connection of a pair is still made at its first message. Who waits there is left behind if the round is given up
-(watched.py).
+Who waits inside NCCL is left behind when time is over or the round is given up (watched.py); and so is NCCL's abort, if
+it waits for that thread: only for nonblocking communicators does NCCL promise that it does not.
 """
 
 import contextlib

@@ -8,6 +8,7 @@ deadline. Until then it holds its buffers, at most two messages.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -21,14 +22,19 @@ from weightsync.transports.communicator import Communicator
 # Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
 # peer is posted.
 LOOK_S = 0.1
+# After the deadline, so that waits that keep it say for whom they waited.
+GRACE_S = 1.0
 
 T = TypeVar("T")
 
 
-def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
+def run_watched(communicator: Communicator, work: Callable[[], T], deadline: float, late: Callable[[], str]) -> T:
     """The result of `work`, all of whose waits are on the communicator.
 
-    Raises: PeerLost: a peer is gone, or the communicator was aborted; what `work` raises.
+    Args:
+        deadline: time.monotonic() seconds, for waits that have none: NCCL's for a peer, before it has begun to send.
+        late: what is wrong then.
+    Raises: PeerLost: a peer is gone, time is over, or the communicator was aborted; what `work` raises.
     """
     result: Future[T] = Future()
     name = f"work-{communicator.slots[communicator.rank]}"
@@ -36,6 +42,8 @@ def run_watched(communicator: Communicator, work: Callable[[], T]) -> T:
     try:
         while not wait([result], LOOK_S).done:
             communicator.probe(LOOK_S)
+            if time.monotonic() >= deadline + GRACE_S and not communicator.closed:
+                communicator.abort(late())
             if communicator.give_up():
                 raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")
         return result.result()

@@ -1,6 +1,7 @@
 """Whole rounds over real Redis and gloo, with plain tensor stores in the place of the engines."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.weight_stores import same
 from weightsync import limits, spare
 from weightsync.layout import Parallel
 from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.transports.communicator import Communicator
 
 pytestmark = pytest.mark.integration
 TWO_REPLICAS = {"rollout-0": Parallel(), "rollout-1": Parallel()}
@@ -102,6 +104,35 @@ def test_a_missing_rank_is_named_and_the_next_round_works(fleet: Callable[..., F
     assert "rollout-1/0" in str(outcome["trainer/0"])
     them.run(pb.ROUND_PHASE_ABORT, round_)
     them.members["rollout-1/0"] = absent
+    them.sync(them.round(2))
+    assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
+
+
+def test_prepare_connects_who_will_exchange_messages_and_nobody_else(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel(tensor=2), "rollout-1": Parallel(tensor=2)})
+    them.run(pb.ROUND_PHASE_PREPARE, them.round(1))
+    for member in them.members.values():
+        plan, participants, _, communicator = member._prepared()
+        hops = plan.hops_of(communicator.rank, participants)
+        assert communicator._connected == {(hop.sender, hop.receiver) for hop in hops} != set()
+
+
+def test_a_pair_that_does_not_connect_is_named_in_prepare_and_the_next_round_works(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    them = fleet(Parallel(tensor=2), TWO_REPLICAS)
+    connect, stays_away = Communicator.connect, ["rollout-1/0"]
+
+    def or_not(self: Communicator, *args: Any) -> None:
+        if self.slots[self.rank] not in stays_away:
+            connect(self, *args)
+
+    monkeypatch.setattr(Communicator, "connect", or_not)
+    outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1, formation_timeout_s=1))
+    assert isinstance(outcome["rollout-0/0"], PeerLost)
+    assert "rollout-0/0 and rollout-1/0 did not connect" in str(outcome["rollout-0/0"])
+    them.run(pb.ROUND_PHASE_ABORT, them.round(1))
+    stays_away.clear()
     them.sync(them.round(2))
     assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
 

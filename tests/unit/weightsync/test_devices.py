@@ -1,6 +1,7 @@
 """Every thread that works for a rank works on the rank's GPU; CUDA's current device, a thread's own, is simulated."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -161,4 +162,5 @@ def test_the_proof_of_a_group_is_on_the_ranks_gpu(threads: Threads, monkeypatch:
 
 def test_watched_work_runs_on_the_ranks_gpu(threads: Threads) -> None:
     work = torch.cuda.current_device
-    assert in_a_foreign_thread(lambda: run_watched(communicator_on_gpu(), work)) == GPU.index
+    watched = lambda: run_watched(communicator_on_gpu(), work, time.monotonic() + 10, str)  # noqa: E731
+    assert in_a_foreign_thread(watched) == GPU.index
