@@ -4,6 +4,7 @@ tests/house/test_request_bounds.py asserts that no field of any request is left 
 value stops to make sense on any machine, not where a run's own limits are.
 """
 
+from collections import Counter
 from typing import Any
 
 from google.protobuf.message import Message
@@ -174,12 +175,15 @@ def _world_size(sizes: Any) -> int:
     return ranks
 
 
-def _few_ranks(round_: Any) -> str:
+def _possible_ranks(round_: Any) -> str:
     ranks = _world_size(round_.trainer) + sum(_world_size(replica.parallel) for replica in round_.replicas)
-    return f"it has {ranks} ranks; at most {MAX_RANKS}" if ranks > MAX_RANKS else ""
+    if ranks > MAX_RANKS:
+        return f"it has {ranks} ranks; at most {MAX_RANKS}"
+    (name, count), *_ = Counter(replica.name for replica in round_.replicas).most_common(1) or [("", 0)]
+    return f"it has replica {name} {count} times" if count > 1 else ""
 
 
-RULES: Rules = {"tandem_api.weights.v1.Round": _few_ranks}
+RULES: Rules = {"tandem_api.weights.v1.Round": _possible_ranks}
 
 
 def check_request(request: object) -> None:

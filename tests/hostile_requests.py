@@ -1,4 +1,5 @@
-"""Requests that nobody should send: random messages of a service's own types, extreme values, bytes that are none.
+"""Requests that nobody should send: random messages of a service's own types, extreme values, bytes that are none, and
+requests that are right but for a field or two (near_valid_requests.py).
 
 Most values are drawn within the bounds of servicekit/request_bounds.py, so that handlers are reached.
 """
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
@@ -22,6 +23,7 @@ from servicekit.bounds import Items, Number, Text
 from servicekit.errors import REASON_KEY
 from servicekit.limits import CHANNEL_OPTIONS
 from servicekit.request_bounds import BOUNDS
+from tests.near_valid_requests import changed
 
 CALL_S = 10.0
 # Of many fields: one that is out of bounds in each would keep all of them from the handlers.
@@ -45,15 +47,31 @@ class Usage:
         return cls(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-class Hostile:
-    """Draws requests from a seed. rounds_s: longest timeout of a round that is within bounds."""
+class RightRequests(Protocol):
+    """What a service would do now (near_valid_requests.ForTrainer, ForRollout)."""
 
-    def __init__(self, seed: int, rounds_s: float = 1.0) -> None:
+    def requests(self, method: str, chance: random.Random) -> list[Message]:
+        """The messages of one call."""
+        ...
+
+
+class Hostile:
+    """Draws requests from a seed.
+
+    Args:
+        near: every second request is one of these with up to two fields changed; None: none is.
+        rounds_s: longest timeout of a round that is within bounds.
+    """
+
+    def __init__(self, seed: int, near: RightRequests | None = None, rounds_s: float = 1.0) -> None:
         self.random = random.Random(seed)
+        self._near = near
         self._rounds_s = rounds_s
 
     def payloads(self, method: MethodDescriptor) -> list[bytes]:
         """Messages of one call."""
+        if self._near is not None and self.random.random() < 0.5:
+            return self._nearly(self._near.requests(method.name, self.random))
         kind = self.random.random()
         if kind < 0.15:
             return [self.random.randbytes(self.random.choice([1, 10, 1000, 100_000]))]
@@ -63,6 +81,15 @@ class Hostile:
             return [b""]
         many = self.random.choice([1, 2, 3]) if method.client_streaming else 1
         return [self.message(method.input_type).SerializeToString() for _ in range(many)]
+
+    def _nearly(self, messages: list[Message]) -> list[bytes]:
+        for _ in range(self.random.choice([0, 0, 1, 1, 2])):
+            at = self.random.randrange(len(messages))
+            if messages[at].DESCRIPTOR.fields:
+                messages[at] = changed(
+                    messages[at], self.random, lambda field: self._value(field.containing_type, field, 0)
+                )
+        return [message.SerializeToString() for message in messages]
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
         """A random message."""
@@ -119,7 +146,7 @@ class Attack:
     """Sends requests to one service, and keeps what it answered."""
 
     def __init__(self, address: str, service: Any, *, leave_out: tuple[str, ...] = (), metadata: Any = ()) -> None:
-        self.answers: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()  # by "method status"
         self.untyped: Counter[str] = Counter()
         self._address = address
         self._metadata = tuple(metadata)
@@ -157,6 +184,16 @@ class Attack:
         reason = dict(call.trailing_metadata() or ()).get(REASON_KEY)
         if code in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") or (reason is None and code not in OF_GRPC):
             self.untyped[f"{method.name} {code}: {(call.details() or '')[:200]}"] += 1
+
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """Of each method's calls: how many got past the checks of the request itself, and how many were done."""
+        shares = {}
+        for method in (each.name for each in self._methods):
+            of_it = {answer.split()[1]: many for answer, many in self.answers.items() if answer.split()[0] == method}
+            calls = max(1, sum(of_it.values()))
+            past = calls - sum(of_it.get(code, 0) for code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"))
+            shares[method] = (past / calls, of_it.get("OK", 0) / calls)
+        return shares
 
     def status(self) -> None:
         """GetStatus answers, with odd connections beside it."""

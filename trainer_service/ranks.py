@@ -176,7 +176,8 @@ class Commander:
     def submit(
         self, command: Command, parts: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> "Future[list[bytes]]":
-        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError.
+        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError; one that is
+        cancelled before its turn is left out.
 
         timeout_s: a rank that needs so much longer than rank 0 is lost, and the trainer with it; None: no limit beside
             that of the collectives.
@@ -197,6 +198,9 @@ class Commander:
                     job = self._jobs.get(timeout=HEARTBEAT_S)
                 except queue.Empty:
                     job = _Job(command=Command.NOOP)
+                # Once it has begun, its caller cannot take it back: the reply of every rank is waited for.
+                if not job.replies.set_running_or_notify_cancel():
+                    continue
                 self._execute(job, wire, handlers)
                 if job.command is Command.STOP:
                     return
@@ -224,7 +228,9 @@ class Commander:
         with self._closed:
             self._ended = True
         while not self._jobs.empty():
-            self._jobs.get_nowait().replies.set_exception(Internal("the trainer has stopped"))
+            replies = self._jobs.get_nowait().replies
+            if replies.set_running_or_notify_cancel():
+                replies.set_exception(Internal("the trainer has stopped"))
 
 
 def _first_error(outcomes: Sequence[Outcome]) -> TandemError | None:

@@ -344,6 +344,8 @@ class SyncMember:
     def _terms(self, round_: pb.Round) -> Terms:
         """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
         participants = Participants.of_round(round_)
+        if not participants.replicas:
+            raise ConfigError(f"{self._slot}: round {round_.round_id} has no replicas, so nobody to send to")
         if self._slot not in participants.slots:
             raise ConfigError(f"{self._slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[self._role] if self._is_receiver else participants.trainer

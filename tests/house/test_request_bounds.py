@@ -120,9 +120,10 @@ def test_values_beyond_a_bound_are_refused_by_name() -> None:
         ([2**32 - 1], "parallel.tensor is 4294967295"),
         ([MAX_RANKS // 2] * 3, f"round: it has {MAX_RANKS // 2 * 3 + 1} ranks; at most {MAX_RANKS}"),
         ([1] * 5000, "round.replicas has 5000 items"),
+        ([1, 1], "round: it has replica r-0 2 times"),
     ],
 )
-def test_a_round_of_too_many_ranks_is_refused(replicas: list[int], says: str) -> None:
+def test_a_round_of_too_many_or_doubled_ranks_is_refused(replicas: list[int], says: str) -> None:
     sizes = [weights_pb2.ParallelSizes(tensor=each) for each in replicas]
     round_ = weights_pb2.Round(
         round_id="r",

@@ -15,12 +15,15 @@ import pytest
 
 from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.rollout.v1 import rollout_pb2
-from tandem_api.trainer.v1 import trainer_pb2
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
 from tests.contract.test_hostile_calls import Target
-from tests.hostile_requests import Attack, Hostile, Usage
+from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
 from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
+from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Partner, Rounds, publishing, reloading
 from tests.service_processes import Services
+from weightsync.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -40,17 +43,23 @@ def services(redis_server: str) -> Iterator[Services]:
         running.close()
 
 
-def under_attack(address: str, service: Any, pids: list[int], leave_out: tuple[str, ...]) -> None:
+def under_attack(
+    address: str,
+    service: Any,
+    pids: list[int],
+    near: RightRequests | None = None,
+    leave_out: tuple[str, ...] = (),
+) -> None:
     """The whole of it, against one service whose processes are these."""
     attack = Attack(address, service, leave_out=leave_out)
-    attack.send(Hostile(SEED), WARM_CALLS)
+    attack.send(Hostile(SEED, near), WARM_CALLS)
     before = [Usage.of(pid) for pid in pids]
     odd = attack.odd_connections(100)
     asked: list[float] = []
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(attack, asked, done))
     watcher.start()
-    attack.send(Hostile(SEED + 1), CALLS)
+    attack.send(Hostile(SEED + 1, near), CALLS)
     _storm(address, service)
     done.set()
     watcher.join(60)
@@ -58,6 +67,8 @@ def under_attack(address: str, service: Any, pids: list[int], leave_out: tuple[s
         connection.close()
     attack.status()
     print(service.name, dict(attack.answers))
+    for method, (past, done) in attack.shares().items():
+        print(f"{service.name}.{method}: {past:.0%} past the edge, {done:.0%} done")
     assert attack.untyped == {}
     assert max(asked) < 10
     after = [Usage.of(pid) for pid in pids]
@@ -89,6 +100,16 @@ def _storm(address: str, service: Any) -> None:
         list(pool.map(calls, range(STORM_CHANNELS)))
 
 
+def published(trainer: str, rounds: Rounds) -> tuple[Path, int, str]:
+    """Has the trainer write its policy to disk, for a replica that has weights. Returns: folder, version and round."""
+    with grpc.insecure_channel(trainer) as channel:
+        status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus
+        version = status(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
+    round_ = rounds.begun(version, weights_pb2.SYNC_TRANSPORT_DISK)
+    rounds.run(round_, publishing(trainer))
+    return Path(round_.disk_folder), version, round_.round_id
+
+
 def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     config = configuration(model, services.run_id, trainer={"tensor_parallel": 2})
@@ -96,10 +117,19 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     services.start_rollout("rollout-0", config)
     trainer = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
     rollout = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
-    under_attack(
-        services.address_of("trainer", "trainer"), trainer, [services.processes[rank].pid for rank in ranks], ()
-    )
-    under_attack(services.address_of("rollout", "rollout-0"), rollout, [services.processes["rollout-0"].pid], ())
+    trainer_at, rollout_at = services.address_of("trainer", "trainer"), services.address_of("rollout", "rollout-0")
+    group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
+    run_dir = services.folder / "run"
+    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=weights_pb2.ParallelSizes(**dict.fromkeys(SIZES, 1)))
+
+    def rounds(name: str, partner: Partner) -> Rounds:
+        return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)
+
+    near_trainer = ForTrainer(trainer_at, run_dir, rounds("of-the-trainer", reloading(rollout_at)))
+    under_attack(trainer_at, trainer, [services.processes[rank].pid for rank in ranks], near_trainer)
+    found = published(trainer_at, rounds("published", reloading(rollout_at)))
+    near_rollout = ForRollout(rollout_at, rounds("of-the-replica", publishing(trainer_at)), found)
+    under_attack(rollout_at, rollout, [services.processes["rollout-0"].pid], near_rollout)
     assert [process.poll() for process in services.processes.values()] == [None] * 3
     for name in (*ranks, "rollout-0"):
         log = (services.folder / f"{name}.log").read_text()
@@ -116,7 +146,7 @@ def test_the_coordinators_service_outlives_it(tmp_path: Path) -> None:
     target = Target("coordinator", tmp_path)
     service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
     try:
-        under_attack(target.address, service, [target.process.pid], ("WatchEvents",))
+        under_attack(target.address, service, [target.process.pid], leave_out=("WatchEvents",))
         assert target.process.poll() is None
         target.process.communicate("", timeout=20)
         assert target.process.returncode == 0

@@ -74,6 +74,16 @@ def test_the_communicator_is_kept_while_the_epoch_lasts(fleet: Callable[..., Fle
     assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
 
 
+def test_a_round_without_replicas_is_refused_and_the_next_goes_through(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel()})
+    nobody = them.round(1)
+    nobody.ClearField("replicas")
+    for slot, answer in them.run(pb.ROUND_PHASE_PREPARE, nobody).items():
+        assert isinstance(answer, ConfigError), (slot, answer)
+        assert "has no replicas" in str(answer)
+    them.sync(them.round(1))
+
+
 def test_a_repeated_phase_gets_the_same_answer(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     round_ = them.round(1)

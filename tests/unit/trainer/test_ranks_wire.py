@@ -1,9 +1,13 @@
 """What of the ranks' protocol needs no processes."""
 
+import asyncio
+import threading
+from collections.abc import Sequence
+
 import pytest
 
 from servicekit.errors import ConfigError, Internal, NotFinite, SlotTaken, WrongVersion
-from trainer_service.ranks import Command, Commander, Outcome, _error_from, _first_error, _text_of, run_handler
+from trainer_service.ranks import Command, Commander, Outcome, Wire, _error_from, _first_error, _text_of, run_handler
 from trainer_service.world import Place
 from weightsync.rendezvous import Evicted
 
@@ -51,6 +55,53 @@ def test_commands_after_the_end_fail_at_once() -> None:
     commander._close()
     with pytest.raises(Internal, match="stopped"):
         commander.submit(Command.SAVE).result(timeout=1)
+
+
+class OneRank(Wire):
+    """Of a trainer of one rank."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+
+def test_a_caller_that_gives_up_takes_nothing_with_it() -> None:
+    """One whose command has begun, and one whose command waits: the trainer ended with the first."""
+    commander, begun, go_on, done = Commander(), threading.Event(), threading.Event(), []
+
+    def logprobs(parts: Sequence[bytes]) -> bytes:
+        begun.set()
+        assert go_on.wait(10)
+        done.append(parts[0])
+        return b"reply"
+
+    ranks = threading.Thread(target=commander.run, args=(OneRank(), {Command.LOGPROBS: logprobs}), daemon=True)
+    ranks.start()
+
+    async def call(body: bytes) -> None:
+        await asyncio.wrap_future(commander.submit(Command.LOGPROBS, [body]))  # as ComputeLogprobs waits
+
+    async def two_callers() -> None:
+        first, second = asyncio.create_task(call(b"begun")), asyncio.create_task(call(b"waits"))
+        assert await asyncio.to_thread(begun.wait, 10)
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait([first, second])
+
+    asyncio.run(two_callers())
+    go_on.set()
+    assert commander.submit(Command.LOGPROBS, [b"next"]).result(timeout=10) == [b"reply"]
+    commander.submit(Command.STOP).result(timeout=10)
+    ranks.join(10)
+    assert done == [b"begun", b"next"]
+
+
+def test_commands_that_nobody_waits_for_do_not_hide_the_end_from_others() -> None:
+    commander = Commander()
+    commander.submit(Command.SAVE).cancel()
+    other = commander.submit(Command.SAVE)
+    commander._close()
+    with pytest.raises(Internal, match="stopped"):
+        other.result(timeout=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""Requests that are right for what a service does now, and the same with a field or two changed.
+
+A random message (hostile_requests.py) is refused at the edge; these get past it, into what the service has begun.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
+from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+FENCE = CoordinatorFence(worker_id="fuzz", token=1)
+CALL_S = 10.0
+PHASES = (
+    pb.ROUND_PHASE_PREPARE,
+    pb.ROUND_PHASE_PAUSE,
+    pb.ROUND_PHASE_TRANSFER,
+    pb.ROUND_PHASE_VERIFY,
+    pb.ROUND_PHASE_COMMIT,
+)
+TRANSPORTS = (pb.SYNC_TRANSPORT_AUTO, pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_DISK)
+PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE)
+# Longer than the other side of a phase needs when both do it; what takes longer waits for somebody.
+PARTNER_S = 1.0
+Phase = pb.RoundPhase.ValueType
+Partner = Callable[[Phase, pb.Round], object]
+NewValue = Callable[[FieldDescriptor], Any]
+SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
+
+
+def changed(message: Message, chance: random.Random, new_value: NewValue) -> Message:
+    """A copy in which one field, however deep, has another value, is left out, or has an item more or less."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    owner, field = chance.choice(list(_fields(copy)))
+    items = getattr(owner, field.name)
+    if chance.random() < 0.2:
+        owner.ClearField(field.name)
+    elif field.is_repeated:
+        if items and chance.random() < 0.5:
+            del items[chance.randrange(len(items))]
+        else:
+            items.extend([chance.choice(list(items)) if items and chance.random() < 0.5 else new_value(field)])
+    elif field.message_type is not None:
+        items.CopyFrom(new_value(field))
+    else:
+        setattr(owner, field.name, new_value(field))
+    return copy
+
+
+def _fields(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
+    for field in message.DESCRIPTOR.fields:
+        if field.containing_oneof is not None and not message.HasField(field.name):
+            continue
+        yield message, field
+        if field.message_type is None:
+            continue
+        for part in getattr(message, field.name) if field.is_repeated else [getattr(message, field.name)]:
+            yield from _fields(part)
+
+
+class Rounds:
+    """One sync round after the other, phase by phase.
+
+    Args:
+        group, epoch: of the weight group, the latter as it is now.
+        folder: where rounds of the transport disk write.
+        replicas: who takes part beside the trainer.
+        partner: the other side, which does each phase as it should be done, beside the service that is asked.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        epoch: Callable[[], int],
+        folder: Path,
+        replicas: tuple[pb.ReplicaSpec, ...],
+        partner: Partner = lambda phase, round_: None,
+    ) -> None:
+        self._group, self._epoch, self._folder, self._replicas = group, epoch, folder, replicas
+        self._partner = partner
+        self._beside = ThreadPoolExecutor(1)
+        self._doing: Future[object] = Future()
+        self._doing.set_result(None)
+        self._left: list[Phase] = []
+        self._count = 0
+        self._round = pb.Round()
+
+    def next(self, version: int, chance: random.Random) -> tuple[Phase, pb.Round]:
+        """The phase that is next, and its round; the partner has begun it."""
+        if self._given_up() or not self._left:
+            self._left = list(PHASES)
+            if chance.random() < 0.3:
+                self._left[chance.randrange(1, len(PHASES)) :] = [pb.ROUND_PHASE_ABORT]
+            self._round = self.begun(version, chance.choice(TRANSPORTS))
+            self._round.install_mode = chance.choice([pb.INSTALL_MODE_STAGED, pb.INSTALL_MODE_IN_PLACE])
+            self._round.pause_mode = chance.choice(PAUSES)
+        phase = self._left.pop(0)
+        self._doing = self._beside.submit(self._partner, phase, self._round)
+        return phase, self._round
+
+    def _given_up(self) -> bool:
+        """Whether the last round has come to nothing, as what was asked for was not what the partner did."""
+        if not wait([self._doing], PARTNER_S).done:
+            with contextlib.suppress(grpc.RpcError):
+                self._partner(pb.ROUND_PHASE_ABORT, self._round)
+            wait([self._doing], CALL_S)
+        return self._doing.exception() is not None
+
+    def run(self, round_: pb.Round, own: Partner) -> None:
+        """Every phase on both sides. Raises: grpc.RpcError"""
+        for phase in PHASES:
+            theirs = self._beside.submit(self._partner, phase, round_)
+            own(phase, round_)
+            theirs.result(timeout=CALL_S)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._beside.shutdown()
+
+    def begun(self, version: int, transport: pb.SyncTransport.ValueType) -> pb.Round:
+        """Another round."""
+        self._count += 1
+        return pb.Round(
+            round_id=f"{self._folder.name}-{self._count}",
+            policy_version=version,
+            group=self._group,
+            epoch=self._epoch(),
+            trainer=pb.ParallelSizes(**{**dict.fromkeys(SIZES, 1), "tensor": 2}),
+            replicas=self._replicas,
+            formation_timeout_s=5.0,
+            transfer_timeout_s=5.0,
+            transport=transport,
+            disk_folder=str(self._folder),
+            fence=FENCE,
+            failed_rounds=self._count,
+        )
+
+
+class ForTrainer:
+    """Requests of a TrainerService at this address. run_dir: where it may write."""
+
+    def __init__(self, address: str, run_dir: Path, rounds: Rounds) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._run_dir, self._rounds = run_dir, rounds
+        self._count = 0
+
+    def requests(self, method: str, chance: random.Random) -> list[Message]:
+        """The messages of one call."""
+        version = self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
+        path = str(self._run_dir / f"near-{method}-{chance.randrange(2)}")
+        if method == "TrainStep":
+            self._count += 1
+            header = trainer_pb2.TrainStepHeader(
+                step_id=f"near-{self._count}", policy_version=version, num_updates=1, num_samples=2, fence=FENCE
+            )
+            return [
+                trainer_pb2.TrainStepRequest(header=header),
+                trainer_pb2.TrainStepRequest(micro_batch=_samples()),
+            ]
+        if method == "PublishWeights":
+            phase, round_ = self._rounds.next(version, chance)
+            return [trainer_pb2.PublishWeightsRequest(phase=phase, round=round_)]
+        saved = self._run_dir / "near-SaveCheckpoint-0"
+        others: dict[str, Message] = {
+            "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
+            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(micro_batch=_samples()),
+            "SaveCheckpoint": trainer_pb2.SaveCheckpointRequest(path=path, fence=FENCE),
+            "ExportModel": trainer_pb2.ExportModelRequest(path=path, fence=FENCE),
+            "RestorePolicy": trainer_pb2.RestorePolicyRequest(
+                path=str(saved) if saved.exists() else "", policy_version=version, fence=FENCE
+            ),
+            "GetStatus": trainer_pb2.GetStatusRequest(),
+        }
+        return [others[method]]
+
+    def close(self) -> None:
+        """Ends the channel."""
+        self._channel.close()
+
+
+def _samples() -> trainer_pb2.MicroBatch:
+    return trainer_pb2.MicroBatch(
+        sample_ids=["a", "b"],
+        prompt_lengths=[2, 1],
+        completion_lengths=[1, 2],
+        token_ids=[1, 2, 3, 4, 5, 6],
+        rollout_logprobs=[-0.1, -0.2, -0.3],
+        advantages=[1.0, -1.0],
+        trainable=[True, True],
+    )
+
+
+class ForRollout:
+    """Requests of a RolloutService at this address.
+
+    Args:
+        published: folder, version and round of what lies on disk for a replica without weights.
+    """
+
+    def __init__(
+        self, address: str, rounds: Rounds, published: tuple[Path, int, str] = (Path("/nowhere"), 1, "r-1")
+    ) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._rounds = rounds
+        self._published = published
+
+    def requests(self, method: str, chance: random.Random) -> list[Message]:
+        """The messages of one call."""
+        version = self._stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
+        if method == "ReloadWeights":
+            version = max(version, self._published[1])
+            phase, round_ = self._rounds.next(version, chance)
+            return [rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)]
+        folder, published, round_id = self._published
+        others: dict[str, Message] = {
+            "TakeOver": rollout_pb2.TakeOverRequest(fence=FENCE),
+            "GenerateGroups": rollout_pb2.GenerateGroupsRequest(
+                groups=[
+                    rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)
+                ],
+                sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4),
+                policy_version=version,
+            ),
+            "LoadPublishedWeights": rollout_pb2.LoadPublishedWeightsRequest(
+                folder=str(folder), policy_version=published, round_id=round_id, fence=FENCE
+            ),
+            "PauseGeneration": rollout_pb2.PauseGenerationRequest(mode=chance.choice(PAUSES), fence=FENCE),
+            "ResumeGeneration": rollout_pb2.ResumeGenerationRequest(fence=FENCE),
+            "GetStatus": rollout_pb2.GetStatusRequest(),
+            "GetChecksums": rollout_pb2.GetChecksumsRequest(),
+        }
+        return [others[method]]
+
+    def close(self) -> None:
+        """Ends the channel."""
+        self._channel.close()
+
+
+def publishing(address: str) -> Partner:
+    """A trainer's part in rounds."""
+    stub = trainer_pb2_grpc.TrainerServiceStub(grpc.insecure_channel(address))
+    return lambda phase, round_: stub.PublishWeights(
+        trainer_pb2.PublishWeightsRequest(phase=phase, round=round_), timeout=CALL_S
+    )
+
+
+def reloading(address: str) -> Partner:
+    """A replica's part in rounds."""
+    stub = rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(address))
+    return lambda phase, round_: stub.ReloadWeights(
+        rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_), timeout=CALL_S
+    )
