@@ -25,10 +25,13 @@ from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
+from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
+from weightsync.coordinator_lease import newest_leader
 from weightsync.layout import Parallel
+from weightsync.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
 
@@ -144,7 +147,9 @@ class _Replica:
 
     async def _serve(self, engine: RolloutEngine) -> None:
         local = RankClients(engine.rank_addresses)
-        servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]))
+        # Last: whoever leads later than this calls first.
+        leader = await asyncio.to_thread(self._leader)
+        servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]), leader)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
         address = self._environment.advertised(await self._server.start())
         on_up()
@@ -166,7 +171,13 @@ class _Replica:
             await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
             await local.close()
 
-    def _wire(self, engine: RolloutEngine, ranks: RankGroups) -> tuple[RolloutServicer, Callable[[], None]]:
+    def _leader(self) -> common_pb2.CoordinatorFence:
+        group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
+        return newest_leader(group, 2 * self._config.sync.lease_ttl_s)
+
+    def _wire(
+        self, engine: RolloutEngine, ranks: RankGroups, leader: common_pb2.CoordinatorFence
+    ) -> tuple[RolloutServicer, Callable[[], None]]:
         """Returns: the servicer, and what to call once it is served."""
         metrics, admission, rollout = RolloutMetrics(), Admission(), self._config.rollout
         metrics.running_groups.set_function(lambda: admission.running_groups)
@@ -188,6 +199,7 @@ class _Replica:
             admission=admission,
             updates=updates,
             metrics=metrics,
+            leader=leader,
         )
         return servicer, lambda: on_state(updates.state, updates.policy_version)
 

@@ -31,7 +31,11 @@ _FINISH = {
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """One replica. `max_groups` is rollout.max_groups_per_call, `parallel` the sizes that its ranks have."""
+    """One replica.
+
+    `max_groups` is rollout.max_groups_per_call, `parallel` the sizes that its ranks have, `leader` the newest
+    coordinator that the run has had; None: there was none.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         admission: Admission,
         updates: WeightUpdates,
         metrics: RolloutMetrics,
+        leader: common_pb2.CoordinatorFence | None = None,
     ) -> None:
         self._name = name
         self._parallel = parallel
@@ -54,6 +59,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._updates = updates
         self._metrics = metrics
         self._fence = FenceGuard()
+        if leader is not None:
+            self._fence.remember(leader)
         self._generated_tokens = 0
         self._draining = False
 

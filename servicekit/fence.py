@@ -12,7 +12,8 @@ _log = get_logger(__name__)
 class FenceGuard:
     """Remembers the newest coordinator that it has seen. Thread-safe.
 
-    A call without a fence (a test, a tool) is admitted as long as no coordinator has been seen.
+    A call without a fence (a test, a tool) is admitted as long as no coordinator has been seen. A service that starts
+    remembers the one that Redis knows: it must not obey an older one only because it comes first.
 
     >>> guard = FenceGuard()
     >>> guard.admit(common_pb2.CoordinatorFence(worker_id="b", token=8))
@@ -25,6 +26,12 @@ class FenceGuard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest = common_pb2.CoordinatorFence()
+
+    def remember(self, fence: common_pb2.CoordinatorFence) -> None:
+        """One that was seen elsewhere, by an earlier process of this service, say."""
+        with self._lock:
+            if fence.token > self._newest.token:
+                self._newest = common_pb2.CoordinatorFence(worker_id=fence.worker_id, token=fence.token)
 
     def admit(self, fence: common_pb2.CoordinatorFence) -> None:
         """Raises: Fenced: it is older than one that was admitted before."""

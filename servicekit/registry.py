@@ -12,6 +12,7 @@ Redis is the only clock: a record is alive as long as Redis has it. A live recor
 else may replace or remove it.
 """
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -41,6 +42,7 @@ _ROLES = ("coordinator", "trainer", "rollout", "rollout-worker")
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
 _KEPT_S = 7 * 86_400
 _RIGHTS_RETRY_S = 0.5
+_NAME_RETRY_S = 0.25
 
 _WITHDRAW = """
 local current = redis.call('GET', KEYS[1])
@@ -172,6 +174,31 @@ class Registry:
         self._forget_failures(record.role, record.name)
         self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
         self._lease.start()
+
+    def announce_when_free(
+        self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None
+    ) -> None:
+        """Takes the name of a predecessor that was killed; waits for one that may live, or for a Redis that is away.
+
+        See announce() for the rest. Raises: AlreadyExists, Unavailable: after two leases; Aborted: close() was called.
+        """
+        deadline_s = time.monotonic() + 2 * ttl_s
+        told = False
+        while True:
+            try:
+                self.announce(record, ttl_s, on_lost)
+                return
+            except (AlreadyExists, Unavailable) as error:
+                with contextlib.suppress(Unavailable):
+                    if self.remove_refusing(record.role, record.name):
+                        continue
+                if time.monotonic() >= deadline_s:
+                    raise
+                if not told:
+                    _log.info("waiting for the name", why=str(error))
+                told = True
+            if self._closed.wait(_NAME_RETRY_S):
+                raise Aborted("the registry was closed while waiting for the name")
 
     def _refuse_other_releases(self, record: ServiceRecord) -> None:
         """Our record is there already: of two that come at once, at least one sees the other."""

@@ -33,7 +33,7 @@ class Services:
         module: what runs it; another one than the service's own changes something and then runs that.
         """
         scratch = self.folder / name
-        scratch.mkdir()
+        scratch.mkdir(exist_ok=True)
         self._start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
 
     def start_trainer(self, config: RunConfig) -> list[str]:

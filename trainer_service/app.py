@@ -5,28 +5,29 @@ import contextlib
 import os
 import secrets
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
+from servicekit.errors import Aborted, DeadlineExceeded
 from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
+from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from trainer_service.ranks import Command, Commander, follow
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
+from weightsync.coordinator_lease import newest_leader
 from weightsync.devices import check_device
+from weightsync.rendezvous import Rendezvous
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
 # Running calls may finish for this long after SIGTERM, then all ranks have as long to stop.
 DRAIN_GRACE_S = 30.0
-ANNOUNCE_RETRY_S = 0.5
 
 log = get_logger(__name__)
 
@@ -87,7 +88,8 @@ class _RankZero:
         try:
             if not await _loaded(worker, stop):
                 return EXIT_OK
-            servicer.serve_engine(worker.loaded.result())
+            # Last: whoever leads later than this calls first.
+            servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._leader))
             lost: asyncio.Future[None] = loop.create_future()
             await asyncio.to_thread(self._announce, registry, address, metrics_port, _failing(lost))
             server.set_ready(True)
@@ -100,8 +102,11 @@ class _RankZero:
             with contextlib.suppress(Exception):
                 await server.drain(0.0)
 
+    def _leader(self) -> common_pb2.CoordinatorFence:
+        group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
+        return newest_leader(group, 2 * self._settings.config.sync.lease_ttl_s)
+
     def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
-        """Takes the name of a predecessor that was killed; waits for one that may live, or for a Redis that is away."""
         record = ServiceRecord(
             role="trainer",
             name=NAME,
@@ -109,23 +114,7 @@ class _RankZero:
             metrics_address=self._environment.advertised(metrics_port),
             worker_id=secrets.token_hex(8),
         )
-        ttl_s = self._settings.config.sync.lease_ttl_s
-        deadline = time.monotonic() + 2 * ttl_s
-        told = False
-        while True:
-            try:
-                registry.announce(record, ttl_s, on_lost)
-                return
-            except (AlreadyExists, Unavailable) as error:
-                with contextlib.suppress(Unavailable):
-                    if registry.remove_refusing(record.role, record.name):
-                        continue
-                if time.monotonic() > deadline:
-                    raise
-                if not told:
-                    log.info("waiting for the name", why=str(error))
-                told = True
-                time.sleep(ANNOUNCE_RETRY_S)
+        registry.announce_when_free(record, self._settings.config.sync.lease_ttl_s, on_lost)
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, worker: Worker) -> int:
         """Refuse new calls, finish running ones, stop all ranks."""

@@ -61,8 +61,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
 
-    def serve_engine(self, engine: TrainerEngine) -> None:
-        """The model is loaded."""
+    def serve_engine(self, engine: TrainerEngine, leader: common_pb2.CoordinatorFence | None = None) -> None:
+        """The model is loaded. leader: the newest coordinator that the run has had; None: there was none."""
+        if leader is not None:
+            self._fence.remember(leader)
         self._engine = engine
         metrics.POLICY_VERSION.set(engine.policy_version)
 

@@ -3,12 +3,32 @@
 import time
 from collections.abc import Callable
 
-from servicekit.errors import Aborted, AlreadyExists
+from servicekit.errors import Aborted, AlreadyExists, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.common.v1 import common_pb2
 from weightsync.rendezvous import COORDINATOR_SLOT, POLL_S, Lease, Rendezvous
 
+_ASK_AGAIN_S = 0.5
+
 log = get_logger(__name__)
+
+
+def newest_leader(rendezvous: Rendezvous, patience_s: float) -> common_pb2.CoordinatorFence:
+    """Who leads the run, or has led it last, for a service that starts.
+
+    Args:
+        patience_s: for a Redis that does not answer.
+    Raises: Unavailable: it was away for longer.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return rendezvous.leader()
+        except Unavailable as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            log.warning("newest coordinator not known yet", error=str(error))
+        time.sleep(_ASK_AGAIN_S)
 
 
 class CoordinatorLease(Lease):

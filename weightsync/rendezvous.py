@@ -12,6 +12,7 @@ from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTake
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
 from servicekit.redis_client import connect, redis_errors
+from tandem_api.common.v1 import common_pb2
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
 COORDINATOR_SLOT = "coordinator"  # held by the one that may begin rounds
@@ -74,6 +75,11 @@ class Rendezvous:
         if answer[0] == "evicted":
             raise Evicted(f"{slot}: another worker has held this slot of {self.group} since worker {worker_id} lost it")
         return int(answer[2])
+
+    def leader(self) -> common_pb2.CoordinatorFence:
+        """The newest coordinator, alive or not: what a service that starts must not forget. Token 0: there was none."""
+        token, worker_id = self._call("leader")[2:]
+        return common_pb2.CoordinatorFence(worker_id=str(worker_id), token=int(token))
 
     def _taken(self, slot: str, answer: list[Any]) -> list[Any]:
         if answer[0] == "held":

@@ -5,7 +5,7 @@
 --   evicted   another worker has the slot (lead: has had it since): the caller changes nothing
 --   stale     bind, confirm: the epoch is over
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
--- endpoint, token), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
+-- endpoint, token, leader), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
 -- clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
 local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
@@ -67,10 +67,16 @@ if operation == 'lead' then
     redis.call('HSET', members, slot, worker)
     new_epoch()
   end
-  redis.call('HSET', state, 'token', string.format('%d', token))
+  redis.call('HSET', state, 'token', string.format('%d', token), 'leader', worker)
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   keep()
   return {'ok', epoch(), token}
+end
+
+if operation == 'leader' then
+  -- Whose the newest token is, alive or not.
+  local newest = redis.call('HMGET', state, 'token', 'leader')
+  return {'ok', epoch(), newest[1] or '0', newest[2] or ''}
 end
 
 if operation == 'heartbeat' then

@@ -10,10 +10,11 @@ from threading import Barrier
 import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, TandemError
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.coordinator_lease import CoordinatorLease, newest_leader
 from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, LeaseExpired, Rendezvous
 
 pytestmark = pytest.mark.integration
@@ -191,6 +192,17 @@ def test_a_coordinator_that_is_only_late_confirms_under_a_new_epoch(group: Rende
         lease.confirm(epoch)
     lease.confirm(group.snapshot().epoch)
     lease.close()
+
+
+def test_the_newest_leader_is_remembered_alive_or_not(group: Rendezvous) -> None:
+    assert newest_leader(group, 0.0).token == 0
+    first = group.lead(COORDINATOR_SLOT, "first", TTL_S)
+    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="first", token=first)
+    group.leave(COORDINATOR_SLOT, "first")
+    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="first", token=first)
+    second = group.lead(COORDINATOR_SLOT, "second", TTL_S)
+    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="second", token=second)
+    assert second > first
 
 
 def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> None:

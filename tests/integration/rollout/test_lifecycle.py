@@ -6,13 +6,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from servicekit.registry import Registry
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tests.integration.rollout.replica import Replica, Trainer, wait_until
 from tests.integration.rollout.tiny_models import make_model
+from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -23,6 +26,8 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, module_redis: str) -> Ite
     started = {
         name: Replica(tmp_path_factory.mktemp(name), model, module_redis) for name in ("stopped", "killed", "broken")
     }
+    broken = started["broken"]
+    Rendezvous(module_redis, f"tandem:{broken.run_id}").lead(COORDINATOR_SLOT, "b", 600.0)
     try:
         for replica in started.values():
             replica.wait_up()
@@ -74,6 +79,10 @@ def test_sigkill_of_the_service_leaves_no_process(replicas: dict[str, Replica]) 
 def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[str, Replica]) -> None:
     replica = replicas["broken"]
     family = replica.family()
+    # Meanwhile: a coordinator that was replaced before this replica came is refused.
+    older = rollout_pb2.TakeOverRequest(fence=CoordinatorFence(worker_id="a", token=1))
+    with pytest.raises(grpc.RpcError, match=r"coordinator a .* coordinator b .* has taken over"):
+        replica.stub.TakeOver(older, timeout=10.0)
     (rank,) = [child for child in family if "sglang::scheduler" in " ".join(child.cmdline())]
     rank.kill()
     assert replica.process.wait(timeout=30) == 1

@@ -4,15 +4,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from servicekit.channel import open_channel
 from servicekit.checkpoints import mark_complete, step_folder
 from servicekit.registry import Registry
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
 from trainer_service.world import STORE_KEY
+from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
@@ -59,11 +62,17 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         first.signal(signal.SIGTERM, [1])
         assert first.exit_codes() == [0, 0]
 
+        # another coordinator takes over while nobody serves
+        newest = Rendezvous(redis_server, f"tandem:{RUN_ID}").lead(COORDINATOR_SLOT, "b", TIMEOUT_S)
         # Redis still holds the address of the first start's store
         address = second.start(2, "--resume").ready().address
         status = await call(address, "GetStatus", pb.GetStatusRequest())
         assert status.policy_version == 1  # rank 1 has found its shard damaged, and all have stepped over it
         assert "shard-tp00-pp01.safetensors has other bytes than were written" in second.log(1).read_text()
+
+        older = pb.TakeOverRequest(fence=CoordinatorFence(worker_id="a", token=newest - 1))
+        with pytest.raises(grpc.RpcError, match=rf"coordinator a .* coordinator b \(token {newest}\) has taken over"):
+            await call(address, "TakeOver", older)
 
         second.signal(signal.SIGKILL, [1])
         assert second.exit_codes() == [1, -signal.SIGKILL]

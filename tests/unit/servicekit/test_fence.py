@@ -24,6 +24,17 @@ def test_a_caller_without_a_fence_is_admitted_until_a_coordinator_has_come() -> 
         guard.admit(CoordinatorFence())
 
 
+def test_a_service_that_starts_refuses_older_ones_than_it_is_told_of() -> None:
+    guard = FenceGuard()
+    guard.remember(CoordinatorFence())
+    guard.admit(CoordinatorFence())
+    for told in (CoordinatorFence(worker_id="b", token=8), CoordinatorFence(worker_id="a", token=7)):
+        guard.remember(told)
+    with pytest.raises(Fenced, match=r"coordinator a \(token 7\) no longer leads the run: coordinator b \(token 8\)"):
+        guard.admit(CoordinatorFence(worker_id="a", token=7))
+    guard.admit(CoordinatorFence(worker_id="b", token=8))
+
+
 def test_the_same_coordinator_may_come_again_with_a_newer_token() -> None:
     """As after a lease that had run out and that nobody else took."""
     guard = FenceGuard()

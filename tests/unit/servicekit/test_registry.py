@@ -244,8 +244,19 @@ def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server, ope
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         owner.announce(record(address=address), 30)
         lose(owner)
-        assert not successor.remove_refusing("rollout", "rollout-0")  # it is frozen, maybe
+        with pytest.raises(AlreadyExists):  # it is frozen, maybe
+            successor.announce_when_free(record(worker_id="w2"), 0.1)
         assert [each.address for each in successor.list("rollout")] == [address]
-    assert successor.remove_refusing("rollout", "rollout-0")
-    successor.announce(record(worker_id="w2"), 30)
+    successor.announce_when_free(record(worker_id="w2"), 30)
+    assert [each.worker_id for each in successor.list("rollout")] == ["w2"]
     assert not successor.remove_refusing("rollout", "rollout-1")
+
+
+def test_a_wait_for_a_name_ends_with_the_registry(redis_server, open_registry):
+    owner, successor = open_registry(redis_server), open_registry(redis_server)
+    with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as pool:
+        owner.announce(record(address=f"127.0.0.1:{listener.getsockname()[1]}"), 30)
+        waiting = pool.submit(successor.announce_when_free, record(worker_id="w2"), 30)
+        successor.close()
+        with pytest.raises(Aborted):
+            waiting.result(timeout=10)

@@ -99,6 +99,14 @@ async def test_a_replaced_coordinator_is_refused(
     assert commander.commands == [Command.NOOP]
 
 
+async def test_a_trainer_that_is_started_again_refuses_it_too(commander: FakeCommander, tmp_path: Path) -> None:
+    restarted = TrainerServicer(commander, max_samples=8, run_dir=tmp_path)
+    restarted.serve_engine(FakeEngine(), NEW)  # type: ignore[arg-type]
+    with pytest.raises(Fenced, match=r"coordinator a \(token 7\)"):
+        await asyncio.wait_for(restarted.TrainStep(step(HEADER), None), DEADLINE_S)
+    assert commander.commands == []
+
+
 async def test_a_replaced_coordinator_trains_no_step(servicer: TrainerServicer, commander: FakeCommander) -> None:
     await taken_over(servicer, commander)
     with pytest.raises(Fenced):
