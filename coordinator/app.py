@@ -111,7 +111,6 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         view=FleetView(cluster),
         observed=Observed(),
     )
-    await asyncio.to_thread(take_reserve, environment.run_dir)
     async with AsyncExitStack() as stack:
         overview = await _overview(app, stack)
         await _serve_page(app, overview, stack)
@@ -217,7 +216,7 @@ async def _run_or_stop(app: App, stop: asyncio.Event) -> int:
         await _end(app, State.FINISHED)
         return EXIT_OK
     # The boundary of the run: whatever failed ends it, by name.
-    release_reserve(app.environment.run_dir)
+    await _make_room(app)
     why = words_of(error)
     log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
     await _end(app, State.FAILED, why)
@@ -230,6 +229,7 @@ async def _work(app: App) -> None:
     Raises: AlreadyExists: another coordinator is alive.
     """
     await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+    await asyncio.to_thread(take_reserve, app.environment.run_dir)
     there = await asyncio.to_thread(marks, app.environment.run_dir)
     if app.inputs.resumed and there != app.inputs.marks:  # a predecessor went on while we waited for its end
         app = await _as_on_disk(app)
@@ -302,12 +302,19 @@ async def _as_on_disk(app: App) -> App:
     return replace(app, inputs=replace(inputs, state=state))
 
 
+async def _make_room(app: App) -> bool:
+    """Give the reserve back for our last words, if the run's folder is ours. Returns: whether it is."""
+    ours = await may_write(app.lead, app.lost)
+    if ours:
+        release_reserve(app.environment.run_dir)
+    return ours
+
+
 async def _end(app: App, ended: State, why: str = "") -> None:
     """Record how the run ended: on disk if the run is ours, in the status, in the log's last line."""
-    release_reserve(app.environment.run_dir)
     state = app.inputs.state
     state.status, state.error = ended.value, why
-    if await may_write(app.lead, app.lost):
+    if await _make_room(app):
         try:
             state.save(app.environment.run_dir / STATE_FILE)
         except OSError as error:  # the log still says how the run ended

@@ -15,6 +15,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
+from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
 
@@ -140,6 +141,20 @@ async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]
     assert not (environment.run_dir / ".reserve").exists()
+
+
+async def test_a_coordinator_that_does_not_lead_leaves_the_reserve_of_the_one_that_does(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, sync={"lease_ttl_s": 0.3})
+    group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+    group.lead(COORDINATOR_SLOT, "the one that leads", 60.0)
+    environment.run_dir.mkdir(exist_ok=True)
+    reserve = environment.run_dir / ".reserve"
+    reserve.write_bytes(b"its own")
+    async with announced_fleet(environment.redis_url, environment.run_id):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert reserve.read_bytes() == b"its own"
 
 
 async def test_a_trainer_that_does_not_answer_is_what_has_failed(

@@ -101,6 +101,7 @@ async def stop_in_checkpoint(process: Coordinator, fleet: FakeFleet) -> None:
 async def test_a_paused_coordinator_that_wakes_harms_nothing(
     environment: ServiceEnvironment, start: Callable[[], Coordinator], tmp_path: Path
 ) -> None:
+    reserve = environment.run_dir / ".reserve"
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         first = start()
         await wait_until(lambda: num_rows(environment) >= 2)
@@ -111,6 +112,7 @@ async def test_a_paused_coordinator_that_wakes_harms_nothing(
         await wait_until(lambda: leader(fleet) not in ("", before))
         first.send_signal(signal.SIGCONT)
         assert "run failed" in await ends(first, tmp_path / "0.log")
+        assert reserve.exists()  # its successor's
         done = num_rows(environment)
         await wait_until(lambda: num_rows(environment) >= done + 2)
         # In a checkpoint: it wakes when its successor has gone on for a while, and would write its row and mark.
@@ -119,10 +121,12 @@ async def test_a_paused_coordinator_that_wakes_harms_nothing(
         await wait_until(lambda: num_rows(environment) >= done + 3)
         second.send_signal(signal.SIGCONT)
         assert "run failed" in await ends(second, tmp_path / "1.log")
+        assert reserve.exists()
         done = num_rows(environment)
         await wait_until(lambda: num_rows(environment) >= done + 2)
         third.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(third.wait, DEADLINE_S) == 0
+        assert not reserve.exists()
     table, state = rows(environment), saved_state(environment)
     assert [row["iteration"] for row in table] == list(range(1, len(table) + 1))
     versions = [row["policy_version"] for row in table]
