@@ -362,6 +362,7 @@ class WeightSync:
                 disk_folder=self._disk_folder,
                 fence=self._lead.fence,
                 failed_rounds=self._failed_rounds,
+                allow_staged_nccl=self._settings.allow_staged_nccl,
             )
         )
         return description

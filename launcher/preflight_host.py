@@ -11,6 +11,7 @@ from launcher.redis_server import find_server
 from servicekit.errors import ConfigError, Unavailable
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from weightsync.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 
 _ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer"))
 
@@ -29,6 +30,27 @@ def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProbl
     yield from _check_home()
     gpus = visible_gpus()
     yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
+    yield from _check_staged(config, gpus)
+
+
+def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
+    """What PREPARE refuses on GPUs (weightsync/transports/links.py): an error where the run would use them.
+
+    Pods may have GPUs where this machine has none; on CPUs nothing hangs.
+    """
+    plan = plan_devices(config, gpus)
+    on_gpus, in_pods = plan.available >= plan.needed, config.fleet.kind == "kubernetes"
+    sync, over_nccl = config.sync, config.sync.transport in ("auto", "collective")
+    if sync.install != "staged" or sync.allow_staged_nccl or not over_nccl or config.rollout.tensor_parallel == 1:
+        return
+    if on_gpus or in_pods:
+        yield ConfigProblem(
+            key="sync.install",
+            value=sync.install,
+            message=f"{STAGED_MAY_HANG}: on GPUs the first weight sync refuses it",
+            suggestion=STAGED_ADVICE,
+            severity="error" if on_gpus else "warning",
+        )
 
 
 def _check_home() -> Iterator[ConfigProblem]:

@@ -51,8 +51,10 @@ def make_sglang_engine(
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
     from weightsync.devices import check_device
+    from weightsync.nccl_settings import settle_containers
 
     check_device(environment.device)
+    settle_containers()
     return SglangEngine(
         config,
         name,

@@ -40,8 +40,10 @@ def make_sglang_processes(
     """This host's processes of a replica's engine, not started."""
     from rollout_service.sglang_engine.host import SglangProcesses
     from weightsync.devices import check_device
+    from weightsync.nccl_settings import settle_containers
 
     check_device(environment.device)
+    settle_containers()
     return SglangProcesses(
         config,
         name,

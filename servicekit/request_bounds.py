@@ -62,6 +62,7 @@ BOUNDS: Table = {
         "disk_folder": _PATH,
         "fence": _FENCE,
         "failed_rounds": _COUNTER,
+        "allow_staged_nccl": Flag(),
     },
     "tandem_api.weights.v1.RunPhaseRequest": {"phase": Choice(last=6), "round": Part(required=True)},
     "tandem_api.weights.v1.LoadPublishedRequest": {

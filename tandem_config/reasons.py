@@ -96,6 +96,7 @@ NOTES: dict[str, Note] = {
     "rollout.mem_fraction_static": Note("share, 0 to 1", "leaves a fifth for activations and the sync's buffers"),
     "rollout.generate_timeout_s": Note("s", "longer than the longest completions take"),
     "sync.install": Note("", "no second copy of the weights; staged where pauses count more than memory"),
+    "sync.allow_staged_nccl": Note("", "a refusal costs one setting, a hang all of the generation"),
     "sync.pause": Note("", "no token is lost or made twice, and no completion mixes policies"),
     "sync.transport": Note("", "the fastest that has been proven on the host at hand"),
     "sync.dtype": Note("", "what the trainer has is what the rollouts get, bit by bit"),

@@ -323,6 +323,14 @@ class SyncSection(Section):
             "flip only."
         ),
     )
+    allow_staged_nccl: bool = Field(
+        False,
+        description=(
+            "Move staged weights over NCCL beside the collectives of engines with several ranks, too: NCCL does not "
+            "promise that both go on, and what hangs holds generation up until transfer_timeout_s. false: such a round "
+            "is refused in its prepare."
+        ),
+    )
     pause: Literal["drain", "keep_kv", "abort_requeue"] = Field(
         "drain", description="What happens to running requests."
     )

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place.from_env(os.environ)
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
-        if config.sync.transport in ("auto", "collective"):  # the others do not use NCCL between trainer and rollouts
-            settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
+        # With every transport: ranks on GPUs compare these, and prove an NCCL group, before they agree on one.
+        settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
     except (ConfigError, ConfigErrors) as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         rank = os.environ.get("RANK", "0")

@@ -1,4 +1,4 @@
-"""NCCL's environment variables that both ends of a connection act by; imports nothing."""
+"""NCCL's environment variables that both ends of a connection act by, and what NCCL does not promise; no imports."""
 
 import os
 from collections.abc import MutableMapping
@@ -8,6 +8,7 @@ NCCL_SETTINGS = (
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
     "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
     "NCCL_IB_DISABLE",
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NCHANNELS",
@@ -20,6 +21,15 @@ NCCL_SETTINGS = (
     "NCCL_P2P_LEVEL",
     "NCCL_PROTO",
     "NCCL_SHM_DISABLE",
+)
+# NCCL's kernels wait for their peers, and two communicators of a GPU go on side by side only if their kernels fit on it
+# and share no hardware queue; else all ranks must launch their operations in one order, with NCCL_LAUNCH_ORDER_IMPLICIT
+# (2.26) too. A weight sync and SGLang's scheduler launch from two threads, in an order of each rank's own. (NCCL's user
+# guide, "Using multiple NCCL communicators concurrently"; NVIDIA/nccl issues 195, 783, 1347.)
+STAGED_MAY_HANG = "moves weights over NCCL beside an engine's own collectives, and NCCL promises no progress to both"
+STAGED_ADVICE = (
+    "set sync.install: in_place (its transfer pauses generation), rollout.tensor_parallel: 1, or "
+    "sync.allow_staged_nccl: true if a hang until sync.transfer_timeout_s can be borne"
 )
 # GPUs that SGLang takes for parts of a fabric of NVLinks between hosts, by name.
 _FABRIC_GPUS = ("GB200", "GB300")
@@ -48,3 +58,18 @@ def settle_nccl_settings(
         environ.setdefault("NCCL_MNNVL_ENABLE", "1")
     environ.setdefault("NCCL_CUMEM_ENABLE", str(int(on_fabric)))
     environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    settle_containers(environ)
+
+
+def settle_containers(environ: MutableMapping[str, str] = os.environ) -> None:
+    """For every rank on a GPU, of trainer and rollouts, before NCCL starts.
+
+    NCCL_HOSTID makes one host of several containers. Their host memory is shared by files in /dev/shm then: what cuMem
+    allocates would be shared by file descriptors over a socket, which needs one network namespace, too.
+
+    >>> settle_containers(environ := {"NCCL_HOSTID": "compose"})
+    >>> environ["NCCL_CUMEM_HOST_ENABLE"]
+    '0'
+    """
+    if environ.get("NCCL_HOSTID"):
+        environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")

@@ -16,6 +16,7 @@ from tests.images.compose import FILE, OURS, VARIABLE, compose, of_profile, reso
 from tests.images.dockerfiles import read
 from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
 from tests.manifests.test_settings import known_flags
+from weightsync.nccl_settings import settle_containers
 
 KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)
@@ -26,7 +27,7 @@ OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE"}
 OF_THE_TRAINER = {"TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"}
 
 # Read by NCCL itself, where there are GPUs.
-OF_NCCL = {"NCCL_HOSTID", "NCCL_CUMEM_HOST_ENABLE"}
+OF_NCCL = {"NCCL_HOSTID"}
 ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host")
 
 # Settings that one machine's private network does without, and why; all others are set.
@@ -179,7 +180,8 @@ def test_on_gpus_all_containers_are_one_host_to_nccl() -> None:
     environments = [service(name)["environment"] for name in ON_GPUS]
     assert len(environments) == 3
     assert len({each["NCCL_HOSTID"] for each in environments}) == 1
-    assert {each["NCCL_CUMEM_HOST_ENABLE"] for each in environments} == {"0"}, "file descriptors do not cross networks"
+    settle_containers(environ := dict(environments[0]))
+    assert environ["NCCL_CUMEM_HOST_ENABLE"] == "0", "file descriptors do not cross networks"
 
 
 @pytest.mark.parametrize("name", SERVICES)

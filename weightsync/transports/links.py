@@ -13,6 +13,7 @@ import torch
 from servicekit.errors import Aborted, ConfigError, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 from weightsync.participants import Participants
 from weightsync.round_plan import RoundPlan
 from weightsync.transports.collective import CollectiveTransport
@@ -69,8 +70,8 @@ class Links:
     def agree(self, communicator: Communicator, terms: Terms, deadline: float) -> Transport:
         """The round's transport. Every rank calls it.
 
-        Raises: ConfigError: ranks differ in plan, type or transport, or `colocated` cannot be, by name; Aborted: a rank
-            is in another round; PeerLost: naming the ranks that did not connect.
+        Raises: ConfigError: ranks differ in plan, type or transport, or `colocated` cannot be, by name, or the round is
+            staged and may hang; Aborted: a rank is in another round; PeerLost: naming the ranks that did not connect.
         """
         if communicator is not self._communicator:
             self.close()
@@ -83,6 +84,7 @@ class Links:
             log.info("transport agreed", slot=self._slot, transport=self._transport.name)
         self._communicator, self._key = communicator, key
         if isinstance(self._transport, CollectiveTransport):
+            check_staged(terms.round_, terms.participants, communicator.device)
             self._transport.connect(terms.plan, terms.participants, deadline)
         return self._transport
 
@@ -179,6 +181,20 @@ def check_cards(cards: Sequence[pb.TransportCard], slots: Sequence[str], trainer
             raise ConfigError(f"{slot} takes {name(card.transport)}, {slots[0]} {name(first.transport)}")
         if card.plan_digest != first.plan_digest:
             raise ConfigError(f"{slot} has plan {card.plan_digest}, {slots[0]} has {first.plan_digest}")
+
+
+def check_staged(round_: pb.Round, participants: Participants, device: torch.device) -> None:
+    """Raises: ConfigError: messages over NCCL would come beside the collectives of engines that go on generating.
+
+    An engine of one rank has none. Every rank knows all that decides, so all of them refuse.
+    """
+    beside = [name for name, parallel in participants.replicas.items() if parallel.world_size > 1]
+    if device.type != "cuda" or round_.install_mode != pb.INSTALL_MODE_STAGED or not beside:
+        return
+    if round_.allow_staged_nccl:
+        log.warning("staged beside the engine's own collectives", replicas=", ".join(beside[:5]))
+        return
+    raise ConfigError(f"sync.install staged {STAGED_MAY_HANG}: {', '.join(beside[:5])}; {STAGED_ADVICE}")
 
 
 def _check_links(cards: Sequence[pb.TransportCard], slots: Sequence[str]) -> None:

@@ -15,7 +15,8 @@
   come. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
 * **Beside SGLang's own collectives** there is no promise: NCCL guarantees progress of several communicators on one GPU
   only while their kernels fit beside each other. With `in_place`, the default, generation is paused when the first
-  message moves; the proof in PREPARE is one element, once per epoch. `staged` moves all of them beside generation. What
+  message moves; the proof and the first bytes in PREPARE are one element each, once per epoch. `staged` would move all
+  messages beside generation: links.py refuses it for engines of several ranks, unless sync.allow_staged_nccl. What
   hangs is given up at the round's deadline: aborted kernels end, and generation goes on.
 
 Who waits inside NCCL is left behind when time is over or the round is given up (watched.py); and so is NCCL's abort, if

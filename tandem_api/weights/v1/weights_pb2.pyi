@@ -265,6 +265,7 @@ class Round(_message.Message):
     DISK_FOLDER_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     FAILED_ROUNDS_FIELD_NUMBER: _builtins.int
+    ALLOW_STAGED_NCCL_FIELD_NUMBER: _builtins.int
     round_id: _builtins.str
     policy_version: _builtins.int
     """Version that the rollouts serve once the round has committed."""
@@ -289,6 +290,8 @@ class Round(_message.Message):
     """
     failed_rounds: _builtins.int
     """Rounds that this coordinator has given up so far: no communicator outlives a round that failed anywhere."""
+    allow_staged_nccl: _builtins.bool
+    """STAGED over NCCL into engines of several ranks, beside whose collectives it may hang, is not refused."""
     @_builtins.property
     def trainer(self) -> Global___ParallelSizes: ...
     @_builtins.property
@@ -318,10 +321,11 @@ class Round(_message.Message):
         disk_folder: _builtins.str = ...,
         fence: _common_pb2.CoordinatorFence | None = ...,
         failed_rounds: _builtins.int = ...,
+        allow_staged_nccl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "failed_rounds", b"failed_rounds", "fence", b"fence", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_staged_nccl", b"allow_staged_nccl", "bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "failed_rounds", b"failed_rounds", "fence", b"fence", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from tests.weight_stores import same
 from weightsync import limits, spare
 from weightsync.layout import Parallel
 from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.transports import links
 from weightsync.transports.communicator import Communicator
 
 pytestmark = pytest.mark.integration
@@ -145,6 +146,35 @@ def test_a_pair_that_does_not_connect_is_named_in_prepare_and_the_next_round_wor
     stays_away.clear()
     them.sync(them.round(2))
     assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"install_mode": pb.INSTALL_MODE_STAGED}, True),
+        ({"install_mode": pb.INSTALL_MODE_STAGED, "transport": pb.SYNC_TRANSPORT_AUTO}, False),  # shared memory here
+        ({"install_mode": pb.INSTALL_MODE_STAGED, "allow_staged_nccl": True}, False),
+        ({}, False),
+    ],
+)
+def test_prepare_refuses_nccl_beside_an_engines_own_collectives(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], refused: bool
+) -> None:
+    """As on GPUs, in every round: the transport of the last one is kept."""
+    judge = links.check_staged
+    monkeypatch.setattr(links, "check_staged", lambda round_, who, _: judge(round_, who, torch.device("cuda")))
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)})
+    them.sync(them.round(1, transport=pb.SYNC_TRANSPORT_COLLECTIVE))
+    outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(2, **{"transport": pb.SYNC_TRANSPORT_COLLECTIVE, **changes}))
+    errors = [result for result in outcome.values() if isinstance(result, Exception)]
+    assert len(errors) == (len(outcome) if refused else 0)
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert "sync.install staged" in str(error)
+        assert "rollout-1; set sync.install: in_place" in str(error)
+        assert "sync.allow_staged_nccl: true" in str(error)
+    them.run(pb.ROUND_PHASE_ABORT, them.round(2))
+    them.sync(them.round(3, transport=pb.SYNC_TRANSPORT_COLLECTIVE, failed_rounds=1))
 
 
 def test_an_old_epoch_is_refused(fleet: Callable[..., Fleet], redis_server: str) -> None:

@@ -41,6 +41,33 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
     assert check(write_config(tmp_path)) == []
 
 
+STAGED = ("sync.install=staged", "rollout.tensor_parallel=2")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "severity"),
+    [
+        (8, STAGED, "error"),
+        (8, (*STAGED, "sync.transport=collective"), "error"),
+        (8, (*STAGED, "sync.allow_staged_nccl=true"), None),
+        (8, (*STAGED, "sync.transport=colocated"), None),
+        (8, STAGED[1:], None),
+        (8, STAGED[:1], None),
+        (0, STAGED, None),
+        (0, (*STAGED, "fleet.kind=kubernetes"), "warning"),
+    ],
+)
+def test_staged_beside_an_engines_collectives_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, settings: tuple[str, ...], severity: str | None
+) -> None:
+    monkeypatch.setattr("launcher.preflight_host.visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
+    found = [each for each in check(write_config(tmp_path), *settings) if each.key == "sync.install"]
+    assert [each.severity for each in found] == ([] if severity is None else [severity])
+    for each in found:
+        assert "NCCL" in each.message
+        assert "sync.allow_staged_nccl: true" in each.suggestion
+
+
 def test_a_sharded_model_is_as_good(tmp_path: Path) -> None:
     write_sharded(tmp_path / "model")
     assert check(write_config(tmp_path)) == []

@@ -1,11 +1,22 @@
 """The trainer takes the NCCL settings that SGLang's engines have; what somebody has set stays."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from weightsync.nccl_settings import NCCL_SETTINGS, settle_nccl_settings
+from rollout_service.app import make_sglang_engine
+from rollout_service.hosts.share import Share
+from rollout_service.worker_app import make_sglang_processes
+from weightsync.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
 
 H100, GB200 = "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+HOST = {"NCCL_HOSTID": "compose"}
 FABRIC = {"NCCL_CUMEM_ENABLE": "1", "NCCL_MNNVL_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -19,6 +30,7 @@ FABRIC = {"NCCL_CUMEM_ENABLE": "1", "NCCL_MNNVL_ENABLE": "1", "NCCL_NVLS_ENABLE"
         (GB200, 2, {}, FABRIC),
         (GB200, 2, {"NCCL_CUMEM_ENABLE": "0"}, {**FABRIC, "NCCL_CUMEM_ENABLE": "0"}),
         (H100, 1, {"NCCL_NVLS_ENABLE": "1"}, {**OFF, "NCCL_NVLS_ENABLE": "1"}),
+        (H100, 1, HOST, {**OFF, **HOST, "NCCL_CUMEM_HOST_ENABLE": "0"}),
     ],
 )
 def test_what_a_trainer_rank_gets(
@@ -30,4 +42,49 @@ def test_what_a_trainer_rank_gets(
 
 
 def test_what_is_settled_is_compared() -> None:
-    assert set(FABRIC) <= set(NCCL_SETTINGS)
+    assert {*FABRIC, "NCCL_CUMEM_HOST_ENABLE"} <= set(NCCL_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("before", "memory"), [({}, None), (HOST, "0"), ({**HOST, "NCCL_CUMEM_HOST_ENABLE": "1"}, "1")]
+)
+def test_containers_that_are_one_host_share_memory_by_files(before: dict[str, str], memory: str | None) -> None:
+    environ = dict(before)
+    settle_containers(environ)
+    assert environ.get("NCCL_CUMEM_HOST_ENABLE") == memory
+
+
+TRAINER = """
+import sys
+from trainer_service import __main__ as trainer
+trainer.app.run = lambda settings: 0
+trainer.settle_nccl_settings = lambda **_: print("settled")
+sys.exit(trainer.main(["--config", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_a_trainer_rank_settles_with_every_transport(transport: str, tmp_path: Path) -> None:
+    """Ranks on GPUs compare the settings before they agree on a transport."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: m}}\ndata: {{train: t}}\nsync: {{transport: {transport}}}\n")
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ours = {"REDIS_URL": "redis://127.0.0.1:1/0", "TANDEM_RUN_ID": "r", "TANDEM_RUN_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", TRAINER, str(file)]
+    done = subprocess.run(command, env={**os.environ, **place, **ours}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "settled" in done.stdout
+
+
+def test_every_host_of_an_engine_settles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settled: list[int] = []
+    environment: Any = SimpleNamespace(device="auto", redis_url="", run_id="r", advertise_host="", run_dir=tmp_path)
+    monkeypatch.setattr("weightsync.nccl_settings.settle_containers", lambda: settled.append(1))
+    monkeypatch.setattr("rollout_service.sglang_engine.engine.SglangEngine", lambda *_, **__: None)
+    monkeypatch.setattr("rollout_service.sglang_engine.host.SglangProcesses", lambda *_, **__: None)
+    config: Any = None
+    stop: Any = SimpleNamespace(set=None)
+    make_sglang_engine(config, "rollout-0", environment, stop, Share())
+    assert len(settled) == 1
+    make_sglang_processes(config, "rollout-0", environment, Share())
+    assert len(settled) == 2
