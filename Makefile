@@ -89,7 +89,7 @@ check-cuda: venv ## imports, unit tests and layouts in the environment for NVIDI
 	@tools/cuda/check.sh $(TESTS)
 
 # Not in `.venv`, which is the CPU's: on a machine with a GPU, PY names the python of requirements/gpu.md's environment.
-gpu-check: ## weight sync on this machine's GPUs: make gpu-check PY=...; exits 2 if nothing ran
+gpu-check: ## real services and weight sync on this machine's GPUs: make gpu-check PY=...; exits 2 if nothing ran
 	@$(PY) -m tools.gpu_check $(ARGS)
 
 clean: ## remove caches and reports (environments and runs/ stay)

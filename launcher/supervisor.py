@@ -110,6 +110,10 @@ class Supervisor:
         done, _ = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         return next(waiter.result() for waiter in waiters if waiter in done)
 
+    def pids(self, name: str) -> list[int]:
+        """The living processes of a service, parents first, without its guard."""
+        return guard.descendants(self._processes[name].pid)
+
     async def wait(self, name: str) -> ProcessExit:
         """The exit of one process."""
         return await asyncio.shield(self._waiters[name])

@@ -11,6 +11,7 @@ import torch
 from servicekit.errors import NotReady, PermissionDenied
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.devices import on_device, wait_for_device
 from weightsync.session import SyncMember
 
 TEST_HOOKS = "TANDEM_TEST_HOOKS"
@@ -67,7 +68,10 @@ def load_with_sglang(model: torch.nn.Module, folder: str) -> None:
     from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 
     files = sorted(str(path) for path in Path(folder).glob("*.safetensors"))
-    model.load_weights(safetensors_weights_iterator(files))
+    device = next(model.parameters()).device
+    with on_device(device):
+        model.load_weights(safetensors_weights_iterator(files))
+    wait_for_device(device)
 
 
 class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):

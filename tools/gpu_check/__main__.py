@@ -1,6 +1,7 @@
 """`python -m tools.gpu_check`: see the package."""
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import os
@@ -11,57 +12,117 @@ from pathlib import Path
 from typing import Any
 
 import tools.gpu_check
+from launcher.devices import visible_gpus
+from servicekit.logs import configure_logging
 from tools.gpu_check.cases import MULTI_RANK, MULTI_RANK_NCCL, cases
 from tools.gpu_check.environment import environment
 from tools.gpu_check.fleet import redis_url, run_case
 
 OUT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu"
 NOTHING_RAN = 2
+# Of a dry run: as many GPUs as anything here wants, and a small model.
+DRY_GPUS, DRY_LAYERS, DRY_HIDDEN = 4, 2, 64
 
 
 def main() -> int:
-    """Runs the cases. Returns: 1 if a case was not exact or failed, 2 if nothing ran."""
-    parser = argparse.ArgumentParser(
-        description=tools.gpu_check.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
-    parser.add_argument("--layers", type=int, default=24, help="layers of the random model (24: 0.6 B parameters)")
-    parser.add_argument("--hidden", type=int, default=1024, help="its width")
-    parser.add_argument("--allow-skip", action="store_true", help="where nothing can run, exit 0 all the same")
-    options = parser.parse_args()
+    """Runs everything. Returns: 1 if a check failed or a case was not exact, 2 if nothing ran."""
+    options = parse()
     nothing_ran = 0 if options.allow_skip else NOTHING_RAN
     if importlib.util.find_spec("torch") is None:
         print("gpu-check: skipped everything: torch is not installed")
         return nothing_ran
     import torch
 
-    if not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: skipped everything: torch finds no CUDA device here")
-        print("  not run: collective over NCCL, colocated over CUDA IPC, device copies")
+        print("  not run: real services, collective over NCCL, colocated over CUDA IPC, device copies")
         return nothing_ran
+    configure_logging("gpu-check", level="ERROR")
+    report: dict[str, Any] = {"device": device_name(options.device), "environment": environment(), "skipped": []}
+    if "services" in options.parts:
+        report |= {"services": check_services(options.device, report["skipped"])}
+    if "speed" in options.parts:
+        report |= check_speed(options, report["skipped"])
+    for line in report["skipped"]:
+        print(f"gpu-check: skipped {line}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{report['device'].replace(' ', '-').lower()}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"gpu-check: written to {path}")
+    return verdict(report, nothing_ran)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=tools.gpu_check.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo")
+    parser.add_argument("--parts", nargs="+", choices=("services", "speed"), default=["services", "speed"])
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
+    parser.add_argument("--layers", type=int, help="layers of the random model (default 24: 0.6 B parameters)")
+    parser.add_argument("--hidden", type=int, help="its width (default 1024)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of <device>.json")
+    parser.add_argument("--allow-skip", action="store_true", help="where nothing can run, exit 0 all the same")
+    options = parser.parse_args()
+    dry = options.device == "cpu"
+    options.layers = options.layers or (DRY_LAYERS if dry else 24)
+    options.hidden = options.hidden or (DRY_HIDDEN if dry else 1024)
+    return options
+
+
+def verdict(report: dict[str, Any], nothing_ran: int) -> int:
+    """The exit status: 1 if something that ran is wrong; `nothing_ran` if nothing did."""
+    passed = [check["passed"] for check in report.get("services", [])]
+    passed += [case["exact"] for case in report.get("cases", [])]
+    return nothing_ran if not passed else int(not all(passed))
+
+
+def device_name(device: str) -> str:
+    """Of the first GPU; "cpu"."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+
+
+def gpus_of(device: str) -> tuple[list[str], tuple[int, ...], bool]:
+    """GPU ids, NCCL's version, and whether ranks may share a GPU. A dry run has four that are none."""
+    import torch
+
+    if device == "cpu":
+        return [str(index) for index in range(DRY_GPUS)], (0,), False
     nccl = tuple(torch.cuda.nccl.version())
-    multi_rank = nccl >= MULTI_RANK_NCCL and os.environ.get(MULTI_RANK) == "1"
-    chosen, skipped = cases(torch.cuda.device_count(), nccl, multi_rank=multi_rank)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0),
-        "num_gpus": torch.cuda.device_count(),
-        "environment": environment(),
-        "copy_gb_per_s": copy_speeds(torch.cuda.device_count()),
-        "cases": [],
-        "skipped": skipped,
-    }
+    gpus = visible_gpus() or [str(index) for index in range(torch.cuda.device_count())]
+    return gpus, nccl, nccl >= MULTI_RANK_NCCL and os.environ.get(MULTI_RANK) == "1"
+
+
+def check_services(device: str, skipped: list[str]) -> list[dict[str, Any]]:
+    """Real Megatron, real SGLang. Returns: the checks."""
+    from tools.gpu_check.services.findings import Findings
+    from tools.gpu_check.services.run import choose, run_fleets
+    from tools.gpu_check.services.settings import SCALES
+
+    gpus, _, multi_rank = gpus_of(device)
+    chosen, why_not = choose(gpus, multi_rank=multi_rank)
+    skipped += why_not
+    findings = Findings()
+    asyncio.run(run_fleets(chosen, SCALES[device], findings))
+    return findings.checks
+
+
+def check_speed(options: argparse.Namespace, skipped: list[str]) -> dict[str, Any]:
+    """Random tensors over every transport. Returns: the device's copies, and the cases."""
+    gpus, nccl, multi_rank = gpus_of(options.device)
+    chosen, why_not = cases(len(gpus), nccl, multi_rank=multi_rank, device=options.device)
+    skipped += why_not
+    copies = copy_speeds(options.device, len(gpus))
+    results = []
     with redis_url() as url:
         for case in chosen:
             result = run_case(case, url, layers=options.layers, hidden=options.hidden, rounds=options.rounds)
-            report["cases"].append(with_copy_share(result, report["copy_gb_per_s"]))
-            print(f"gpu-check: {case.name}: {result.get('error') or summary(report['cases'][-1])}", flush=True)
-    for line in skipped:
-        print(f"gpu-check: skipped {line}")
-    OUT.mkdir(parents=True, exist_ok=True)
-    path = OUT / f"{report['device'].replace(' ', '-').lower()}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"gpu-check: written to {path}")
-    return 0 if all(result["exact"] for result in report["cases"]) else 1
+            results.append(with_copy_share(result, copies))
+            print(f"gpu-check: {case.name}: {result.get('error') or summary(results[-1])}", flush=True)
+    return {"num_gpus": len(gpus), "copy_gb_per_s": copies, "cases": results}
 
 
 def with_copy_share(result: dict[str, Any], copy_gb_per_s: dict[str, float]) -> dict[str, Any]:
@@ -76,28 +137,32 @@ def summary(result: dict[str, Any]) -> str:
     """One line of a case's result."""
     exact = "exact" if result["exact"] else f"NOT EXACT: {result['wrong'][:3]}"
     speed = f"{result['gb_per_s']:.1f} GB/s, {result['share_of_copy']:.2f} of the device's copy"
-    return f"{exact}, {speed}, round {result['seconds']['total'] * 1000:.1f} ms"
+    segments = f"{result['segments_per_s']:.0f} segments/s"
+    return f"{exact}, {speed}, {segments}, round {result['seconds']['total'] * 1000:.1f} ms"
 
 
-def copy_speeds(num_gpus: int) -> dict[str, float]:
-    """GB/s of a 1 GiB copy on a device, and between two."""
+def copy_speeds(device: str, num_gpus: int) -> dict[str, float]:
+    """GB/s of a copy of 1 GiB (dry run: 64 MiB) on a device, and between two."""
     import torch
+
+    from weightsync.devices import wait_for_device
 
     def speed(source: torch.Tensor, target: torch.Tensor) -> float:
         seconds = []
         for _ in range(6):
-            torch.cuda.synchronize(source.device)
+            wait_for_device(source.device)
             start = time.perf_counter()
             target.copy_(source)
-            torch.cuda.synchronize(source.device)
-            torch.cuda.synchronize(target.device)
+            wait_for_device(source.device)
+            wait_for_device(target.device)
             seconds.append(time.perf_counter() - start)
         return float(source.numel() / statistics.median(seconds[1:]) / 1e9)
 
-    here = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
+    first, second = ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
+    here = torch.zeros(2**26 if device == "cpu" else 2**30, dtype=torch.uint8, device=first)
     speeds = {"same_device": speed(here, torch.empty_like(here))}
     if num_gpus > 1:
-        speeds["between_devices"] = speed(here, torch.empty_like(here, device="cuda:1"))
+        speeds["between_devices"] = speed(here, torch.empty_like(here, device=second))
     return speeds
 
 

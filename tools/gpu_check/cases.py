@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 MULTI_RANK_NCCL = (2, 31)
+EXPERTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One fleet: trainer TP -> one replica of rollout TP, over a transport; ranks take GPUs in turn."""
+    """One fleet: trainer TP -> one replica of rollout TP, over a transport; ranks take GPUs in turn.
+
+    experts: of each layer, whose many small matrices travel as many segments; 0: a dense model.
+    """
 
     name: str
     transport: str
@@ -17,9 +21,12 @@ class Case:
     install: str
     num_gpus: int
     device: str = "cuda"
+    experts: int = 0
 
 
-def cases(num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool) -> tuple[list[Case], list[str]]:
+def cases(
+    num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool, device: str = "cuda"
+) -> tuple[list[Case], list[str]]:
     """What runs on so many GPUs, and what is skipped, in words."""
     chosen, skipped = [], []
     for trainer, rollout in ((1, 1), (2, 1), (2, 2)):
@@ -29,14 +36,17 @@ def cases(num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool) -> tuple[li
             gpus = min(num_gpus, ranks)
             chosen += [
                 Case(
-                    name=f"{name} {install}",
+                    name=f"{name} {install}{f', {experts} experts' if experts else ''}",
                     transport="collective",
                     trainer=trainer,
                     rollout=rollout,
                     install=install,
                     num_gpus=gpus,
+                    device=device,
+                    experts=experts,
                 )
-                for install in ("in_place", "staged")
+                for install, experts in (("in_place", 0), ("staged", 0), ("in_place", EXPERTS))
+                if experts == 0 or ranks == 2
             ]
         else:
             skipped.append(
@@ -51,6 +61,7 @@ def cases(num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool) -> tuple[li
             rollout=rollout,
             install=install,
             num_gpus=1,
+            device=device,
         )
         for trainer, rollout in ((1, 1), (2, 2))
         for install in ("in_place", "staged")

@@ -12,9 +12,11 @@ TOPOLOGY_S = 30.0
 
 
 def environment() -> dict[str, Any]:
-    """A table for the report; of a machine that has a CUDA device."""
+    """A table for the report; without GPUs, of the packages."""
     import torch
 
+    if not torch.cuda.is_available():
+        return {"packages": dict(software_versions(PACKAGES)), "devices": []}
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "packages": dict(software_versions(PACKAGES)),

@@ -5,19 +5,16 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.cases import Case
-from tools.gpu_check.weights import numbered, random_spec
+from tools.gpu_check.rank import ANSWER_S, rank_main
 
 PHASES = ("PREPARE", "TRANSFER", "VERIFY", "COMMIT")
-ANSWER_S = 180.0
-GROUP = "tandem:gpu-check"
 
 
 @contextmanager
@@ -87,12 +84,15 @@ def measure(case: Case, ends: dict[str, Connection], rounds: int) -> dict[str, A
     wrong = [name for names in tell({slot: ends[slot] for slot in receivers}, "CHECK", 0).values() for name in names]
     medians = {name: statistics.median(row[name] for row in timed[1:]) for name in timed[0]}
     moved = sum(shard_bytes[slot] for slot in receivers)
+    segments = max(tell({slot: ends[slot] for slot in receivers}, "SEGMENTS", 0).values())
     return {
         "exact": not wrong,
         "wrong": wrong,
         "bytes": moved,
         "seconds": medians,
         "gb_per_s": moved / medians["transfer"] / 1e9,
+        "segments": segments,  # of the receiver that has most
+        "segments_per_s": segments / medians["transfer"],
         "gpus": case.num_gpus,
         "peak_bytes": tell(ends, "PEAK", 0),
     }
@@ -113,85 +113,3 @@ def answer(end: Connection, slot: str) -> Any:
     if kind == "error":
         raise RuntimeError(f"{slot}: {value}")
     return value
-
-
-def rank_main(case: Case, slot: str, gpu: int, url: str, size: tuple[int, int], end: Connection) -> None:
-    """One rank: a SyncMember with tensors on its GPU, told phase by phase what to do."""
-    import torch
-
-    device = torch.device(case.device, gpu) if case.device == "cuda" else torch.device(case.device)
-    if case.device == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        act = make_rank(case, slot, device, url, random_spec(*size))
-        end.send(("ok", act("BYTES", 0)))
-        while True:
-            phase, version = end.recv()
-            end.send(("ok", in_foreign_thread(act, phase, version)))
-    except EOFError:
-        return
-    except Exception as error:
-        end.send(("error", f"{type(error).__name__}: {error}"))
-
-
-def in_foreign_thread(act: Callable[[str, int], Any], phase: str, version: int) -> Any:
-    """As gRPC's threads run phases: whatever names no device is done to GPU 0 there. Raises: what `act` raises."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(act, phase, version).result(timeout=ANSWER_S)
-
-
-def make_rank(case: Case, slot: str, device: Any, url: str, spec: Any) -> Callable[[str, int], Any]:
-    """Builds a rank's tensors and its member.
-
-    Returns: what does a phase, changes the weights (or what is expected of them), checks, or tells the shard's bytes.
-    """
-    import torch
-
-    from tandem_api.weights.v1 import weights_pb2 as pb
-    from weightsync.devices import wait_for_device
-    from weightsync.layout import Parallel
-    from weightsync.megatron_layout import megatron_layout
-    from weightsync.participants import Participants
-    from weightsync.session import SyncMember
-    from weightsync.sglang_layout import sglang_layout
-
-    trainer, rollout = Parallel(tensor=case.trainer), Parallel(tensor=case.rollout)
-    is_trainer, rank = slot.startswith("trainer"), int(slot.rpartition("/")[2])
-    layout = megatron_layout(spec, trainer) if is_trainer else sglang_layout(spec, rollout)
-    expected = {name: t.to(device) for name, t in numbered(layout, rank).items()}
-    tensors = expected if is_trainer else {name: torch.full_like(t, torch.nan) for name, t in expected.items()}
-    own = trainer if is_trainer else rollout
-    member = SyncMember(spec=spec, slot=slot, parallel=own, tensors=tensors, redis_url=url, group=GROUP)
-    member.start()
-
-    def act(phase: str, version: int) -> Any:
-        if phase == "BYTES":
-            return sum(t.numel() * t.element_size() for t in tensors.values())
-        if phase == "CHANGE":  # so that neither old parameters nor an old spare shard could pass for new ones
-            for tensor in expected.values():
-                tensor.neg_()
-            return None
-        if phase == "PEAK":
-            return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        if phase == "CHECK":
-            return [f"{slot} {name}" for name, t in expected.items() if not torch.equal(tensors[name], t)]
-        round_ = pb.Round(
-            allow_staged_nccl=True,  # there is no engine here whose collectives would be beside it
-            round_id=f"{case.name}-{version}",
-            policy_version=version,
-            group=GROUP,
-            trainer=trainer.to_proto(),
-            replicas=[pb.ReplicaSpec(name="rollout-0", parallel=rollout.to_proto())],
-            install_mode=pb.InstallMode.Value(f"INSTALL_MODE_{case.install.upper()}"),
-            transport=pb.SyncTransport.Value(f"SYNC_TRANSPORT_{case.transport.upper()}"),
-            bucket_bytes=256 * 2**20,
-            formation_timeout_s=120,
-            transfer_timeout_s=120,
-        )
-        slots = Participants.of_round(round_).slots
-        round_.epoch = member._lease.rendezvous.wait_for(slots, 60).epoch
-        member.run_phase(pb.RoundPhase.Value(f"ROUND_PHASE_{phase}"), round_)
-        wait_for_device(device)
-        return None
-
-    return act

@@ -4,10 +4,21 @@ import zlib
 from typing import Any
 
 
-def random_spec(layers: int, hidden: int) -> Any:
-    """A dense model; of 0.6 B parameters with 24 layers of 1,024."""
+def random_spec(layers: int, hidden: int, experts: int = 0) -> Any:
+    """A dense model, or a mixture of small experts with half as many layers.
+
+    24 layers of 1,024 are 0.6 B parameters; 12 with 64 experts 0.7 B.
+    """
     from weightsync.model_spec import ModelSpec
 
+    mixture = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": max(1, layers // 2),
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3 * hidden // 16,
+        "norm_topk_prob": True,
+    }
     return ModelSpec.from_config(
         {
             "model_type": "qwen3",
@@ -21,6 +32,7 @@ def random_spec(layers: int, hidden: int) -> Any:
             "max_position_embeddings": 4096,
             "tie_word_embeddings": False,
         }
+        | (mixture if experts > 0 else {})
     )
 
 

@@ -53,6 +53,17 @@ async def test_the_cause_is_of_the_process_that_has_just_ended(tmp_path: Path) -
     assert described == "coordinator exited with code 3: ValueError: out of cheese"
 
 
+async def test_the_processes_of_a_service_are_its_own_and_those_it_started(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    await supervisor.start(spec(tmp_path, "family", HAS_GRANDCHILD, grace_s=0.3))
+    grandchild = await _pid(tmp_path, "family")
+    service, last = supervisor.pids("family")
+    assert last == grandchild
+    assert alive(service)
+    await supervisor.stop()
+    assert supervisor.pids("family") == []
+
+
 async def test_a_failing_process_is_named_with_code_and_last_error(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(spec(tmp_path, "idle", WAITS))

@@ -28,7 +28,7 @@ def test_one_gpu_with_several_ranks_runs_both() -> None:
 
 def test_as_many_gpus_as_ranks_take_one_each() -> None:
     chosen, skipped = cases(3, (2, 20), multi_rank=False)
-    assert [case.num_gpus for case in chosen if case.transport == "collective"] == [2, 2, 3, 3]
+    assert [case.num_gpus for case in chosen if case.transport == "collective"] == [2, 2, 2, 3, 3]
     assert len(skipped) == 2
     assert "TP2 -> TP2" in skipped[0]
     assert "colocated between GPUs" in skipped[1]
@@ -43,10 +43,10 @@ def test_every_way_runs_in_both_install_modes() -> None:
 
 @pytest.mark.parametrize(("gpus", "share"), [(1, 0.5), (2, 0.8)])
 def test_speeds_stand_beside_the_devices_own_copy(gpus: int, share: float) -> None:
-    measured = {"exact": True, "gb_per_s": 40.0, "gpus": gpus, "seconds": {"total": 0.0101}}
+    measured = {"exact": True, "gb_per_s": 40.0, "gpus": gpus, "seconds": {"total": 0.0101}, "segments_per_s": 5.0}
     result = with_copy_share(measured, {"same_device": 80.0, "between_devices": 50.0})
     assert result["share_of_copy"] == share
-    assert summary(result) == f"exact, 40.0 GB/s, {share:.2f} of the device's copy, round 10.1 ms"
+    assert summary(result) == f"exact, 40.0 GB/s, {share:.2f} of the device's copy, 5 segments/s, round 10.1 ms"
     assert with_copy_share({"exact": False, "error": "no"}, {}) == {"exact": False, "error": "no"}
 
 

@@ -1,0 +1,180 @@
+"""gpu-check's verdicts on the real services: each says what is wrong, and passes what is right."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.preflight_model import check_model
+from tools.gpu_check.__main__ import verdict
+from tools.gpu_check.services.deaths import PROMISED_S, dead_wrong
+from tools.gpu_check.services.findings import Findings
+from tools.gpu_check.services.memory import UNCOUNTED_MIB, gpu_growth, gpu_ranks, over_budget
+from tools.gpu_check.services.resume import distance, unequal
+from tools.gpu_check.services.rounds import apart, differing, mislabelled
+from tools.gpu_check.services.run import choose
+from tools.gpu_check.services.samples import Sample, first_of, labels
+from tools.gpu_check.services.settings import SCALES, Shape, model_config, run_config, write_model
+
+CPU = SCALES["cpu"]
+TRUTH = {"rollout-0/0": {"a": "1", "b": "2"}}
+NAN = {"rollout-0/0": {"a": "n", "b": "n"}}
+
+
+def sample(*spans: tuple[int, int, int]) -> Sample:
+    length = spans[-1][2]
+    return Sample(prompt=(1,), tokens=(7,) * length, logprobs=(-1.0,) * length, spans=spans)
+
+
+def test_checksums_of_the_loader_pass_and_one_other_does_not() -> None:
+    assert differing(TRUTH, NAN, TRUTH) == []
+    (wrong,) = differing(TRUTH, NAN, {"rollout-0/0": {"a": "1", "b": "3"}})
+    assert "rollout-0/0: b is not what" in wrong
+
+
+def test_a_parameter_that_was_not_poisoned_proves_nothing() -> None:
+    (wrong,) = differing(TRUTH, {"rollout-0/0": {"a": "1", "b": "n"}}, TRUTH)
+    assert "a was not poisoned" in wrong
+
+
+@pytest.mark.parametrize(("by", "num_wrong"), [(0.0, 0), (2e-4, 1), (math.nan, 1)])
+def test_one_log_prob_that_differs_is_seen(by: float, num_wrong: int) -> None:
+    theirs = np.full(100, -2.0)
+    ours = theirs.copy()
+    ours[50] += by
+    assert len(apart(theirs, ours, CPU)) == num_wrong
+
+
+def test_a_mixture_may_choose_other_experts_for_a_few_tokens_and_no_more() -> None:
+    theirs = np.full(100, -2.0)
+    few, more, nan = theirs.copy(), theirs.copy(), theirs.copy()
+    few[:5] += 1.0
+    more[:6] += 1.0
+    nan[0] = math.nan
+    assert apart(theirs, few, CPU, odd=0.05) == []
+    assert len(apart(theirs, more, CPU, odd=0.05)) == 2
+    assert apart(theirs, nan, CPU, odd=0.05) == ["some log-probs are not finite"]
+
+
+def test_no_log_probs_or_fewer_than_tokens_are_no_parity() -> None:
+    assert apart(np.zeros(0), np.zeros(0), CPU) != []
+    assert apart(np.zeros(3), np.zeros(2), CPU) != []
+
+
+def test_labels_and_first_tokens_of_a_version() -> None:
+    samples = [sample((3, 0, 2), (4, 2, 5)), sample((4, 0, 1)), sample((3, 0, 1), (4, 1, 2))]
+    assert labels(samples).tolist() == [3, 3, 4, 4, 4, 4, 3, 4]
+    assert first_of(samples, 4).tolist() == [2, 7]
+
+
+def test_a_token_of_the_old_policy_under_the_new_label_is_seen() -> None:
+    samples = [sample((3, 0, 2), (4, 2, 5)), sample((3, 0, 1), (4, 1, 2))]
+    theirs = np.full(7, -1.0)
+    of_old = np.array([-1.0, -1.0, -3.0, -3.0, -3.0, -1.0, -4.0])
+    assert mislabelled(samples, theirs, of_old, 3, 4, CPU) == []
+    shifted = np.array([-1.0, -1.0, -1.0, -3.0, -3.0, -1.0, -1.0])  # one more of each was sampled before the change
+    (wrong,) = mislabelled(samples, theirs, shifted, 3, 4, CPU)
+    assert "first token that is labelled 4" in wrong
+    (wrong,) = mislabelled(samples, theirs, np.full(7, -1.0) - np.eye(7)[0], 3, 4, CPU)[:1]
+    assert wrong.startswith("labelled 3")
+    assert mislabelled([sample((4, 0, 5))], theirs[:5], theirs[:5], 3, 4, CPU) == [
+        "tokens are labelled [4], not 3 and then 4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "seconds", "says"),
+    [
+        ({"rollout-1": "killed"}, 1.0, ""),
+        ({"rollout-1": "killed"}, PROMISED_S + 0.1, "promised"),
+        ({}, 1.0, "rollout-1 was killed and lives"),
+        ({"rollout-1": "killed", "trainer-0": "trainer-0 was ended by SIGABRT"}, 1.0, "trainer-0 was ended by SIGABRT"),
+        ({}, None, "was not killed"),
+    ],
+)
+def test_who_died_and_when_the_rest_went_on(ended: dict[str, str], seconds: float | None, says: str) -> None:
+    wrong = dead_wrong(ended, "rollout-1", seconds)
+    assert (says in " ".join(wrong)) if says else wrong == []
+
+
+def test_one_bit_after_a_resume_is_seen() -> None:
+    one = {"w": torch.ones(4), "b": torch.zeros(2)}
+    assert distance(one, {name: tensor.clone() for name, tensor in one.items()}) == 0
+    assert distance(one, {**one, "b": torch.tensor([0.0, 1e-45])}) > 0
+    assert distance(one, {**one, "b": torch.tensor([0.0, -0.0])}) > 0
+    assert distance(one, {"w": torch.ones(4)}) == math.inf
+    assert unequal(0.0, CPU.resume_limit) == []
+    assert unequal(1e-9, CPU.resume_limit) != []
+    assert unequal(math.nan, 0.5) != []
+    assert unequal(0.4, SCALES["cuda"].resume_limit) != []
+
+
+def test_memory_beyond_the_budget_and_a_gpu_that_was_not_used_are_seen() -> None:
+    growth = gpu_growth(["0, a, 100", "1, b, 100", "0, a, 5000", "1, b, 100", "0, a, 4000", "1, b, ["])
+    assert growth == {"0": 4900.0, "a": 4900.0, "1": 0.0, "b": 0.0}
+    assert over_budget({"0": 4900.0}, {"0": 1000.0}, {"0": 1}) == []
+    assert len(over_budget({"0": 1001.0 + UNCOUNTED_MIB}, {"0": 1000.0}, {"0": 1})) == 1
+    assert len(over_budget(growth, {"1": 1000.0}, {"1": 1})) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "multi_rank", "names", "num_skipped"),
+    [
+        (4, False, ["TP2 -> TP2", "TP2 -> 2 x TP1", "TP2 EP2 -> TP2 EP2"], 0),
+        (3, False, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1"], 3),
+        (2, False, ["TP1 -> TP1", "TP1 -> TP1"], 4),
+        (1, True, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1"], 3),
+        (1, False, [], 6),
+    ],
+)
+def test_what_cannot_run_is_named(num_gpus: int, multi_rank: bool, names: list[str], num_skipped: int) -> None:
+    chosen, skipped = choose([str(gpu) for gpu in range(num_gpus)], multi_rank=multi_rank)
+    assert [shape.name for shape in chosen.values()] == names
+    assert len(skipped) == num_skipped
+    assert all(f"{num_gpus} GPUs for" in line for line in skipped)
+
+
+class FakeFleet:
+    """What gpu_ranks reads of a fleet."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.scale = shape, SCALES["cuda"]
+        self.replicas = tuple(f"rollout-{index}" for index in range(shape.replicas))
+
+
+def test_ranks_take_gpus_in_turn_or_share_the_first() -> None:
+    wide = Shape(name="", gpus=("4", "5", "6", "7"))
+    assert gpu_ranks(FakeFleet(wide)) == {
+        "4": ["trainer/0"],
+        "5": ["trainer/1"],
+        "6": ["rollout-0/0"],
+        "7": ["rollout-0/1"],
+    }  # type: ignore[arg-type]
+    narrow = Shape(name="", tensor=1, rollout_tensor=1, gpus=("0",))
+    assert gpu_ranks(FakeFleet(narrow)) == {"0": ["trainer/0", "rollout-0/0"]}  # type: ignore[arg-type]
+    plan = wide.devices(CPU)
+    assert (plan.trainer, plan.rollouts) == ("", ("",))  # and so hidden, where there are some
+    assert plan.available > 0
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_the_run_s_model_is_one_that_tandem_check_accepts(tmp_path: Path, experts: int) -> None:
+    folder = write_model(model_config(CPU, experts), tmp_path / "model")
+    config = run_config(Shape(name="", experts=experts), CPU, folder)
+    spec, problems = check_model(config, lambda *_: True)
+    assert (spec is not None, problems) == (True, [])
+    assert config.trainer.expert_parallel == config.rollout.expert_parallel == (2 if experts else 1)
+
+
+def test_a_failed_check_fails_the_run_and_none_at_all_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = Findings()
+    findings.add("right", [], seconds=1.23456)
+    assert verdict({"services": findings.checks}, 2) == 0
+    findings.add("wrong", ["a is not b"])
+    assert findings.failed == ["wrong"]
+    assert verdict({"services": findings.checks}, 2) == 1
+    assert verdict({"services": [], "cases": [{"exact": False}]}, 2) == 1
+    assert verdict({"services": [], "cases": []}, 2) == 2
+    assert "right: seconds 1.235" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""Completions of the rollout, and what the trainer says of the same tokens.
+
+Legend: S samples, T completion tokens of all of them, flattened in sample order.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.batches import TrainBatch
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tools.gpu_check.services.fleet import CALL_S, ServiceFleet
+from tools.gpu_check.services.settings import PROMPT_TOKENS
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt and what a replica made of it; spans: (policy version, first token, one beyond the last)."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[tuple[int, int, int], ...]
+
+
+def prompts(vocabulary: int, number: int, seed: int) -> list[list[int]]:
+    """Random token ids."""
+    random = np.random.default_rng(seed)
+    return [[int(each) for each in random.integers(0, vocabulary, PROMPT_TOKENS)] for _ in range(number)]
+
+
+async def generate(
+    fleet: ServiceFleet, replica: str, version: int, *, number: int = 8, copies: int = 2, max_tokens: int = 24
+) -> list[Sample]:
+    """Samples of a replica at temperature 1, in the order of the prompts. Raises: grpc.RpcError: it refuses."""
+    asked = prompts(fleet.scale.vocabulary, number, seed=version)
+    request = rollout_pb2.GenerateGroupsRequest(
+        groups=[
+            rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=ids, num_completions=copies)
+            for i, ids in enumerate(asked)
+        ],
+        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=max_tokens),
+        policy_version=version,
+    )
+    groups: dict[int, Any] = {}
+    async for reply in fleet.rollout(replica).GenerateGroups(request, timeout=CALL_S):
+        groups |= {int(group.group_id): group.completions for group in reply.groups}
+    return [
+        Sample(
+            prompt=tuple(asked[index]),
+            tokens=tuple(each.token_ids),
+            logprobs=tuple(each.logprobs),
+            spans=tuple((span.policy_version, span.start, span.end) for span in each.version_spans),
+        )
+        for index in sorted(groups)
+        for each in groups[index]
+    ]
+
+
+def micro_batch(samples: Sequence[Sample], update: int = 0) -> trainer_pb2.MicroBatch:
+    """The samples as the trainer takes them; every second one is better than the others."""
+    return trainer_pb2.MicroBatch(
+        update_index=update,
+        sample_ids=[f"u{update}-s{index}" for index in range(len(samples))],
+        prompt_lengths=[len(each.prompt) for each in samples],
+        completion_lengths=[len(each.tokens) for each in samples],
+        token_ids=[token for each in samples for token in (*each.prompt, *each.tokens)],
+        rollout_logprobs=[value for each in samples for value in each.logprobs],
+        advantages=[1.0 if index % 2 == 0 else -1.0 for index in range(len(samples))],
+        trainable=[True] * len(samples),
+    )
+
+
+async def train_step(fleet: ServiceFleet, step_id: str, samples: Sequence[Sample]) -> int:
+    """One step of two updates on the samples. Returns: the version after it."""
+    half = len(samples) // 2
+    version = (await fleet.trainer.status()).policy_version
+    batch = TrainBatch(
+        step_id=step_id,
+        policy_version=version,
+        num_samples=len(samples),
+        num_updates=2,
+        micro_batches=(micro_batch(samples[:half], 0), micro_batch(samples[half:], 1)),
+    )
+    return (await fleet.trainer.train_step(batch)).policy_version
+
+
+async def trainer_logprobs(fleet: ServiceFleet, samples: Sequence[Sample]) -> Floats:
+    """[T] The trainer's log-probs of the samples' tokens under its policy of now."""
+    request = trainer_pb2.ComputeLogprobsRequest(micro_batch=micro_batch(samples))
+    call: Any = fleet.trainer_stub().ComputeLogprobs(iter([request]), timeout=CALL_S)
+    async with asyncio.timeout(CALL_S):
+        replies = [reply async for reply in call]
+    return np.concatenate([np.asarray(reply.logprobs, dtype=np.float64) for reply in replies])
+
+
+def rollout_logprobs(samples: Sequence[Sample]) -> Floats:
+    """[T] The same, as the rollout returned them."""
+    return np.concatenate([np.asarray(each.logprobs, dtype=np.float64) for each in samples])
+
+
+def labels(samples: Sequence[Sample]) -> NDArray[np.int64]:
+    """[T] The policy version that each token is labelled with; -1: none."""
+    found = [np.full(len(each.tokens), -1, dtype=np.int64) for each in samples]
+    for each, versions in zip(samples, found, strict=True):
+        for version, start, end in each.spans:
+            versions[start:end] = version
+    return np.concatenate(found)
+
+
+def first_of(samples: Sequence[Sample], version: int) -> NDArray[np.int64]:
+    """Places in [T] of each sample's first token that is labelled `version`, of samples that begin with another."""
+    places, at = [], 0
+    for each in samples:
+        places += [at + start for found, start, _ in each.spans if found == version and start > 0]
+        at += len(each.tokens)
+    return np.asarray(places, dtype=np.int64)
