@@ -42,9 +42,9 @@ class Scale:
     resume_limit: float
 
 
-# The limits of bfloat16 are at least twice what these models showed on CPUs. On GPUs some sums are done in another order
-# each time (atomic additions in backward passes); an optimizer that forgets how many updates it has made takes updates
-# 1.6 and 1.3 times as long here, where two had been made (Adam's bias corrections).
+# The limits of bfloat16 are at least twice what these models showed on CPUs. On GPUs some sums are done in another
+# order each time (atomic additions in backward passes); an optimizer that forgets how many updates it has made takes
+# updates 1.6 and 1.3 times as long here, where two had been made (Adam's bias corrections).
 SCALES = {
     "cuda": Scale(
         device="cuda",
