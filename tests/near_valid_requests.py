@@ -138,6 +138,8 @@ class Rounds:
             epoch=self._epoch(),
             trainer=pb.ParallelSizes(**{**dict.fromkeys(SIZES, 1), "tensor": 2}),
             replicas=self._replicas,
+            install_mode=pb.INSTALL_MODE_STAGED,
+            pause_mode=pb.PAUSE_MODE_DRAIN,
             formation_timeout_s=5.0,
             transfer_timeout_s=5.0,
             transport=transport,

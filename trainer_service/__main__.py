@@ -13,6 +13,7 @@ from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from trainer_service import app
+from trainer_service.liveness import failure_name
 from trainer_service.worker import WorkerSettings
 from trainer_service.world import Place
 from weightsync.devices import gpu_name
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, ConfigErrors) as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         rank = os.environ.get("RANK", "0")
-        tell_failure("trainer", app.failure_name(int(rank) if rank.isdigit() else 0), str(error))
+        tell_failure("trainer", failure_name(int(rank) if rank.isdigit() else 0), str(error))
         return EXIT_BAD_CONFIG
     settings = WorkerSettings(config=config, environment=environment, place=place, resume=options.resume)
     return app.run(settings)

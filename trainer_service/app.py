@@ -17,6 +17,7 @@ from servicekit.registry import Registry, ServiceRecord
 from servicekit.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from trainer_service.liveness import failure_name
 from trainer_service.ranks import Command, Commander, follow
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
@@ -44,11 +45,6 @@ def run(settings: WorkerSettings) -> int:
     sys.stderr.flush()
     # threads that wait for a dead peer would hold the interpreter up until their timeout
     os._exit(code)
-
-
-def failure_name(rank: int) -> str:
-    """Whose failure `tandem status` shows: the service's for rank 0, else the rank's."""
-    return NAME if rank == 0 else f"{NAME}-rank-{rank}"
 
 
 class _RankZero:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
+from servicekit.failures import tell_failure
 from servicekit.lifecycle import EXIT_FAILED
 from servicekit.logs import get_logger
 
@@ -25,7 +26,14 @@ SILENT_S = 4 * BEAT_S
 # Between another rank's report and our own end: time for the collective in which we wait to fail by itself.
 GRACE_S = 5.0
 
+ROLE = "trainer"
+
 log = get_logger(__name__)
+
+
+def failure_name(rank: int) -> str:
+    """Whose failure `tandem status` shows: the service's for rank 0, else the rank's."""
+    return ROLE if rank == 0 else f"{ROLE}-rank-{rank}"
 
 
 class Liveness:
@@ -123,7 +131,7 @@ class Liveness:
                 self._die(f"rank 0 is gone: {error}")
                 return
             if failed:
-                self._die("another rank has failed")
+                self._die("a rank has failed")
                 return
 
     def _hear_of_interrupts(self) -> None:
@@ -136,6 +144,12 @@ class Liveness:
 
     def _die(self, why: str) -> None:
         """The main work gets GRACE_S to fail by itself and say more; a collective may also hang for ever."""
-        if not self._ended.wait(GRACE_S):
-            log.error("trainer rank ends", rank=self._rank, error=why)
-            os._exit(EXIT_FAILED)
+        if self._ended.wait(GRACE_S):
+            return
+        if self._rank == 0:  # the store is its own: it answers
+            reports = self._reports(list(range(self._world_size)))
+            first = min(reports, key=lambda rank: reports[rank][0], default=None)
+            why = why if first is None else f"rank {first}: {reports[first][1]}"
+            tell_failure(ROLE, failure_name(0), why)
+        log.error("trainer rank ends", rank=self._rank, error=why)
+        os._exit(EXIT_FAILED)

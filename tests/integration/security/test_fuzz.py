@@ -25,7 +25,7 @@ from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Par
 from tests.service_processes import Services
 from weightsync.rendezvous import Rendezvous
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
 
 CALLS = 10_000
 WARM_CALLS = 500
