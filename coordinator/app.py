@@ -13,7 +13,7 @@ from coordinator.control import RunControl, State
 from coordinator.events import EventKind, EventLog
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, read_inputs
-from coordinator.lead import may_write, telling
+from coordinator.lead import last_look, may_write, telling
 from coordinator.leaving import Leaving, exit_code_of, words_of
 from coordinator.observed import Observed
 from coordinator.report import METRICS_FILE, MetricsFile, numeric
@@ -316,8 +316,8 @@ async def _end(app: App, ended: State, why: str = "") -> None:
     state.status, state.error = ended.value, why
     if await _make_room(app):
         try:
-            state.save(app.environment.run_dir / STATE_FILE)
-        except OSError as error:  # the log still says how the run ended
+            state.save(app.environment.run_dir / STATE_FILE, lambda: last_look(app.lead))
+        except (OSError, TandemError) as error:  # the log still says how the run ended
             log.error("the run's end is not noted", error=words_of(error))
     app.control.enter(ended, why)
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)

@@ -25,6 +25,7 @@ from servicekit.checkpoints import (
     step_folder,
 )
 from servicekit.errors import ConfigError
+from servicekit.files import nothing_more
 
 COORDINATOR_FILE = "coordinator.json"
 TRAINER_FOLDER = "trainer"
@@ -56,20 +57,27 @@ class Checkpointer:
         """Where the trainer's part of a checkpoint is, or will be."""
         return (step_folder(self._run_dir, iteration) / TRAINER_FOLDER).absolute()
 
-    async def complete(self, state: RunState, check_lead: Callable[[], Awaitable[None]]) -> None:
+    async def complete(
+        self,
+        state: RunState,
+        check_lead: Callable[[], Awaitable[None]],
+        last_look: Callable[[], None] = nothing_more,
+    ) -> None:
         """Add the coordinator's state, mark the checkpoint complete, remove the oldest.
 
-        check_lead: called before each file is written; raises what says that the checkpoint is not ours to write.
+        check_lead, last_look: called before each file is written, the latter in the moment before; they raise what says
+            that the checkpoint is not ours to write.
         """
         folder = step_folder(self._run_dir, state.iteration)
         await check_lead()
-        await asyncio.to_thread(state.save, folder / COORDINATOR_FILE)
+        await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, last_look)
         await check_lead()
-        await asyncio.to_thread(self._mark, folder, state)
+        await asyncio.to_thread(self._mark, folder, state, last_look)
 
-    def _mark(self, folder: Path, state: RunState) -> None:
+    def _mark(self, folder: Path, state: RunState, last_look: Callable[[], None]) -> None:
         mark_complete(
             folder,
+            last_look,
             iteration=state.iteration,
             policy_version=state.policy_version,
             model=self._model,

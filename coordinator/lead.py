@@ -74,6 +74,16 @@ async def check_lead(lead: Lead, patience_s: float) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
+def last_look(lead: Lead) -> None:
+    """In the moment before a write: nothing, while our lease lasts by our own clock; else Redis is asked.
+
+    So a process that was stopped for longer than its lease since check_lead notices, without a trip to Redis per write.
+    Raises: Evicted: another coordinator has taken over; Unavailable: Redis does not answer.
+    """
+    if lead.left_s <= 0:
+        lead.hold()
+
+
 async def may_write(lead: Lead, lost: "asyncio.Future[str]") -> bool:
     """Whether nobody else is known to lead the run; yes while Redis is away: one that ends of that says so on disk.
 

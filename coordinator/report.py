@@ -7,7 +7,7 @@ that Tandem adds to the engine's generation and the trainer's model work (RPCs, 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from coordinator.samples import Generation
 from coordinator.scoring import Scored
 from coordinator.sync_report import SyncResult
 from coordinator.trainer import TrainResult
-from servicekit.files import naming, write_bytes_atomic
+from servicekit.files import naming, nothing_more, write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
@@ -144,13 +144,15 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, row: Row) -> None:
+    def append(self, row: Row, last_look: Callable[[], None] = nothing_more) -> None:
         """Add a row, whole or not at all; it outlives the process when this returns, and a power cut after `sync`.
 
+        last_look: called in the moment before; what it raises leaves the file as it is.
         Raises: OSError: naming the file; no part of the row is in it.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with naming(self._path), self._path.open("ab", buffering=0) as file:
+            last_look()
             end = file.seek(0, os.SEEK_END)
             try:
                 while line:

@@ -18,7 +18,7 @@ from coordinator.control import RunControl
 from coordinator.evaluation import Evaluator
 from coordinator.events import EventKind, EventLog
 from coordinator.health import Watch, troubles
-from coordinator.lead import Lead, SoleLead, check_lead
+from coordinator.lead import Lead, SoleLead, check_lead, last_look
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.remarks import check_same_model, remarks, score_remarks
@@ -209,13 +209,13 @@ class Run:
             self._warn(kind, message)
         self._note_scores("train", record.scored)
         self._look_at_the_training(row)
-        self._rows.append(row)
+        self._rows.append(row, self._last_look)
         self._save_state("running")
         if adopt_next(self.run_dir):
             log.info("the run goes on with the configuration of this launch")
         if checkpoint:
             self._rows.sync()
-            await self.checkpointer.complete(self.state, self._check_lead)
+            await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
             self._checkpointed = record.iteration
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
@@ -290,7 +290,7 @@ class Run:
         await self._check_lead()
         await self.checkpointer.save_trainer(self.state.iteration)
         self._rows.sync()
-        await self.checkpointer.complete(self.state, self._check_lead)
+        await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
         self._checkpointed = self.state.iteration
         log.info("checkpoint of the last iteration", iteration=self.state.iteration)
 
@@ -305,6 +305,9 @@ class Run:
     async def _check_lead(self) -> None:
         """Raises: Evicted: another coordinator has taken over, and writes where we would."""
         await check_lead(self.lead, self.lead_patience_s)
+
+    def _last_look(self) -> None:
+        last_look(self.lead)
 
     def rows(self) -> list[Row]:
         """The rows of metrics.jsonl."""
@@ -331,4 +334,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.note(self.run_dir / STATE_FILE)
+        self.state.note(self.run_dir / STATE_FILE, self._last_look)

@@ -1,6 +1,7 @@
 """What a restart needs, saved atomically after every iteration and with every checkpoint."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coordinator.prompts import CursorState
 from coordinator.scoring import Scored
 from servicekit.errors import ConfigError
-from servicekit.files import naming, write_bytes_atomic
+from servicekit.files import naming, nothing_more, write_bytes_atomic
 
 STATE_FILE = "state.json"
 # Weight syncs whose times are kept: the file is written anew in every iteration.
@@ -108,11 +109,14 @@ class RunState(BaseModel):
     last_progress_s: float = Field(default_factory=time.time)
     totals: Totals = Field(default_factory=Totals)
 
-    def save(self, path: Path) -> None:
-        """Write the state for good; a reader, also one after a power cut, sees the old or the new file."""
-        write_bytes_atomic(path, self.model_dump_json(indent=1).encode())
+    def save(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
+        """Write the state for good; a reader, also one after a power cut, sees the old or the new file.
 
-    def note(self, path: Path) -> None:
+        last_look: called in the moment before; what it raises leaves the old file.
+        """
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look)
+
+    def note(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
         """Write the state for watchers: atomic, but not forced to disk, which costs 5-10 ms an iteration.
 
         A restart goes on from a checkpoint, whose copy is written with `save`.
@@ -120,6 +124,7 @@ class RunState(BaseModel):
         temporary = path.with_suffix(".tmp")
         with naming(path):
             temporary.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+            last_look()
             temporary.replace(path)
 
     @classmethod

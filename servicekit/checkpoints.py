@@ -11,14 +11,14 @@ complete.json holds digests: its own, and of every file of the checkpoint that n
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from servicekit.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 from servicekit.errors import ConfigError
-from servicekit.files import sync_folder, write_json_atomic
+from servicekit.files import nothing_more, sync_folder, write_json_atomic
 
 COMPLETE = "complete.json"
 FOLDER = "checkpoints"
@@ -70,12 +70,15 @@ def step_folder(run_dir: Path, iteration: int) -> Path:
     return run_dir / FOLDER / f"step-{iteration:08d}"
 
 
-def mark_complete(folder: Path, **fields: Any) -> None:
-    """Declares a checkpoint complete and records `fields` (JSON values) about it. Call when all files are on disk."""
+def mark_complete(folder: Path, last_look: Callable[[], None] = nothing_more, **fields: Any) -> None:
+    """Declares a checkpoint complete and records `fields` (JSON values) about it. Call when all files are on disk.
+
+    last_look: as of files.write_bytes_atomic.
+    """
     if not folder.is_dir():
         raise ValueError(f"checkpoint folder {folder} does not exist; write the checkpoint before marking it")
     mark: dict[str, Any] = {**fields, _FILES: {name: file_digest(folder / name) for name in _uncovered(folder)}}
-    write_json_atomic(folder / COMPLETE, {**mark, _SELF: _digest_of(mark)})
+    write_json_atomic(folder / COMPLETE, {**mark, _SELF: _digest_of(mark)}, last_look)
     for parent in (folder.parent, folder.parent.parent):
         sync_folder(parent)
 

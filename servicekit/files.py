@@ -4,13 +4,21 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replaces `path`: a reader, also one after a power cut, sees the old or the new content. Its folder must exist."""
+def nothing_more() -> None:
+    """No last look before a write."""
+
+
+def write_bytes_atomic(path: Path, content: bytes, last_look: Callable[[], None] = nothing_more) -> None:
+    """Replaces `path`: a reader, also one after a power cut, sees the old or the new content. Its folder must exist.
+
+    Args:
+        last_look: called in the moment before; what it raises leaves the old content.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with naming(path):
         try:
@@ -18,6 +26,7 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            last_look()
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -35,10 +44,10 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_json_atomic(path: Path, data: Any) -> None:
+def write_json_atomic(path: Path, data: Any, last_look: Callable[[], None] = nothing_more) -> None:
     """Like write_bytes_atomic, of a JSON text. Raises: ValueError: NaN or infinity, which JSON does not have."""
     text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
-    write_bytes_atomic(path, f"{text}\n".encode())
+    write_bytes_atomic(path, f"{text}\n".encode(), last_look)
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from coordinator.app import conduct
 from coordinator.fleet.static import StaticFleet
 from coordinator.lead import SoleLead
 from coordinator.sync_report import Outcome
@@ -26,7 +28,10 @@ from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
+from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
+from weightsync.coordinator_lease import CoordinatorLease
+from weightsync.rendezvous import Evicted
 
 TTL_S = 1.0
 DEADLINE_S = 60.0
@@ -136,6 +141,31 @@ async def test_a_paused_coordinator_that_wakes_harms_nothing(
         if (folder / "complete.json").exists():
             saved = json.loads((folder / "coordinator.json").read_text())["policy_version"]
             assert (folder / "trainer" / "version").read_text() == str(saved)
+
+
+async def test_one_that_was_stopped_in_the_moment_before_a_write_does_not_write(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis had said that it leads. When it wakes, its lease is over by its own clock, so it asks once more."""
+    stopped = threading.Event()
+
+    async def stop(step: int) -> None:
+        if step == 3:
+            stopped.set()
+
+    def hold(lease: CoordinatorLease) -> None:
+        # Redis is asked in another thread; what comes in the loop's own is the last look before a row, or a state.
+        if stopped.is_set() and threading.current_thread() is threading.main_thread():
+            raise Evicted("another coordinator leads")
+
+    monkeypatch.setattr(CoordinatorLease, "hold", hold)
+    monkeypatch.setattr(CoordinatorLease, "left_s", -1.0)
+    config = with_settings(config, run={"checkpoint_every": 100, "evaluate_every": 100})
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=stop)):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    assert [row["iteration"] for row in rows(environment)] == [1, 2]
+    state = saved_state(environment)
+    assert (state["iteration"], state["status"]) == (2, "running")
 
 
 async def test_whoever_takes_over_fences_those_that_answer() -> None:

@@ -6,10 +6,12 @@ import pytest
 
 from coordinator.checkpoint import COORDINATOR_FILE, load_newest
 from coordinator.prompts import CursorState
+from coordinator.report import MetricsFile
 from coordinator.resuming import order_differences
 from coordinator.state import KEPT_SYNCS, DataOrder, RunState, Totals
 from servicekit.checkpoints import mark_complete, step_folder
 from servicekit.errors import ConfigError
+from weightsync.rendezvous import Evicted
 
 
 def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
@@ -45,6 +47,24 @@ def test_a_saved_state_is_the_same_and_its_generator_goes_on(tmp_path: Path) -> 
     other = np.random.default_rng(0)
     other.bit_generator.state = loaded.batch_rng
     assert other.permutation(50).tolist() == rng.permutation(50).tolist()
+
+
+def test_what_the_last_look_refuses_is_not_written(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise Evicted("another coordinator leads")
+
+    state, metrics, folder = state_at(1), MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "step"
+    folder.mkdir()
+    for write in (
+        lambda: state.note(tmp_path / "state.json", refuse),
+        lambda: state.save(tmp_path / "coordinator.json", refuse),
+        lambda: metrics.append({"iteration": 1}, refuse),
+        lambda: mark_complete(folder, refuse, iteration=1),
+    ):
+        with pytest.raises(Evicted):
+            write()
+    assert metrics.rows() == []
+    assert not any((tmp_path / name).exists() for name in ("state.json", "coordinator.json", "step/complete.json"))
 
 
 def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
