@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,11 +103,37 @@ async def test_when_most_take_too_long_the_rest_is_not_tried() -> None:
     assert (found.num_timeouts, found.num_errors, sum(found.values)) == (101, 0, 0.0)
 
 
-async def test_a_worker_that_cannot_be_interrupted_is_replaced() -> None:
-    # One multiplication of integers with 10^8 digits each: C code that looks at no signal.
+async def test_a_number_too_large_to_compute_costs_its_score() -> None:
     reward = MathVerify(num_workers=1, timeout_s=1)
     found = await scores(reward, text("1", "1"), text("1", r"9^{9^{9^{9}}}"), text("2", "2"))
     assert (found.values, found.num_timeouts, found.num_errors) == ([1.0, 0.0, 1.0], 1, 0)
+
+
+def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
+    """Some minutes of C. Whoever waits for the answer would do so for ten times its time."""
+    code = (
+        "import hashlib, signal; from coordinator.rewards.worker import _Timer;"
+        "signal.signal(signal.SIGXCPU, signal.SIG_DFL);"
+        "_Timer(0.1).run(lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGXCPU
+
+
+async def test_what_the_kernel_ends_is_late() -> None:
+    workers = Workers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
+    jobs = [{"completion": "42", "answer": "42"}] * 2
+    try:
+        await workers.map(jobs)
+        (process,) = workers._idle
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        working = asyncio.create_task(workers.map(jobs))
+        await asyncio.to_thread(until, lambda: workers._idle == [None])
+        os.kill(process.pid, signal.SIGXCPU)
+        os.kill(process.pid, signal.SIGCONT)
+        assert await working == [Answer(late=True), Answer(value=1.0)]
+    finally:
+        await workers.close()
 
 
 async def test_a_dead_worker_costs_one_score_and_is_replaced() -> None:
