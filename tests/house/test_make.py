@@ -43,6 +43,11 @@ def test_the_recipe_expands(target: str) -> None:
     assert make("--dry-run", "--always-make", target)
 
 
+def test_gpu_check_leaves_the_environment_alone() -> None:
+    """It runs in that of requirements/gpu.md: the CPU's venv laid over it would take its torch away."""
+    assert "make_venv" not in make("--dry-run", "--always-make", "gpu-check")
+
+
 def test_test_runs_the_checks_first() -> None:
     recipe = make("--dry-run", "--always-make", "test")
     steps = [

@@ -67,6 +67,17 @@ def test_every_rank_sends_at_most_its_own_shard(fleet: Callable[..., Fleet], num
             assert same(them.stores[slot], them.expected(slot)) == []
 
 
+def test_each_layout_costs_the_trainer_one_model(fleet: Callable[..., Fleet]) -> None:
+    """Replicas of TP 1 and of TP 2 have shards of their own: what one kind has is no use to the other."""
+    sizes = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2), "rollout-2": Parallel(), "rollout-3": Parallel()}
+    them = fleet(Parallel(tensor=2), sizes)
+    reports = them.sync(them.round(1))
+    shards = {slot: report.shard_bytes for slot, report in reports.items()}
+    sent = sum(reports[f"trainer/{rank}"].bytes_sent for rank in range(2))
+    assert sent == shards["rollout-0/0"] + shards["rollout-1/0"] + shards["rollout-1/1"]
+    assert [reports[f"{name}/0"].bytes_sent for name in sizes] == [shards["rollout-0/0"], 0, shards["rollout-0/0"], 0]
+
+
 def test_a_replica_is_ready_for_the_next_message_before_it_passes_one_on(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
     wires = counted_round(them, them.round(1))

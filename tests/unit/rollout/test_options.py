@@ -1,8 +1,11 @@
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollout_service.hosts.share import Share
+from rollout_service.sglang_engine.engine import SglangEngine
 from rollout_service.sglang_engine.options import cpu_binding, engine_arguments, engine_environment
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from tandem_config.schema import RunConfig
@@ -31,6 +34,18 @@ def test_a_gpu_keeps_sglangs_own_backends_but_for_kernels_that_change_the_weight
 
 def test_float32_on_a_gpu_gets_an_attention_that_computes_in_it() -> None:
     assert arguments(config(), cuda=True, dtype="float32")["attention_backend"] == "triton"
+
+
+def test_a_request_leaves_a_page_of_the_cache_free() -> None:
+    """SGLang's page is 64 tokens on Blackwell."""
+    engine: Any = SglangEngine.__new__(SglangEngine)
+    started: Any = SimpleNamespace(
+        _scheduler_init_result=SimpleNamespace(scheduler_infos=[{"max_total_num_tokens": 1024}]),
+        server_args=SimpleNamespace(resolved_dict=lambda: {"page_size": 64}),
+    )
+    engine._processes = SimpleNamespace(engine=started)
+    engine._manager = SimpleNamespace(context_len=4096, model_config=SimpleNamespace(vocab_size=100))
+    assert engine._read_limits().longest_request == 960
 
 
 def test_short_prompts_do_without_a_prefix_cache() -> None:

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from tandem_config.schema import RunConfig
+from tests.house.repository import REPO
 from trainer_service.megatron_engine import build
+from trainer_service.megatron_engine.engine import MegatronEngine
 from weightsync.layout import Parallel
 
 
@@ -16,3 +19,24 @@ def test_megatrons_groups_have_the_configured_timeout(monkeypatch: pytest.Monkey
     monkeypatch.setattr(build.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None)
     build.initialize_parallel(Parallel(tensor=2), 0, 300.0)
     assert given["distributed_timeout_minutes"] * 60 == 300.0
+
+
+def test_it_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        """With these arguments."""
+
+    def ask(*arguments: object) -> None:
+        raise Asked(*arguments)
+
+    monkeypatch.setattr(build, "initialize_parallel", ask)
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(REPO / "examples" / "arithmetic" / "model")},
+            "data": {"train": "t"},
+            "run": {"seed": 5},
+            "trainer": {"collective_timeout_s": 77.0},
+        }
+    )
+    with pytest.raises(Asked) as asked:
+        MegatronEngine(config, torch.device("cpu"))
+    assert asked.value.args == (Parallel(), 5, 77.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.weight_stores import tiny_spec
 from weightsync import devices
+from weightsync.communicators import CommunicatorCache
 from weightsync.layout import Parallel
 from weightsync.session import SyncMember, _State
 from weightsync.sglang_layout import sglang_layout
@@ -158,6 +160,14 @@ def test_the_proof_of_a_group_is_on_the_ranks_gpu(threads: Threads, monkeypatch:
 
     in_a_foreign_thread(prove)
     assert tokens == [torch.device("cpu"), GPU]
+
+
+def test_a_group_is_formed_on_the_ranks_gpu(threads: Threads) -> None:
+    """In a thread of its own: NCCL makes a communicator for the current device of the thread that asks."""
+    lease: Any = SimpleNamespace(slot="rollout-0/3")
+    build: Callable[[], Any] = torch.cuda.current_device
+    cache = CommunicatorCache(lease, "127.0.0.1", GPU)
+    assert in_a_foreign_thread(lambda: cache._build(build, pb.Round(formation_timeout_s=10))) == GPU.index
 
 
 def test_watched_work_runs_on_the_ranks_gpu(threads: Threads) -> None:

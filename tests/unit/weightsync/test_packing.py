@@ -95,3 +95,18 @@ def test_what_is_stored_is_what_would_be_packed(
         packer.pack(message, payload)
         pieces = [piece.clone() for piece in packer.stored(message)]  # one is valid until the next
         assert torch.equal(torch.cat(pieces), payload)
+
+
+@pytest.mark.parametrize(("device", "bytes_each"), [("cpu", 2**12), ("meta", 2**13)])
+def test_segments_are_of_the_devices_size(device: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL wants larger ones than gloo: what is smaller is gathered, what is larger goes alone."""
+    monkeypatch.setitem(packing.SEGMENT_BYTES, device, bytes_each)
+    tensors = {name: torch.empty(shape, device=device) for name, shape in TARGET.parameters_of(0).items()}
+    receiver = Packer(TARGET, tensors, "dst")
+    messages = cut_messages(make_plan(SOURCE, TARGET), 10**9)
+    segments = [segment for message in messages for segment in receiver.segments(message)]
+    sizes = [[block.elements * 4 for block in segment.blocks] for segment in segments]
+    large = sum(size >= bytes_each for blocks in sizes for size in blocks)
+    assert large > 0
+    assert sum(len(blocks) == 1 and blocks[0] >= bytes_each for blocks in sizes) == large
+    assert len(sizes) <= 2 * large + len(messages)  # between two that go alone, what is small is one segment
