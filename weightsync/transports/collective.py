@@ -50,6 +50,7 @@ class CollectiveTransport:
         self._comm = communicator
         self._buffers = Buffers(device)
         self._hops: tuple[str, list[Hop]] = ("", [])
+        self._connected = ""  # digest of the plan whose links are
 
     def connect(self, plan: RoundPlan, participants: Participants, deadline: float) -> None:
         """Connects this rank with those that the plan pairs it with, and with no others. Every rank calls it.
@@ -60,8 +61,11 @@ class CollectiveTransport:
             deadline: time.monotonic() seconds.
         Raises: PeerLost: naming both ranks of a link that was not connected; the communicator is closed then.
         """
+        if plan.digest == self._connected:
+            return
         walk = _Connecting(self._comm, links_of(self._hops_of(plan, participants), len(self._comm.slots)), deadline)
         run_watched(self._comm, walk.run, deadline, walk.late)
+        self._connected = plan.digest
 
     def run(self, job: TransferJob) -> TransferStats:
         """See Transport."""
