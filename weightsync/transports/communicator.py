@@ -64,6 +64,7 @@ class Communicator:
         self.device = device
         self._group = group
         self._lanes = tuple(lanes)  # of NCCL
+        self._unaborted = self._lanes
         self._store = store  # keeps the TCP store alive for as long as its group
         self._lock = threading.Lock()
         self._closed = ""  # why; empty while it is open
@@ -198,8 +199,9 @@ class Communicator:
         """Closes the connections at once, so that every other rank notices. May be called from any thread."""
         with self._lock:
             self._closed = self._closed or why
+            lanes, self._unaborted = self._unaborted, ()
         self._close_gloo()  # first: what waits for NCCL looks at `closed`, and who waits for us at its connection
-        ends = [threading.Thread(target=lane.abort, name="abort", daemon=True) for lane in self._lanes]
+        ends = [threading.Thread(target=lane.abort, name="abort", daemon=True) for lane in lanes]
         for end in ends:
             end.start()
         give_up_at = time.monotonic() + LANE_ABORT_S
