@@ -27,9 +27,9 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.conftest import RedisProcess
-from tests.integration.trainer.tiny_models import save_model
 from tests.polling import until
 from tests.service_processes import START_S, Services
+from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
@@ -88,7 +88,7 @@ class RealFleet:
     def __init__(self, folder: Path, redis: RedisProcess) -> None:
         self.redis = redis
         self.model = folder / "model"
-        save_model("qwen3", self.model)
+        write_model(model_config(SCALES["cpu"], experts=0), self.model)
         self.services = Services(redis.url, folder, RUN_ID)
         self.services.start_trainer(self.config())
         for name in REPLICAS:
@@ -99,7 +99,7 @@ class RealFleet:
 
     def config(self) -> RunConfig:
         sync = {
-            "bucket_mib": 0.0005,
+            "bucket_mib": BUCKET_MIB,
             "transport": "collective",
             "formation_timeout_s": 20.0,
             "transfer_timeout_s": 8.0,
