@@ -2,9 +2,12 @@
 
 The trainer is counted as trainer_service.megatron_engine builds it: no recomputation, no distributed optimizer, flash
 attention, the micro-batch as full as it may be and every token of it a completion's. Two moments can be the highest:
-the loss (every layer's activations and the logits) and the optimizer (AdamW works on all parameters at once). What
-CUDA, NCCL and the allocator's fragments take (1 to 3 GiB) is not counted. A mixture's tokens are taken as evenly
-spread over the experts.
+the loss (every layer's activations and the logits) and the optimizer (AdamW works on all parameters at once). A
+mixture's tokens are taken as evenly spread over the experts.
+
+Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
+estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); a layer's own passing
+tensors; a kernel that a GPU may have for context parallelism's masked attention, which would need less.
 """
 
 import math
@@ -22,6 +25,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT = 4
 # largest messages that a rank keeps (sync.bucket_mib)
 _BUCKETS = 2
+# SGLang's own reserve for CUDA graphs (arg_groups/memory_hook.py): for each request of the largest decode batch that it
+# captures (512 at most), and for each of the 58 prompt sizes up to 8,192 tokens.
+_GRAPH_REQUEST, _GRAPH_REQUESTS = 2 * 2**20, 512
+_GRAPH_PROMPTS = 58 * 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +70,10 @@ class TrainerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """A rollout rank, in bytes. spare: sync.install staged; token: the KV cache of one token."""
+    """A rollout rank, in bytes. spare: sync.install staged; graphs: CUDA graphs; token: the KV cache of one token."""
 
     weights: int
+    graphs: int
     spare: int
     buffers: int
     token: int
@@ -76,8 +84,8 @@ class RolloutMemory:
         return max(0, min(self.wanted_tokens, (static - self.weights) // self.token))
 
     def peak(self, static: int) -> int:
-        """Weights, KV cache and what a weight sync needs."""
-        return self.weights + self.cache_tokens(static) * self.token + self.spare + self.buffers
+        """Weights, KV cache, CUDA graphs and what a weight sync needs."""
+        return self.weights + self.cache_tokens(static) * self.token + self.graphs + self.spare + self.buffers
 
 
 def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: float = 1.0) -> list[TrainerMemory]:
@@ -136,15 +144,27 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
     q = spec.size("q") // parallel.tensor
     kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
-    # Projected q, k, v (v is read from there), rotated q and k, the output; a log-sum per head.
-    attention = tokens * ((q + 2 * kv) + (q + kv) + q) * width + tokens * (q // spec.head_dim) * _FLOAT
     # cosines and sines, of queries and keys
-    attention += 4 * _longest(config, tokens) * spec.head_dim * width
-    if parallel.context > 1:
-        attention += 2 * parallel.context * tokens * kv * width  # keys and values of all ranks
-    if spec.qk_norm:
-        attention += tokens * (q + kv) * width
+    attention = 4 * _longest(config, tokens) * spec.head_dim * width
+    if parallel.context > 1 and q != kv:
+        # the output, and what the norms of q and k take and give
+        attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
+        attention += _scores(config, parallel, tokens, q, q // spec.head_dim)
+    else:
+        # Projected q, k, v (v is read from there), rotated q and k, the output; a log-sum per head.
+        attention += tokens * ((q + 2 * kv) + (q + kv) + q) * width + tokens * (q // spec.head_dim) * _FLOAT
+        attention += tokens * (q + kv) * width if spec.qk_norm else 0
+        attention += 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
     return norms + attention + _mlp(spec, parallel, layer, tokens, split, width)
+
+
+def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
+    """What attention keeps under context parallelism, whose mask and grouped heads together fit no fused kernel.
+
+    Float32 queries, keys and values of every head and all ranks, and each token's weight of every column of its row.
+    """
+    columns = _longest(config, tokens * parallel.context)
+    return tokens * ((1 + 2 * parallel.context) * q + heads * columns) * _FLOAT
 
 
 def _mlp(spec: ModelSpec, parallel: Parallel, layer: int, tokens: int, split: int, width: int) -> int:
@@ -178,6 +198,7 @@ def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
     heads = max(1, spec.num_kv_heads // rollout.tensor_parallel)
     return RolloutMemory(
         weights=weights,
+        graphs=_GRAPH_PROMPTS + _GRAPH_REQUEST * min(rollout.max_running_requests, _GRAPH_REQUESTS),
         spare=weights if config.sync.install == "staged" else 0,
         buffers=_BUCKETS * _bucket_bytes(config),
         token=2 * spec.num_layers * heads * spec.head_dim * width,

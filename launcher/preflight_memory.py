@@ -92,7 +92,8 @@ def _rollout_line(config: RunConfig, rollout: RolloutMemory, gib: float) -> str:
     sync = rollout.spare + rollout.buffers
     return (
         f"rollout rank: {_gib(rollout.peak(static))} of {gib:g} ({_gib(rollout.weights)} weights, "
-        f"{_gib(tokens * rollout.token)} KV cache of {tokens} tokens, {_gib(sync)} for a weight sync)"
+        f"{_gib(tokens * rollout.token)} KV cache of {tokens} tokens, {_gib(rollout.graphs)} CUDA graphs, "
+        f"{_gib(sync)} for a weight sync)"
     )
 
 

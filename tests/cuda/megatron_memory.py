@@ -92,6 +92,11 @@ class CountedFakes(TorchDispatchMode):
             self.peak = max(self.peak, self.total())
 
 
+def _unpinned(make: Any) -> Any:
+    """torch.tensor, which could pin memory for no device."""
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+
 def _nothing() -> Any:
     """Another function each time: torch tells its own apart by their identity."""
     return lambda *_, **__: None
@@ -118,12 +123,19 @@ def pretend_cuda() -> None:
         answers[name] = _nothing()
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    names: Any = torch
+    names.tensor = _unpinned(torch.tensor)
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
 
 
-def _flash(q: Any, k: Any, v: Any, is_causal: bool = False, scale: float | None = None, **_: Any) -> Any:
-    """What a GPU would choose for a causal mask without a tensor."""
+def _attention(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None, **options: Any
+) -> Any:
+    """What a GPU would choose: flash attention without a mask; with one, and grouped heads, no fused kernel."""
+    if attn_mask is not None:
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(q, k, v, attn_mask, 0.0, False, None, scale=scale, **options)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
 
 
@@ -181,7 +193,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         names: Any = dist
         names.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
         functional: Any = F
-        functional.scaled_dot_product_attention = _flash
+        functional.scaled_dot_product_attention = _attention
 
         def forward_done(*_: Any, **__: Any) -> None:
             raise ForwardDone

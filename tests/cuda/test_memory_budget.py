@@ -32,16 +32,22 @@ QWEN3 = {**DENSE, "model_type": "qwen3", "head_dim": 128, "num_attention_heads":
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the trainer's settings, the parameters' type."""
+    """A model, the trainer's settings, the parameters' type, and the share of the first rank's tokens with a loss."""
 
     model: dict[str, Any]
     trainer: dict[str, Any]
     dtype: str = "bfloat16"
+    completion_share: float = 7 / 8
 
 
 CASES = {
     "7B, TP4 DP2 SP": Case(DENSE, {"tensor_parallel": 4, "data_parallel": 2, "sequence_parallel": True}),
     "1.5B, TP2, tied": Case(TIED, {"tensor_parallel": 2}),
+    # the prompts' columns are all of the first rank
+    "7B, TP2 CP2 SP": Case(
+        DENSE, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}, completion_share=3 / 4
+    ),
+    "Qwen3, CP2, float32": Case(QWEN3, {"tensor_parallel": 2, "context_parallel": 2}, "float32", 3 / 4),
     "Qwen3, one rank, float32": Case(QWEN3, {}, "float32"),
 }
 
@@ -54,6 +60,6 @@ def test_arithmetic_equals_megatron(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     spec = ModelSpec.from_config(CASES[name].model)
-    (counted,) = trainer_memory(configuration(case, tmp_path), spec, completion_share=7 / 8)
+    (counted,) = trainer_memory(configuration(case, tmp_path), spec, completion_share=CASES[name].completion_share)
     assert counted.resident == pytest.approx(measured["resident"], rel=0.005)
     assert counted.forward == pytest.approx(measured["peak"], rel=0.02)

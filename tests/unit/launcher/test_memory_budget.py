@@ -1,6 +1,7 @@
 """The memory budget against figures that real Megatron gave under fake tensors, and what `tandem check` says of it."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,35 @@ def test_the_arithmetic_gives_what_fake_tensors_gave(name: str, tokens: int, pea
     assert memory.forward / GB == pytest.approx(peak, rel=0.01)
 
 
+# Bytes when the engine is made and at the forward's peak, of three layers, 8,192 tokens and rows of 1,024 on the real
+# engine's fake CUDA tensors (tests/cuda/test_memory_budget.py): prompts, an eighth, are all on the first rank.
+@pytest.mark.parametrize(
+    ("model", "settings", "resident", "peak"),
+    [
+        ("qwen2.5-7b", {"trainer.sequence_parallel": "true"}, 16_102_771_460, 23_676_243_724),
+        (
+            "qwen3-8b",
+            {"trainer.sequence_parallel": "false", "model.dtype": "float32"},
+            14_489_637_124,
+            24_288_703_756,
+        ),
+    ],
+)
+def test_context_parallel_attention_keeps_its_weights(
+    model: str, settings: dict[str, str], resident: int, peak: int
+) -> None:
+    sizes = {"trainer.tensor_parallel": 2, "trainer.data_parallel": 1, "trainer.context_parallel": 2}
+    sizes |= {"trainer.max_tokens_per_micro_batch": 8192, "data.max_prompt_tokens": 128, "grpo.max_new_tokens": 896}
+    config = overlay("cluster", *(f"{name}={value}" for name, value in (sizes | settings).items()))
+    spec = replace(preset("qwen2.5-7b"), num_layers=3)
+    if model == "qwen3-8b":
+        # of its attention; the rest is the other's
+        spec = replace(spec, qk_norm=True, qkv_bias=False, num_heads=32, num_kv_heads=8, head_dim=128)
+    (memory,) = trainer_memory(config, spec, completion_share=3 / 4)
+    assert memory.resident == pytest.approx(resident, rel=1e-6)
+    assert memory.forward == pytest.approx(peak, rel=1e-3)
+
+
 def test_two_layers_are_right_to_a_thousandth() -> None:
     """RESIDENT and PEAK of the same accounting, run on two layers of the cluster's model."""
     spec = preset("qwen2.5-7b")
@@ -46,12 +76,13 @@ def test_two_layers_are_right_to_a_thousandth() -> None:
     assert memory.forward == pytest.approx(20_392_781_668, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 60.3, 10.4), ("cluster", 69.8, 42.7)])
+@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 60.3, 11.8), ("cluster", 69.8, 43.6)])
 def test_each_overlay_fits_gpus_of_80_gib(name: str, trainer: float, rollout: float) -> None:
     report = check_memory(overlay(name), preset(OVERLAYS[name]), 80)
     assert report.problems == ()
     assert f"trainer rank: {trainer} GiB of 80 at the forward's peak" in report.lines[0]
     assert f"rollout rank: {rollout} GiB of 80" in report.lines[1]
+    assert "GiB CUDA graphs" in report.lines[1]
 
 
 def test_every_overlay_with_gpus_has_a_figure() -> None:
