@@ -1,13 +1,19 @@
 """Trainer ranks on GPUs that are not there: a train step and log-probs, and which device every operation was on.
 
 `python -m tests.cuda.trainer_rank CASES`, a JSON list of {config, trainer, rank, dtype, plant}; prints a line of JSON
-with an answer for each. megatron-core and our engine run as on GPUs, on fake CUDA tensors and fake process groups. Left
-out: the backward pass (autograd's threads want real devices), and everything that depends on a value: every number that
-is read is 0, and so experts get no tokens.
+with an answer for each. megatron-core and our engine run as on GPUs, forward and backward, on fake CUDA tensors and
+fake process groups. autograd asks the driver for each device's context and stream before a backward pass, and fails
+there without one: `autograd_without_driver.c`, loaded ahead of torch, answers that there is no accelerator; and all of
+a backward pass runs in the thread that asks for it, since torch starts autograd's threads for real devices only.
+
+Left out: everything that depends on a value (every number that is read is 0, and so experts get no tokens, and a stage
+is told the shape that it will receive: `tell_shapes`); what streams and events order; a checkpoint's bytes (zeros are
+written, by rank 0 alone: the others' files wait for its folder); interleaved stages, of several chunks' shapes.
 """
 
 import contextlib
 import json
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -23,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -92,13 +99,19 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch, "tensor", _tensor_on_current(torch.tensor))
+    monkeypatch.setattr(torch.Tensor, "cuda", _to_current)
     return waited
+
+
+def _to_current(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
+    """Tensor.cuda() asks the driver as well."""
+    return self.to(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
 
 
 def _tensor_on_current(tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch.tensor(..., device="cuda") asks the driver for the current device, not torch.cuda."""
 
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         asked = None if device is None else torch.device(device)
         if asked is not None and asked.type == "cuda" and asked.index is None:
             asked = torch.device("cuda", torch.cuda.current_device())
@@ -119,20 +132,22 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core.optimizer.clip_grads as norms
     import megatron.core.tensor_parallel.random as states
 
-    from trainer_service.megatron_engine import build
+    from trainer_service.megatron_engine import build, checkpoint
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))
     monkeypatch.setattr(states, "_set_cuda_rng_state", lambda *_, **__: None)
     monkeypatch.setattr(norms, "l2_norm_impl", lambda *_: (torch.zeros(1, device="cuda"), None))  # reads every norm
     monkeypatch.setattr(build.GPTModel, "to", _to)
     monkeypatch.setattr(build.GPTModel, "bfloat16", lambda self: self)  # its parameters are so already
-    monkeypatch.setattr(torch.autograd, "backward", lambda *_, **__: None)
     numpy = torch.Tensor.numpy
 
-    def of_zeros(self: torch.Tensor) -> Any:
-        return numpy(torch.zeros(self.shape, dtype=self.dtype) if isinstance(self, FakeTensor) else self)
+    def zeros(fake: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(fake.shape, dtype=fake.dtype) if isinstance(fake, FakeTensor) else fake
 
-    monkeypatch.setattr(torch.Tensor, "numpy", of_zeros)
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda self: numpy(zeros(self)))
+    monkeypatch.setattr(
+        checkpoint, "save_file", lambda held, path: save_file({name: zeros(t) for name, t in held.items()}, path)
+    )
 
 
 def _to(self: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -149,6 +164,33 @@ def _to(self: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return self
 
 
+def tell_shapes(monkeypatch: pytest.MonkeyPatch, hidden_size: int, split: int) -> None:
+    """Stages tell each other a micro-batch's shape, which would be read as zeros: all of a call have the first's.
+
+    split: ranks that share a micro-batch's columns between layers.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from trainer_service.megatron_engine.schedule import Schedule
+
+    shape: list[int] = []
+    through, communicate = Schedule._through, P2PCommunicator._communicate_shapes
+
+    def noted(self: Schedule, batches: Any, *args: Any, **kwargs: Any) -> None:
+        shapes = {tuple(batch.input_ids.shape) for batch in batches}
+        assert len(shapes) == 1, f"micro-batches of several shapes: {shapes}"
+        rows, columns = shapes.pop()
+        shape[:] = [columns // split, rows, hidden_size]
+        through(self, batches, *args, **kwargs)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        communicate(*args, **kwargs)
+        return list(shape), list(shape)
+
+    monkeypatch.setattr(Schedule, "_through", noted)
+    monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", told)
+
+
 def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """A planted mistake: a step's advantages are on another device than the rest."""
     from trainer_service.megatron_engine.token_state import TokenState
@@ -162,10 +204,25 @@ def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     monkeypatch.setattr(TokenState, "of", wrong)
 
 
-def samples(vocabulary: int) -> Samples:
-    """16 of two updates."""
+def leave_a_gradient(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """A planted mistake: the loss's own backward pass makes its gradient on another device."""
+    from trainer_service.megatron_engine.vocab_parallel import _LogprobEntropy
+
+    right = _LogprobEntropy.backward
+
+    def wrong(ctx: Any, *grads: Any) -> Any:
+        gradient, *rest = right(ctx, *grads)
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=to), *rest
+
+    monkeypatch.setattr(_LogprobEntropy, "backward", staticmethod(wrong))
+
+
+def samples(vocabulary: int, *, alike: bool) -> Samples:
+    """16 of two updates; alike: of the same lengths."""
     rng, count = np.random.default_rng(0), 16
     prompts, completions = rng.integers(4, 20, count), rng.integers(2, 30, count)
+    if alike:
+        prompts, completions = np.full(count, 12), np.full(count, 20)
     return Samples(
         sample_ids=tuple(f"s{i}" for i in range(count)),
         update_index=np.repeat([0, 1], count // 2).astype(np.int64),
@@ -199,17 +256,24 @@ def run_config(case: dict[str, Any], folder: Path) -> RunConfig:
     )
 
 
-def work(config: RunConfig, answer: dict[str, Any]) -> None:
-    """All that a rank does between two checkpoints, and a staged round that takes the place of its weights."""
+def work(config: RunConfig, folder: Path, answer: dict[str, Any]) -> None:
+    """A step, log-probs, a checkpoint there and back, and a staged round that takes the place of the weights."""
     from trainer_service.megatron_engine.engine import MegatronEngine
 
     engine = MegatronEngine(config, DEVICE)
     parameters = engine.tensors()
     answer["parameters"] = {name: [list(t.shape), str(t.device)] for name, t in parameters.items()}
-    rows = samples(engine.spec.vocab_size)
+    rows = samples(engine.spec.vocab_size, alike=engine.parallel.pipeline > 1)
     answer["seconds"] = sorted(engine.train_step(rows, 2).seconds)
     logprobs, entropies = engine.logprobs(rows)
     answer["shapes"] = [list(logprobs.shape), list(entropies.shape), [rows.num_completion_tokens]]
+    answer["gradients"] = sorted(
+        name for name, each in engine._parameters.items() if str(each.main_grad.device) == str(DEVICE)
+    )
+    if dist.get_rank() == 0:
+        engine.save(folder / "checkpoint")
+        answer["saved"] = sorted(path.name for path in (folder / "checkpoint").iterdir())
+        engine.load_checkpoint(folder / "checkpoint")
     spare = SpareShard(parameters)
     spare.reserve("rollout-0/0")
     spare.install()
@@ -233,7 +297,7 @@ def summary(recorded: Recorded) -> dict[str, Any]:
 def describe(case: dict[str, Any]) -> dict[str, Any]:
     """{error, devices, mixes, waited, parameters, ...} of one rank."""
     sizes = case["trainer"]
-    world_size = sizes.get("tensor_parallel", 1) * sizes.get("data_parallel", 1)
+    world_size = math.prod(sizes.get(f"{axis}_parallel", 1) for axis in ("tensor", "data", "pipeline", "context"))
     answer: dict[str, Any] = {"error": None}
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
         waited = pretend_gpus(monkeypatch)
@@ -242,10 +306,18 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.set_device(DEVICE)  # as world.connect does, in the thread that all of it runs in
         with fake_cuda(monkeypatch, read_as=0.0) as recorded:
             pretend_megatron(monkeypatch)
+            config = run_config(case, Path(folder))
+            if sizes.get("pipeline_parallel", 1) > 1:
+                split = sizes["tensor_parallel"] if sizes.get("sequence_parallel") else 1
+                tell_shapes(monkeypatch, case["config"]["hidden_size"], split)
             if str(case.get("plant")).startswith(("cpu", "cuda")):
                 forget_a_move(monkeypatch, case["plant"])
+            if case.get("plant") == "gradient":
+                leave_a_gradient(monkeypatch, "cuda:5")
             try:
-                work(run_config(case, Path(folder)), answer)
+                # its workers are started for real devices only
+                with torch.autograd.set_multithreading_enabled(False):
+                    work(config, Path(folder), answer)
             except Exception:  # the answer's reader judges it
                 answer["error"] = traceback.format_exc(limit=-12)
         return answer | summary(recorded) | {"waited": sorted(set(waited))}
