@@ -7,6 +7,7 @@ its standard input ends.
 import asyncio
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,11 @@ class Engine:
 
 
 class Member:
-    """Takes any round, and lists its ranks as a real one does."""
+    """Takes any round, lists its ranks and waits for them as a real one does."""
 
     def run_phase(self, phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
         assert len(Participants.of_round(round_).slots) <= 2**16
+        assert timedelta(seconds=round_.formation_timeout_s + round_.transfer_timeout_s) > timedelta()
         return weights_pb2.PhaseReport()
 
 

@@ -29,7 +29,7 @@ NAME = "tandem_api.rollout.v1.RolloutService"
 class Served:
     """RolloutService over real gRPC, around a fake engine that has version 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, leader: CoordinatorFence | None = None) -> None:
         self.engine = FakeEngine()
         self.registry = CollectorRegistry()
         self.server = GrpcServer("rollout")
@@ -48,6 +48,7 @@ class Served:
             admission=admission,
             updates=self.updates,
             metrics=metrics,
+            leader=leader,
         )
         self.server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, NAME)
 
@@ -160,6 +161,15 @@ async def test_a_replaced_coordinator_is_refused(served: Served, call: str) -> N
         await getattr(served.stub, call)(FENCED[call], timeout=5.0)
     assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == "FENCED"
     assert (served.updates.state, served.updates.policy_version) == (weights_pb2.REPLICA_STATE_SERVING, 1)
+
+
+async def test_a_replica_that_is_started_again_refuses_it_too() -> None:
+    restarted = Served(leader=NEW)
+    await restarted.start()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await restarted.stub.PauseGeneration(FENCED["PauseGeneration"], timeout=5.0)
+    await restarted.server.drain(0.0)
+    assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == "FENCED"
 
 
 async def test_whoever_takes_over_finds_no_round_of_its_predecessor(served: Served) -> None:
