@@ -13,7 +13,7 @@ the groups' own.
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -209,18 +209,16 @@ class Communicator:
             end.join(max(0.0, give_up_at - time.monotonic()))
 
     def _close_gloo(self) -> None:
-        """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them."""
+        """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them.
+
+        One that ends because its peer closes at the same moment closes no other: so every connection is tried.
+        """
         for peer in range(len(self.slots)):
             if peer == self.rank:
                 continue
-            try:
+            with suppress(RuntimeError):  # closed already, by its peer or by a time-out before; or the time-out
                 work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
-            except RuntimeError:  # this connection is closed already: the others need not be
-                continue
-            try:
                 work.wait(timedelta(milliseconds=1))
-            except RuntimeError:  # the time-out
-                return
 
     def _prove(self, group: dist.ProcessGroup, token: torch.Tensor, timeout_s: float) -> None:
         self.wait(Pending(group.allreduce([token]), _on_device(token)), self.rank, timeout_s)
