@@ -1,4 +1,4 @@
-"""Sends a call's requests to SGLang in one message and reports each group the moment its last completion ends.
+"""Sends a call's requests to SGLang in few messages and reports each group the moment its last completion ends.
 
 SGLang's own `generate_request` answers a batch when the whole batch is done, or streams every token through a task per
 request. This subclass of its TokenizerManager registers the same request states, with an event that only counts down.
@@ -6,15 +6,20 @@ request. This subclass of its TokenizerManager registers the same request states
 
 import asyncio
 import math
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from rollout_service.engine import Completion, Finish, FinishedGroup, Group, Sampling, Span
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+
+
+# Building a message holds the event loop up for about 0.1 ms a request.
+REQUESTS_PER_MESSAGE = 1024
 
 
 class _Countdown:
@@ -45,15 +50,15 @@ class GroupTokenizerManager(TokenizerManager):
         """See RolloutEngine.generate. cache_key: prefixes are shared only between requests of the same key."""
         self.auto_create_handle_loop()
         whole: asyncio.Queue[_Countdown] = asyncio.Queue()
-        request = _batch_request(groups, sampling, cache_key)
-        request.normalize_batch_and_arguments()
-        self._init_req_state(request)
-        states = {rid: self.rid_to_state[rid] for rid in request.rid}
-        _count_down(groups, list(states.values()), whole)
+        prefix = f"{uuid.uuid4().hex}/"
+        states: dict[str, Any] = {}
         try:
             async with self.model_update_lock.reader_lock:
-                tokenized = await self._batch_tokenize_and_process(request.batch_size, request)
-                await self._send_batch_request(tokenized)
+                requests = _requests(groups, whole)
+                for first in range(0, len(requests), REQUESTS_PER_MESSAGE):
+                    message = dict(requests[first : first + REQUESTS_PER_MESSAGE])
+                    await self._send(message, sampling, cache_key, prefix, states)
+                    await asyncio.sleep(0)  # other calls are answered between two messages
                 left = len(groups)
                 while left > 0:
                     ready = [await whole.get()]
@@ -62,13 +67,52 @@ class GroupTokenizerManager(TokenizerManager):
                     left -= len(ready)
                     yield [each.finished_group() for each in ready]
         finally:  # a closed iterator or an error: what has been sent is aborted, the rest forgotten
+            self._abort_all(prefix, states)
             self._release_req_states_on_failure(states)
 
+    async def _send(
+        self,
+        message: "dict[int, _Countdown]",
+        sampling: Sampling,
+        cache_key: str | None,
+        prefix: str,
+        states: dict[str, Any],
+    ) -> None:
+        """Send a request for each countdown, by its number in the call. Adds the requests' states, by their ids."""
+        request = _batch_request(message, sampling, cache_key, prefix)
+        request.normalize_batch_and_arguments()
+        self._init_req_state(request)
+        for rid, countdown in zip(request.rid, message.values(), strict=True):
+            states[rid] = state = self.rid_to_state[rid]
+            state.event = countdown
+            countdown.states.append(state)
+        tokenized = await self._batch_tokenize_and_process(request.batch_size, request)
+        await self._send_batch_request(tokenized)
 
-def _batch_request(groups: Sequence[Group], sampling: Sampling, cache_key: str | None) -> GenerateReqInput:
-    # A prompt is repeated for each completion: SGLang's n > 1 first runs every prompt once, one message at a time.
+    def _abort_all(self, prefix: str, states: dict[str, Any]) -> None:
+        """One message for all of a call's requests: for each message the scheduler looks through its whole queue.
+
+        It aborts whatever id begins with that of the message.
+        """
+        running = [state for rid, state in states.items() if self.rid_to_state.get(rid) is state and state.dispatched]
+        if running:
+            self._dispatch_to_scheduler(AbortReq(rid=prefix))
+            for state in running:
+                state.abort_sent = True
+
+
+def _requests(groups: Sequence[Group], whole: "asyncio.Queue[_Countdown]") -> "list[tuple[int, _Countdown]]":
+    """Numbered. A prompt is repeated for each completion: with n > 1 SGLang first runs every prompt once, by itself."""
+    countdowns = [_Countdown(group, whole) for group in groups]
+    return list(enumerate(each for each in countdowns for _ in range(each.group.num_completions)))
+
+
+def _batch_request(
+    message: "dict[int, _Countdown]", sampling: Sampling, cache_key: str | None, prefix: str
+) -> GenerateReqInput:
     return GenerateReqInput(
-        input_ids=[group.prompt_ids for group in groups for _ in range(group.num_completions)],
+        rid=[f"{prefix}{number}" for number in message],
+        input_ids=[countdown.group.prompt_ids for countdown in message.values()],
         sampling_params={
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -79,16 +123,6 @@ def _batch_request(groups: Sequence[Group], sampling: Sampling, cache_key: str |
         return_logprob=True,
         extra_key=cache_key,
     )
-
-
-def _count_down(groups: Sequence[Group], states: list[Any], whole: "asyncio.Queue[_Countdown]") -> None:
-    taken = iter(states)
-    for group in groups:
-        countdown = _Countdown(group, whole)
-        for _ in range(group.num_completions):
-            state = next(taken)
-            state.event = countdown
-            countdown.states.append(state)
 
 
 def _completion(out: dict[str, Any]) -> Completion:

@@ -118,6 +118,20 @@ def test_pause_refuses_and_resume_serves_again(replica: Replica) -> None:
     assert replica.generate(PROMPTS[:1], version=1)
 
 
+def test_a_large_call_that_is_given_up_ends_in_the_engine_too(replica: Replica) -> None:
+    version = replica.status().policy_version
+    request = pb.GenerateGroupsRequest(
+        groups=[pb.PromptGroup(group_id="all", prompt_ids=[5, 6], num_completions=4096)],
+        sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=400),
+        policy_version=version,
+    )
+    with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+        list(replica.stub.GenerateGroups(request, timeout=3))
+    assert len(replica.generate([[5, 6]], max_new_tokens=2, version=version)) == 1
+    before = replica.status().engine_progress
+    throughout(lambda: replica.status().engine_progress == before, 1.0)
+
+
 def test_a_long_completion_is_progress_and_a_stuck_engine_is_none(replica: Replica) -> None:
     """Of what fleet.stuck_after_s waits for, the coordinator is told while nothing is finished yet."""
     finished = replica.status().generated_tokens
