@@ -42,7 +42,10 @@ def changed(message: Message, chance: random.Random, new_value: NewValue) -> Mes
     """A copy in which one field, however deep, has another value, is left out, or has an item more or less."""
     copy = type(message)()
     copy.CopyFrom(message)
-    owner, field = chance.choice(list(_fields(copy)))
+    fields = list(_fields(copy))
+    if not fields:  # GetStatus has none, and a message of which all were left out
+        return copy
+    owner, field = chance.choice(fields)
     items = getattr(owner, field.name)
     if chance.random() < 0.2:
         owner.ClearField(field.name)
