@@ -162,18 +162,19 @@ async def test_a_worker_that_cannot_start_says_why() -> None:
 
 async def test_workers_end_with_their_owner() -> None:
     reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=1, timeout_s=300)
-    scoring = asyncio.create_task(reward.score([text("1" * 60)]))
     children = Path(f"/proc/self/task/{os.getpid()}/children")
 
-    def working() -> list[str]:
+    def working() -> set[str]:
         pids = children.read_text().split()
-        return [pid for pid in pids if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return {pid for pid in pids if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
-    await asyncio.to_thread(until, lambda: working() != [])
+    earlier = working()  # of other tests that this process ran
+    scoring = asyncio.create_task(reward.score([text("1" * 60)]))
+    await asyncio.to_thread(until, lambda: bool(working() - earlier))
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
     await reward.close()
-    assert working() == []
+    assert working() - earlier == set()
 
 
 async def test_nothing_of_a_completion_is_said_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
