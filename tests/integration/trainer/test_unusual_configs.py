@@ -68,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dtype": "float32",
             "samples": str(folder / "samples.npz"),
             "layout": {},
+            "trainer": {},
             "grpo": CONFIG["grpo"],
         }
         for name in CASES
