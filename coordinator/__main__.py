@@ -1,7 +1,7 @@
 """`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE]`: conducts one run, then ends.
 
-Exit codes are those of servicekit.lifecycle. A Kubernetes Job takes 0 for "the run is complete", so there a run that a
-signal has ended before its time says so by another code.
+Exit codes are those of servicekit.life.exit_codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
+that a signal has ended before its time says so by another code.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from pathlib import Path
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.lifecycle import EXIT_OK, run_main
+from servicekit.life.exit_codes import EXIT_OK
+from servicekit.life.lifecycle import run_main
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig

@@ -1,33 +1,69 @@
-"""Connects the parts of a run: the loop, its weight sync, dispatch, scoring and checkpoints."""
+"""Connects the parts: those of the process (`App`), and those of a run: loop, weight sync, dispatch, checkpoints."""
 
+import asyncio
 import uuid
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator import metrics
-from coordinator.checkpoint import Checkpointer
-from coordinator.evaluation import Evaluator
-from coordinator.events import EventKind, EventLog
-from coordinator.forecast import Forecast
-from coordinator.joiners import Patience
+from coordinator.fleet.services import Services
+from coordinator.fleet.view import FleetView
+from coordinator.generate.joiners import Patience
+from coordinator.generate.order import Sampling
+from coordinator.generate.rollouts import Rollouts
+from coordinator.inputs import Inputs
 from coordinator.lead import Lead
+from coordinator.learn.evaluation import Evaluator
+from coordinator.learn.rewards.base import Reward
+from coordinator.learn.scoring import Scorer
+from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.order import Sampling
-from coordinator.roll_call import Group
-from coordinator.rollouts import Rollouts
+from coordinator.record.checkpoint import Checkpointer
 from coordinator.run import Run
-from coordinator.scoring import Scorer
-from coordinator.services import Services
-from coordinator.weights import WeightSync
+from coordinator.sync.forecast import Forecast
+from coordinator.sync.roll_call import Group
+from coordinator.sync.weights import WeightSync
+from coordinator.watch import metrics
+from coordinator.watch.control import RunControl
+from coordinator.watch.events import EventKind, EventLog
+from coordinator.watch.observed import Observed
+from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
+from servicekit.redis.registry import Registry
+from servicekit.security.tls import Identity
+from tandem_config.schema import RunConfig
+from weightsync.group.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
-    from coordinator.app import App
+    from coordinator.fleet.kubernetes.cluster import Cluster
 
 log = get_logger(__name__)
 
 
-def build_run(app: "App", services: Services, group: Group, lead: Lead) -> Run:
+@dataclass(frozen=True, kw_only=True)
+class App:
+    """The coordinator process's parts that live as long as it does.
+
+    lost: done, with a sentence, when another coordinator has taken our place.
+    """
+
+    config: RunConfig
+    environment: ServiceEnvironment
+    identity: Identity | None
+    inputs: Inputs
+    reward: Reward
+    registry: Registry
+    lead: CoordinatorLease
+    lost: "asyncio.Future[str]"
+    events: EventLog
+    control: RunControl
+    leaving: Leaving
+    cluster: "Cluster | None"
+    view: FleetView
+    observed: Observed
+
+
+def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     """Connect the parts of a run."""
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
@@ -69,7 +105,7 @@ def build_run(app: "App", services: Services, group: Group, lead: Lead) -> Run:
     )
 
 
-def _weights(app: "App", services: Services, group: Group, lead: Lead) -> WeightSync:
+def _weights(app: App, services: Services, group: Group, lead: Lead) -> WeightSync:
     config = app.config
     return WeightSync(
         trainer=services.trainer,
@@ -85,7 +121,7 @@ def _weights(app: "App", services: Services, group: Group, lead: Lead) -> Weight
     )
 
 
-def _rollouts(app: "App", services: Services, weights: WeightSync) -> Rollouts:
+def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
     config = app.config
     return Rollouts(
         services.fleet,
@@ -103,13 +139,13 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
     log.warning(message)
 
 
-def _evaluator(app: "App", rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
+def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
     if app.inputs.heldout is None:
         return None
     return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
 
 
-def _sampling(app: "App", temperature: float) -> Sampling:
+def _sampling(app: App, temperature: float) -> Sampling:
     return Sampling(
         temperature=temperature,
         max_new_tokens=app.config.grpo.max_new_tokens,

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.checkpoint import Newest, load_newest, marks
-from coordinator.fingerprint import model_fingerprint
-from coordinator.prompts import DataCursor, PromptSet, load_prompts
-from coordinator.report import METRICS_FILE
-from coordinator.resuming import order_differences, order_of
-from coordinator.state import RunState
-from coordinator.tokenizer import TextCodec
-from servicekit.checkpoints import Sound, list_complete
+from coordinator.data.prompts import DataCursor, PromptSet, load_prompts
+from coordinator.record.checkpoint import Newest, load_newest, marks
+from coordinator.record.resuming import order_differences, order_of
+from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import Sound, list_complete
+from tandem_files.metrics_file import METRICS_FILE
+from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, kw_only=True)

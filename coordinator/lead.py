@@ -6,13 +6,13 @@ from typing import Protocol
 
 from servicekit.errors import Unavailable
 from tandem_api.common.v1 import common_pb2
-from weightsync.rendezvous import Evicted
+from weightsync.group.rendezvous import Evicted
 
 _RETRY_S = 0.2
 
 
 class Lead(Protocol):
-    """The claim (weightsync.coordinator_lease.CoordinatorLease); its methods block."""
+    """The claim (weightsync.group.coordinator_lease.CoordinatorLease); its methods block."""
 
     @property
     def fence(self) -> common_pb2.CoordinatorFence:

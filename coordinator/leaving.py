@@ -16,7 +16,8 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from servicekit.errors import Unavailable
-from servicekit.lifecycle import EXIT_FAILED, EXIT_LOST_TRAINER, cancel
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
+from servicekit.life.lifecycle import cancel
 from servicekit.logs import get_logger
 
 log = get_logger(__name__)

@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.advantages import group_advantages, zero_variance
-from coordinator.batches import TrainBatch, pack, select_samples
-from coordinator.order import Order, Sampling
-from coordinator.prompts import DataCursor
-from coordinator.report import IterationRecord
-from coordinator.rollouts import Rollouts
-from coordinator.samples import Generation, Prompt
-from coordinator.scoring import Scored, Scorer
-from coordinator.staleness import oldest_versions, stale_samples, staleness_histogram
-from coordinator.stopwatch import Stopwatch
-from coordinator.sync_report import SyncResult
-from coordinator.trainer import Trainer, TrainResult
-from coordinator.weights import WeightSync
+from coordinator.clients.trainer import Trainer, TrainResult
+from coordinator.data.prompts import DataCursor
+from coordinator.flow import Generation, Prompt, Scored, SyncResult, TrainBatch
+from coordinator.generate.order import Order, Sampling
+from coordinator.generate.rollouts import Rollouts
+from coordinator.learn.advantages import group_advantages, zero_variance
+from coordinator.learn.batches import pack, select_samples
+from coordinator.learn.scoring import Scorer
+from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
+from coordinator.record.report import IterationRecord
+from coordinator.record.stopwatch import Stopwatch
+from coordinator.sync.weights import WeightSync
 from servicekit.errors import WrongVersion
 from tandem_config.schema import GrpoSection
 

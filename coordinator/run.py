@@ -12,29 +12,30 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
-from coordinator import metrics
-from coordinator.checkpoint import Checkpointer
-from coordinator.control import RunControl
-from coordinator.evaluation import Evaluator
-from coordinator.events import EventKind, EventLog
-from coordinator.health import Watch, troubles
+from coordinator.flow import DataKey, Scored, SyncResult
 from coordinator.lead import Lead, SoleLead, check_lead, last_look
+from coordinator.learn.evaluation import Evaluator
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.remarks import check_same_model, remarks, score_remarks
-from coordinator.report import METRICS_FILE, IterationRecord, MetricsFile, Row, Timing, build_row, numeric
-from coordinator.scoring import DataKey, Scored
-from coordinator.state import STATE_FILE, RunState
-from coordinator.stopwatch import Stopwatch
-from coordinator.sync_report import SyncResult
-from coordinator.take_over import take_over
-from servicekit.checkpoints import Sound, set_aside
+from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.health import Watch, troubles
+from coordinator.record.remarks import check_same_model, remarks, score_remarks
+from coordinator.record.report import IterationRecord, Timing, build_row, numeric
+from coordinator.record.state import RunState
+from coordinator.record.stopwatch import Stopwatch
+from coordinator.sync.take_over import take_over
+from coordinator.watch import metrics
+from coordinator.watch.control import RunControl
+from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal, WrongVersion
-from servicekit.lifecycle import cancel
+from servicekit.life.lifecycle import cancel
 from servicekit.logs import get_logger
-from servicekit.run_config import adopt_next
 from servicekit.tracing import span
 from tandem_config.schema import RunSection
+from tandem_files.checkpoints import Sound, set_aside
+from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
+from tandem_files.run_config import adopt_next
+from tandem_files.run_folder import STATE_FILE
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting longer would only hope for other prompts.

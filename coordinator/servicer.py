@@ -6,10 +6,10 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator.control import RunControl, State
-from coordinator.events import Event, EventKind, EventLog
 from coordinator.fleet.view import FleetView
-from coordinator.state import RunState
+from coordinator.record.state import RunState
+from coordinator.watch.control import RunControl, State
+from coordinator.watch.events import Event, EventKind, EventLog
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launcher.plan_cli import plan
+from launcher.plan.cli import plan
 
 app = typer.Typer(
     name="tandem",

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from launcher.preflight import preflight
-from launcher.preflight_memory import memory_report
-from launcher.preflight_resume import note_model
+from launcher.check.memory import memory_report
+from launcher.check.preflight import preflight
+from launcher.check.resume import note_model
 from launcher.report import headline, print_problems
-from launcher.run_folder import claimed, locked
-from launcher.view import RunView, make_console
+from launcher.view.run_view import RunView, make_console
 from servicekit.errors import ConfigError, TandemError
-from servicekit.files import write_bytes_atomic
-from servicekit.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
-from weightsync.model_spec import ModelSpec
+from tandem_files.atomic import write_bytes_atomic
+from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from tandem_files.run_folder import claimed, locked
+from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from launcher.run import RunRequest
-
-FAILED, BAD_CONFIGURATION = 1, 2
+    from launcher.run.run import RunRequest
 
 
 def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
@@ -39,7 +38,7 @@ def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: flo
     for line in memory.lines:
         console.print(Text(line))
     console.print(Text(f"{config}: {headline(problems)}", style="bold"))
-    return BAD_CONFIGURATION if errors_only(problems) else 0
+    return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK
 
 
 def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path | None) -> int:
@@ -51,13 +50,13 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     print_problems(complaints, problems)
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
-        return BAD_CONFIGURATION
+        return EXIT_BAD_CONFIG
     with ExitStack() as stack:
         try:
             request = _prepare(stack, draft.config, resume)
         except (ConfigError, OSError) as error:
             complaints.print(Text(f"not started: {error}", style="bold red"))
-            return BAD_CONFIGURATION
+            return EXIT_BAD_CONFIG
         return _run(request, console)
 
 
@@ -67,41 +66,41 @@ def demo_command(overrides: Sequence[str]) -> int:
     if not path.is_file():
         text = f"{path} does not exist: the demo needs a checkout of the repository, installed with `pip install -e .`"
         make_console(stderr=True).print(Text(text, style="bold red"))
-        return BAD_CONFIGURATION
+        return EXIT_BAD_CONFIG
     return run_command(path, overrides, resume=None)
 
 
 def status_command(run_dir: Path | None) -> int:
     """`tandem status`."""
-    from launcher.status import current_run, describe
+    from launcher.view.status import current_run, describe
 
     console = make_console()
     try:
         lines = describe(current_run() if run_dir is None else run_dir)
     except ConfigError as error:
         make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return BAD_CONFIGURATION
+        return EXIT_BAD_CONFIG
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
         console.print(Text(f"{name.rjust(width)}  {text}"))
-    return 0
+    return EXIT_OK
 
 
 def top_command(run_dir: Path | None, *, once: bool) -> int:
     """`tandem top`."""
-    from launcher.status import current_run
-    from launcher.top import show
+    from launcher.view.status import current_run
+    from launcher.view.top import show
 
     complaints = make_console(stderr=True)
     try:
         show(current_run() if run_dir is None else run_dir, make_console(), once=once)
     except ConfigError as error:
         complaints.print(Text(str(error), style="bold red"))
-        return BAD_CONFIGURATION
+        return EXIT_BAD_CONFIG
     except TandemError as error:
         complaints.print(Text(str(error), style="bold red"))
-        return FAILED
-    return 0
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 def _draft(config: Path | None, overrides: Sequence[str], resume: Path | None) -> Draft:
@@ -126,7 +125,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
 
     Raises: ConfigError, OSError: the folder cannot be had or written to.
     """
-    from launcher.run import RunRequest
+    from launcher.run.run import RunRequest
 
     if resume is None:
         run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
@@ -145,9 +144,9 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
 
 def _run(request: "RunRequest", console: Console) -> int:
     """Run it to its end, and say how it ended, whatever else fails. Returns: the exit code."""
-    from launcher.plot import plot_rewards
-    from launcher.run import launch
-    from launcher.summary import print_summary
+    from launcher.run.run import launch
+    from launcher.view.plot import plot_rewards
+    from launcher.view.summary import print_summary
 
     view = RunView(console, request.config.run.iterations)
     view.say(f"run {request.run_dir.name} in {request.run_dir}", "bold")
@@ -169,7 +168,7 @@ def _redis_url() -> str | None:
 
 def _redis_url_with_files() -> str | None:
     """Raises: ConfigError: the files for TLS do not go with it."""
-    from servicekit.redis_client import with_tls_files
+    from servicekit.redis.client import with_tls_files
 
     url = _redis_url()
     return None if url is None else with_tls_files(url, os.environ)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.registry import Registry, ServiceRecord
 
 
 async def announce(registry: Registry, record: ServiceRecord, ttl_s: float) -> "asyncio.Future[None]":

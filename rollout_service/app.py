@@ -7,31 +7,31 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
-from rollout_service.admission import Admission
 from rollout_service.announce import announce
 from rollout_service.engine import RolloutEngine
 from rollout_service.hosts.leader import Workers
 from rollout_service.hosts.rank_groups import RankGroups
 from rollout_service.hosts.share import Share
 from rollout_service.metrics import RolloutMetrics
-from rollout_service.pauses import Pauses
-from rollout_service.ranks import RankClients
 from rollout_service.servicer import RolloutServicer
-from rollout_service.updates import WeightUpdates
 from rollout_service.waiting import unless
+from rollout_service.weights.admission import Admission
+from rollout_service.weights.pauses import Pauses
+from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
-from servicekit.lifecycle import run_until_stopped
+from servicekit.life.lifecycle import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
-from weightsync.coordinator_lease import newest_leader
-from weightsync.layout import Parallel
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.coordinator_lease import newest_leader
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
 
 _log = get_logger(__name__)
 
@@ -50,8 +50,8 @@ def make_sglang_engine(
 ) -> RolloutEngine:
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
-    from weightsync.devices import check_device
-    from weightsync.nccl_settings import settle_containers
+    from weightsync.group.nccl_settings import settle_containers
+    from weightsync.transfer.devices import check_device
 
     check_device(environment.device)
     settle_containers()
@@ -141,7 +141,7 @@ class _Replica:
             await self._engine.shutdown()
 
     async def _open_store(self, share: Share) -> Share:
-        from weightsync.tcp_store import bound_store  # imports torch
+        from weightsync.transfer.communicators.tcp_store import bound_store  # imports torch
 
         # SGLang sets a timeout of its own on its connections.
         self._store, port = await asyncio.to_thread(bound_store, self._environment.bind_host, STORE_READ_S)

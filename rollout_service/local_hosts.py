@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollout_service.hosts.share import HOST_INDEX
 from servicekit.errors import ConfigError
-from servicekit.lifecycle import run_main
+from servicekit.life.lifecycle import run_main
 from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors

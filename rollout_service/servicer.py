@@ -6,20 +6,20 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from rollout_service.admission import Admission
 from rollout_service.engine import Completion, Finish, FinishedGroup, RolloutEngine
 from rollout_service.metrics import RolloutMetrics
-from rollout_service.ranks import Ranks
 from rollout_service.sampling import read_request
-from rollout_service.updates import WeightUpdates
+from rollout_service.weights.admission import Admission
+from rollout_service.weights.ranks import Ranks
+from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
-from servicekit.fence import FenceGuard
+from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 # About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
 MAX_TOKENS_PER_REPLY = 1 << 20

@@ -12,14 +12,14 @@ from rollout_service.hosts.bond import WORKER_ROLE, beat_s
 from rollout_service.hosts.membership import Membership
 from rollout_service.hosts.servicer import WorkerServicer
 from rollout_service.hosts.share import Share, worker_name
-from rollout_service.ranks import RankClients
 from rollout_service.waiting import unless
+from rollout_service.weights.ranks import RankClients
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_config.schema import RunConfig
 
@@ -39,8 +39,8 @@ def make_sglang_processes(
 ) -> EngineProcesses:
     """This host's processes of a replica's engine, not started."""
     from rollout_service.sglang_engine.host import SglangProcesses
-    from weightsync.devices import check_device
-    from weightsync.nccl_settings import settle_containers
+    from weightsync.group.nccl_settings import settle_containers
+    from weightsync.transfer.devices import check_device
 
     check_device(environment.device)
     settle_containers()

@@ -1,1 +1,1 @@
-"""What any of our gRPC services needs and nothing of RL: servers, channels, errors, logs, metrics, registry."""
+"""What any of our gRPC services needs: rpc, security, Redis, a process's life, errors, logs, metrics, tracing."""

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from servicekit.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.errors import ConfigError
-from servicekit.redis_client import TLS_OPTIONS, check_scheme, with_tls_files
-from servicekit.run_token import VARIABLE
-from servicekit.tls import Identity
+from servicekit.redis.client import TLS_OPTIONS, check_scheme, with_tls_files
+from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
+from servicekit.security.run_token import VARIABLE
+from servicekit.security.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 # "Any address of this machine": can be listened on, not connected to.

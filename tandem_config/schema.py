@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-# What a request may say (servicekit/request_bounds.py); a day is longer than any round.
+# What a request may say (servicekit/rpc/request_bounds.py); a day is longer than any round.
 RoundSeconds = Annotated[float, Field(ge=0.001, le=86_400)]
 MessageMib = Annotated[float, Field(ge=2**-8, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -261,7 +261,7 @@ class TrainerSection(Section):
 
     @property
     def parallel_sizes(self) -> dict[str, Any]:
-        """The arguments of weightsync.layout.Parallel, which this package does not import."""
+        """The arguments of weightsync.layouts.layout.Parallel, which this package does not import."""
         return {
             "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from servicekit.certificates import TlsFiles, role_name
+from servicekit.security.certificates import TlsFiles, role_name
 
 DAY = datetime.timedelta(days=1)
 

@@ -1,7 +1,7 @@
 """Requests that nobody should send: random messages of a service's own types, extreme values, bytes that are none, and
 requests that are right but for a field or two (near_valid_requests.py).
 
-Most values are drawn within the bounds of servicekit/request_bounds.py, so that handlers are reached.
+Most values are drawn within the bounds of servicekit/rpc/request_bounds.py, so that handlers are reached.
 """
 
 import math
@@ -19,10 +19,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from servicekit.bounds import Items, Number, Text
 from servicekit.errors import REASON_KEY
-from servicekit.limits import CHANNEL_OPTIONS
-from servicekit.request_bounds import BOUNDS
+from servicekit.rpc.bounds import Items, Number, Text
+from servicekit.rpc.limits import CHANNEL_OPTIONS
+from servicekit.rpc.request_bounds import BOUNDS
 from tests.near_valid_requests import changed
 
 CALL_S = 10.0

@@ -22,18 +22,18 @@ import torch
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.conftest import RedisProcess
 from tests.sync_fleet import Fleet
-from weightsync.cost import Speeds
-from weightsync.digest import PayloadDigest
-from weightsync.layout import Parallel
-from weightsync.messages import cut_messages
-from weightsync.model_spec import ModelSpec
-from weightsync.plan import make_plan
-from weightsync.round_plan import source_layout
-from weightsync.sglang_layout import sglang_layout
-from weightsync.simulate import Scene, simulate
-from weightsync.simulate_phases import Stage
-from weightsync.tcp_store import bound_store
-from weightsync.transports.communicator import Communicator, form, join_store
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.cost import Speeds
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.plan import make_plan
+from weightsync.plans.round_plan import source_layout
+from weightsync.simulate.phases import Stage
+from weightsync.simulate.round import Scene, simulate
+from weightsync.transfer.communicators.communicator import Communicator, form, join_store
+from weightsync.transfer.communicators.tcp_store import bound_store
+from weightsync.transfer.digest import PayloadDigest
 
 BUCKET_BYTES = 4 * 2**20
 PHASES = ("prepare", "pause", "transfer", "verify", "commit")

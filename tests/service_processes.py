@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 

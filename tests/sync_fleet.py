@@ -9,13 +9,13 @@ import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.weight_stores import canonical_tensors, cut, empty_like_rank
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.model_spec import ModelSpec
-from weightsync.participants import Participants
-from weightsync.rendezvous import Rendezvous
-from weightsync.session import SyncMember
-from weightsync.sglang_layout import sglang_layout
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.participants import Participants
+from weightsync.transfer.session import SyncMember
 
 GROUP = "tandem:test"
 

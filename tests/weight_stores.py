@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Layout
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Layout
+from weightsync.model.spec import ModelSpec
 
 
 def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:

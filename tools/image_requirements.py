@@ -24,7 +24,7 @@ from tools.check_venv import read_pins
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "requirements" / "images"
 HEADER = "# Written by `python -m tools.image_requirements write`; a subset of ../lock.txt, installed with --no-deps.\n"
-SHARED = ("servicekit", "tandem_api", "tandem_config", "weightsync")
+SHARED = ("servicekit", "tandem_api", "tandem_config", "tandem_files", "weightsync")
 
 
 @dataclass(frozen=True, kw_only=True)

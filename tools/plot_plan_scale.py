@@ -157,8 +157,8 @@ def _some(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: str) -> int:
-    from weightsync.hf_layout import hf_layout
-    from weightsync.presets import preset
+    from weightsync.layouts.hf import hf_layout
+    from weightsync.model.presets import preset
 
     return len(hf_layout(preset(model)).tensors)
 

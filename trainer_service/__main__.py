@@ -7,17 +7,17 @@ from pathlib import Path
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.failures import tell_failure
-from servicekit.lifecycle import EXIT_BAD_CONFIG
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
+from servicekit.redis.failures import tell_failure
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from trainer_service import app
-from trainer_service.liveness import failure_name
+from trainer_service.ranks.liveness import failure_name
+from trainer_service.ranks.world import Place
 from trainer_service.worker import WorkerSettings
-from trainer_service.world import Place
-from weightsync.devices import gpu_name
-from weightsync.nccl_settings import settle_nccl_settings
+from weightsync.group.nccl_settings import settle_nccl_settings
+from weightsync.transfer.devices import gpu_name
 
 
 def main(arguments: list[str] | None = None) -> int:

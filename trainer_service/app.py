@@ -10,20 +10,21 @@ from typing import Any
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, DeadlineExceeded
-from servicekit.lifecycle import EXIT_FAILED, EXIT_OK, run_main, run_until_stopped
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.life.lifecycle import run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from trainer_service.liveness import failure_name
-from trainer_service.ranks import Command, Commander, follow
+from trainer_service.ranks.commands import Command, Commander, follow
+from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
-from weightsync.coordinator_lease import newest_leader
-from weightsync.devices import check_device
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.coordinator_lease import newest_leader
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.transfer.devices import check_device
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"

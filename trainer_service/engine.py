@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_service.checks import Limits
-from trainer_service.samples import FloatArray, Samples
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
+from trainer_service.batch.checks import Limits
+from trainer_service.batch.samples import FloatArray, Samples
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

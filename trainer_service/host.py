@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from servicekit.errors import ConfigError
-from servicekit.lifecycle import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors

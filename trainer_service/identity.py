@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tandem_config.schema import RunConfig
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 _SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor")
 _OTHERS = ("virtual_pipeline", "first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts")

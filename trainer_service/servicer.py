@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError
-from servicekit.fence import FenceGuard
 from servicekit.logs import get_logger
-from servicekit.run_paths import Written, inside, replaceable
+from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
+from tandem_files.run_paths import Written, inside, replaceable
 from trainer_service import metrics
-from trainer_service.batch import merge
-from trainer_service.checks import check_updates
+from trainer_service.batch.checks import check_updates
+from trainer_service.batch.merge import merge
+from trainer_service.batch.receive import ReceivedStep, receive_batches, receive_header
 from trainer_service.engine import TrainerEngine
-from trainer_service.handlers import check_version
-from trainer_service.ranks import Command, Commander
-from trainer_service.receive import ReceivedStep, receive_batches, receive_header
-from weightsync.hf_files import EXPORT_MARK
+from trainer_service.ranks.commands import Command, Commander
+from trainer_service.ranks.handlers import check_version
+from weightsync.transfer.hf_files import EXPORT_MARK
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4

@@ -15,22 +15,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from servicekit import checkpoints
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, TandemError
 from servicekit.logs import get_logger
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
+from tandem_files import checkpoints
 from trainer_service.engine import TrainerEngine
-from trainer_service.handlers import CommandHandlers
-from trainer_service.liveness import Liveness
-from trainer_service.publish import Publisher
-from trainer_service.ranks import Handlers, Wire
-from trainer_service.world import Place, connect, device_of, meet
-from weightsync.participants import trainer_slot
-from weightsync.session import SyncMember
-
-CHECKPOINT = "trainer"
+from trainer_service.ranks.commands import Handlers, Wire
+from trainer_service.ranks.handlers import CommandHandlers
+from trainer_service.ranks.liveness import Liveness
+from trainer_service.ranks.publish import Publisher
+from trainer_service.ranks.world import Place, connect, device_of, meet
+from weightsync.plans.participants import trainer_slot
+from weightsync.transfer.session import SyncMember
 
 log = get_logger(__name__)
 
@@ -168,7 +166,7 @@ class Worker:
             found, over = checkpoints.usable(self._settings.environment.run_dir)
             for damage in over:
                 log.error("checkpoint cannot be used, stepping over it", error=str(damage))
-            store.set("checkpoints", json.dumps([str(folder / CHECKPOINT) for _, folder in found]))
+            store.set("checkpoints", json.dumps([str(folder / checkpoints.TRAINER_FOLDER) for _, folder in found]))
         return [Path(text) for text in json.loads(store.get("checkpoints").decode())]
 
     def _make_member(self, engine: TrainerEngine) -> SyncMember:

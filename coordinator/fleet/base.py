@@ -10,7 +10,10 @@ believed of the new one.
 from collections.abc import Sequence
 from typing import Protocol
 
-from coordinator.replica import Replica
+from coordinator.clients.replica import Replica
+
+# Between two looks at a fleet that is not complete: services take seconds to come back.
+LOOK_INTERVAL_S = 0.1
 
 
 class Fleet(Protocol):

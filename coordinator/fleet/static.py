@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.replica import Replica
+from coordinator.clients.replica import Replica
 
 
 class StaticFleet:

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.replica import Replica
-from coordinator.trainer import Trainer
+from coordinator.clients.replica import Replica
+from coordinator.clients.trainer import Trainer
 from servicekit.logs import get_logger
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.tls import Identity
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.security.tls import Identity
 
 ROLLOUT_ROLE, TRAINER_ROLE = "rollout", "trainer"
 

@@ -7,7 +7,7 @@ those of the alerts, so that docs/runbook.md has an entry for each.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.health import troubles
+from coordinator.record.health import troubles
 
 NO_PROGRESS_S = 900.0
 NO_PROGRESS_ITERATIONS = 3

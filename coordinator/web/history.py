@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.events import Event, EventKind, EventLog
+from coordinator.watch.events import Event, EventKind, EventLog
 
 # Rows kept in memory; older ones are in metrics.jsonl.
 _ROWS_KEPT = 20_000

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.control import RunControl
-from coordinator.observed import Observed
-from coordinator.state import RunState
+from coordinator.record.state import RunState
+from coordinator.watch.control import RunControl
+from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
 

@@ -48,6 +48,7 @@ FROM installer AS app
 COPY pyproject.toml README.md LICENSE ./
 COPY tandem_api tandem_api
 COPY tandem_config tandem_config
+COPY tandem_files tandem_files
 COPY servicekit servicekit
 COPY weightsync weightsync
 COPY rollout_service rollout_service

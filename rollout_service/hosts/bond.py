@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_service.hosts.share import Share, worker_name
-from servicekit.channel import DeadlineChannel, open_channel
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, Unavailable, rpc_errors
 from servicekit.logs import get_logger
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.tls import Identity
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.channel import DeadlineChannel, open_channel
+from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import worker_pb2 as pb
 from tandem_api.rollout.v1 import worker_pb2_grpc
 

@@ -9,9 +9,9 @@ from rollout_service.hosts.bond import RETRY_S, Bond, Leader, join_worker
 from rollout_service.hosts.rank_groups import WorkerRanks
 from rollout_service.hosts.share import Share
 from servicekit.errors import Unavailable
-from servicekit.lifecycle import cancel
-from servicekit.registry import Registry
-from servicekit.tls import Identity
+from servicekit.life.lifecycle import cancel
+from servicekit.redis.registry import Registry
+from servicekit.security.tls import Identity
 
 
 class Workers:

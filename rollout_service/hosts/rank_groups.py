@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollout_service.ranks import CHECKSUM_TIMEOUT_S, LOAD_TIMEOUT_S, Ranks, all_of, phase_timeout_s
+from rollout_service.weights.ranks import CHECKSUM_TIMEOUT_S, LOAD_TIMEOUT_S, Ranks, all_of, phase_timeout_s
 from servicekit.errors import rpc_errors
 from tandem_api.rollout.v1 import worker_pb2 as wpb
 from tandem_api.rollout.v1 import worker_pb2_grpc

@@ -20,12 +20,12 @@ from rollout_service.sglang_engine.options import engine_arguments, engine_envir
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
+from servicekit.life.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from servicekit.logs import get_logger
-from servicekit.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from tandem_config.schema import RunConfig
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
 
 _log = get_logger(__name__)
 

@@ -57,11 +57,11 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     from rollout_service.sglang_engine.kernels import refuse_other_forms
     from rollout_service.sglang_engine.receiver import ShardReceiver, load_with_sglang, receivable_tensors
     from servicekit.logs import configure_logging
-    from servicekit.sync_server import start_sync_server
+    from servicekit.rpc.sync_server import start_sync_server
     from tandem_api.weights.v1 import weights_pb2_grpc
-    from weightsync.layout import Parallel
-    from weightsync.model_spec import ModelSpec
-    from weightsync.session import SyncMember
+    from weightsync.layouts.layout import Parallel
+    from weightsync.model.spec import ModelSpec
+    from weightsync.transfer.session import SyncMember
 
     settings = ReceiverSettings.from_env(os.environ)
     if settings is None:
@@ -112,7 +112,7 @@ def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
     """A frozen scheduler leaves the batch that it has launched to a GPU alone: wait until that has read the weights."""
-    from weightsync.devices import wait_for_device
+    from weightsync.transfer.devices import wait_for_device
 
     for _, _, device in _kept:
         wait_for_device(device)

@@ -11,8 +11,8 @@ import torch
 from servicekit.errors import NotReady, PermissionDenied
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
-from weightsync.devices import on_device, wait_for_device
-from weightsync.session import SyncMember
+from weightsync.transfer.devices import on_device, wait_for_device
+from weightsync.transfer.session import SyncMember
 
 TEST_HOOKS = "TANDEM_TEST_HOOKS"
 

@@ -7,19 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.take_over import take_over
-from coordinator.trainer import Trainer
-from coordinator.weights import WeightSync
+from coordinator.sync.take_over import take_over
+from coordinator.sync.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError
-from servicekit.lifecycle import run_main
-from servicekit.registry import Registry
+from servicekit.life.lifecycle import run_main
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.chaos.members import begin, leave
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.group.rendezvous import Rendezvous
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 
 from servicekit.errors import TandemError, from_rpc_error
-from servicekit.limits import CHANNEL_OPTIONS
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -26,8 +26,8 @@ from tests.chaos.gates import GateKeeper
 from tests.chaos.policy import expected_checksums
 from tests.conftest import RedisProcess
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.group.rendezvous import Rendezvous
 
 REPLICAS = ("rollout-0", "rollout-1", "rollout-2")
 TRAINERS = ("trainer-0", "trainer-1")

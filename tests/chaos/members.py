@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from prometheus_client import REGISTRY
 
-from rollout_service import updates
-from servicekit import redis_client
+from rollout_service.weights import updates
 from servicekit.environment import ServiceEnvironment
 from servicekit.logs import configure_logging, get_logger
+from servicekit.redis import client as redis_client
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import RunConfig
 from tests.chaos.gates import Gate
-from weightsync.session import SyncMember
-from weightsync.transports import disk
-from weightsync.transports.communicator import Communicator
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.session import SyncMember
+from weightsync.transfer.transports import disk
 
 # Of services that answer with nothing to do, on two cores that others use too.
 REDIS_TIMEOUT_S = 0.5

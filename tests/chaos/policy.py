@@ -9,11 +9,11 @@ from functools import lru_cache
 import torch
 
 from tests.weight_stores import canonical_tensors, cut, tiny_spec
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Layout, Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.sglang_layout import sglang_layout
-from weightsync.tensors import tensor_checksums
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Layout, Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.tensors import tensor_checksums
 
 TRAINER = Parallel(tensor=2)
 ROLLOUT = Parallel()

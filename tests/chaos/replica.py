@@ -9,15 +9,15 @@ from typing import Any
 from rollout_service import app as rollout_app
 from rollout_service.engine import FinishedGroup, Group, Sampling
 from rollout_service.sglang_engine.receiver import ShardReceiver
-from servicekit.lifecycle import run_main
-from servicekit.sync_server import start_sync_server
+from servicekit.life.lifecycle import run_main
+from servicekit.rpc.sync_server import start_sync_server
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates
 from tests.chaos.policy import ROLLOUT, dtype_of, spec_of
 from tests.unit.rollout.fake_engine import FakeEngine
 from tests.weight_stores import empty_like_rank
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.sglang import sglang_layout
 
 
 class GatedEngine(FakeEngine):

@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
+from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.sync_report import Outcome, SyncResult
-from coordinator.take_over import take_over
-from coordinator.trainer import Trainer
-from coordinator.weights import WeightSync
+from coordinator.flow import Outcome, SyncResult
+from coordinator.sync.take_over import take_over
+from coordinator.sync.weights import WeightSync
 from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
@@ -30,7 +30,7 @@ from tests.conftest import RedisProcess
 from tests.polling import until
 from tests.service_processes import START_S, Services
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -12,13 +12,13 @@ import trainer_service.servicer as trainer_servicer
 import trainer_service.worker as trainer_worker
 from tests.chaos.members import ROUND_MARGIN_S, GatedMember, begin, set_up_gates
 from tests.chaos.policy import TRAINER, shard_of, spec_of
-from trainer_service.checks import Limits
+from trainer_service.batch.checks import Limits
+from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
-from trainer_service.samples import FloatArray, Samples
+from trainer_service.ranks.world import Place
 from trainer_service.worker import WorkerSettings
-from trainer_service.world import Place
-from weightsync.megatron_layout import megatron_layout
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.model.spec import ModelSpec
 
 
 class FakeTrainerEngine:

@@ -4,7 +4,7 @@ import asyncio
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 
 DEADLINE_S = 20.0

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.app import conduct
-from servicekit.checkpoints import newest_sound
 from servicekit.environment import ServiceEnvironment
-from servicekit.lifecycle import EXIT_LOST_TRAINER
+from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
-from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
+from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
 

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from coordinator.app import conduct
+from coordinator.clients.trainer import Trainer
 from coordinator.fleet.static import StaticFleet
+from coordinator.flow import Outcome
 from coordinator.lead import SoleLead
-from coordinator.sync_report import Outcome
-from coordinator.trainer import Trainer
-from coordinator.weights import WeightSync
+from coordinator.sync.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Fenced, SlotTaken
-from servicekit.fence import FenceGuard
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
@@ -30,8 +30,8 @@ from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease
-from weightsync.rendezvous import Evicted
+from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.group.rendezvous import Evicted
 
 TTL_S = 1.0
 DEADLINE_S = 60.0

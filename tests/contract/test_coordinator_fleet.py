@@ -9,15 +9,15 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
+from coordinator.fleet.services import Services
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.order import Order, Sampling
-from coordinator.rollouts import Rollouts
-from coordinator.samples import Prompt
-from coordinator.services import Services
+from coordinator.flow import Prompt
+from coordinator.generate.order import Order, Sampling
+from coordinator.generate.rollouts import Rollouts
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
@@ -27,8 +27,8 @@ from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.tiny_task import EOS, encode
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.group.rendezvous import Rendezvous
 
 DEADLINE_S = 20.0
 TTL_S = 30.0

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.clients.replica import Replica
 from coordinator.fleet.static import StaticFleet
-from coordinator.joiners import Patience, Seed
-from coordinator.order import Order, Sampling
-from coordinator.replica import Replica
-from coordinator.rollouts import Rollouts
-from coordinator.samples import Generation, Prompt
-from coordinator.weights import WeightSync
+from coordinator.flow import Generation, Prompt
+from coordinator.generate.joiners import Patience, Seed
+from coordinator.generate.order import Order, Sampling
+from coordinator.generate.rollouts import Rollouts
+from coordinator.sync.weights import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection

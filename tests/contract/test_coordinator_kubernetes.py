@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from launcher.status import describe
+from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.registry import Registry, ServiceRecord
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
@@ -25,7 +25,7 @@ from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.lifecycle import EXIT_LOST_TRAINER
+from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.polling import until

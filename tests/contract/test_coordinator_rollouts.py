@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from coordinator.fleet.static import StaticFleet
-from coordinator.order import Order, Sampling
-from coordinator.rollouts import Rollouts
-from coordinator.samples import Prompt
+from coordinator.flow import Prompt
+from coordinator.generate.order import Order, Sampling
+from coordinator.generate.rollouts import Rollouts
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2

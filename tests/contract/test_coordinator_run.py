@@ -12,10 +12,10 @@ from prometheus_client import REGISTRY
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
-from servicekit.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
+from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet

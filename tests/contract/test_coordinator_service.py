@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from coordinator.app import conduct
-from launcher import outcome
-from launcher.status import describe
-from launcher.top import overview_at, show
-from servicekit.channel import open_channel
+from launcher.run import outcome
+from launcher.view.status import describe
+from launcher.view.top import overview_at, show
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Unavailable
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from servicekit.rpc.channel import open_channel
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 from tandem_config.schema import RunConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from servicekit.certificates import TlsFiles, role_name
 from servicekit.environment import ServiceEnvironment
+from servicekit.security.certificates import TlsFiles, role_name
 from tandem_config.schema import RunConfig
 from tests.certificates import Authority, variables, write_files
 from tests.contract.coordinator_runs import rows, with_settings

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.clients.replica import Replica
 from coordinator.fleet.static import StaticFleet
+from coordinator.flow import Outcome
 from coordinator.lead import SoleLead
-from coordinator.replica import Replica
-from coordinator.sync_report import Outcome
-from coordinator.weights import MAX_ROUNDS, WeightSync
+from coordinator.sync.weights import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -27,7 +27,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeGroup, Fault
-from weightsync.rendezvous import Evicted
+from weightsync.group.rendezvous import Evicted
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]
 ON_TRAINER = [PREPARE, TRANSFER, COMMIT]

@@ -12,15 +12,15 @@ import pytest
 from rollout_service.hosts.leader import Workers
 from rollout_service.hosts.rank_groups import RankGroups
 from rollout_service.hosts.share import Share
-from rollout_service.ranks import RankClients
+from rollout_service.weights.ranks import RankClients
 from rollout_service.worker_app import serve_worker
-from servicekit.channel import open_channel
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, DigestMismatch, InvalidRequest, NotReady, PermissionDenied, Unavailable
 from servicekit.errors import rpc_errors as translated
-from servicekit.registry import Registry
-from servicekit.sync_server import start_sync_server
-from servicekit.tls import Identity
+from servicekit.redis.registry import Registry
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.sync_server import start_sync_server
+from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc

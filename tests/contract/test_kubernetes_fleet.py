@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from coordinator.events import EventKind, EventLog
+from coordinator.clients.replica import Replica
 from coordinator.fleet.base import Fleet
-from coordinator.fleet.kubernetes import watch
+from coordinator.fleet.kubernetes.api import watch
+from coordinator.fleet.kubernetes.api.events import About
+from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from coordinator.fleet.kubernetes.arrivals import TrainerDead, wait_for_services
 from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
-from coordinator.fleet.kubernetes.events import About
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
-from coordinator.fleet.kubernetes.rollout_set import RolloutSet
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.replica import Replica
+from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PermissionDenied, Unavailable
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.registry import Registry, ServiceRecord
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings

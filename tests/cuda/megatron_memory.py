@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem_config.schema import RunConfig
-from trainer_service.samples import Samples
+from trainer_service.batch.samples import Samples
 
 ROW = 1024  # tokens of each sample; one in eight is its prompt's
 _LARGE = 2**16  # bytes of a new tensor that can make a new peak worth counting

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.house.repository import PACKAGES, REPO
 from tools.check_venv import damaged, read_pins, site_packages, wrong_packages
-from weightsync.transports.communicator import form
+from weightsync.transfer.communicators.communicator import form
 
 LOCK = REPO / "requirements" / f"cuda-{sys.version_info.major}.{sys.version_info.minor}.txt"
 # SGLang imports for half a minute on an idle machine.

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from tests.cuda.fake_tensors import fake_cuda
-from weightsync import digest
-from weightsync.coverage import Coverage
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages
-from weightsync.model_spec import ModelSpec
-from weightsync.plan import make_plan
-from weightsync.sglang_layout import sglang_layout
-from weightsync.transports.packing import Packer
-from weightsync.transports.transport import message_digest
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.plan import make_plan
+from weightsync.transfer import digest
+from weightsync.transfer.coverage import Coverage
+from weightsync.transfer.transports.packing import Packer
+from weightsync.transfer.transports.transport import message_digest
 
 CONFIG = {
     "model_type": "qwen3_moe",

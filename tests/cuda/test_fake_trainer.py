@@ -17,9 +17,9 @@ import pytest
 from tests.cuda.test_fake_sync import CONFIG as MIXTURE
 from tests.cuda.trainer_rank import DEVICE
 from tests.house.repository import REPO
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.model.spec import ModelSpec
 
 CASES_S = 1500.0
 DENSE: dict[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from launcher.memory_budget import trainer_memory
+from launcher.check.memory_budget import trainer_memory
 from tests.cuda.megatron_memory import configuration
-from weightsync.model_spec import ModelSpec
+from weightsync.model.spec import ModelSpec
 
 DENSE = {
     "model_type": "qwen2",

@@ -16,9 +16,9 @@ import pytest
 
 from tests.cuda.sglang_rank import model_config
 from tests.house.repository import REPO
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
 
 GOLDEN = Path(__file__).with_name("sglang_settings.json")
 CASES_S = 900.0

@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem_config.schema import RunConfig
 from tests.cuda.fake_tensors import Recorded, fake_cuda
-from trainer_service.samples import Samples
-from weightsync.spare import SpareShard
+from trainer_service.batch.samples import Samples
+from weightsync.transfer.spare import SpareShard
 
 DEVICE = torch.device("cuda", 3)  # not 0: what names no device would be there
 CURRENT = threading.local()  # CUDA's current device is each thread's own, and 0 at first

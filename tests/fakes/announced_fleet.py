@@ -9,12 +9,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from servicekit.certificates import CA, CERT, KEY, TlsFiles
-from servicekit.lifecycle import run_main
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.life.lifecycle import run_main
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_trainer import FakeTrainer
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")
 _TTL_S = 60.0

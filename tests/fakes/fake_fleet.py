@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from coordinator.replica import Replica
-from coordinator.trainer import Trainer
-from servicekit.certificates import TlsFiles
-from servicekit.registry import Registry
-from servicekit.server import GrpcServer
-from servicekit.tls import Identity
+from coordinator.clients.replica import Replica
+from coordinator.clients.trainer import Trainer
+from servicekit.redis.registry import Registry
+from servicekit.rpc.server import GrpcServer
+from servicekit.security.certificates import TlsFiles
+from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.fakes.fake_rollout import FakeRollout

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from servicekit.errors import NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
-from servicekit.fence import FenceGuard
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc

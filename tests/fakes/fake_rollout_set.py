@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.registry import Registry, ServiceRecord
-from servicekit.server import GrpcServer
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.contract.kube_objects import NAMESPACE, pod, worker
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 # Longer than a test: what ends a record is the end of its pod.
 _TTL_S = 60.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from servicekit.errors import PhaseOrder, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.participants import Participants
+from weightsync.plans.participants import Participants
 
 PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
 VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_PHASE_ABORT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import Internal, InvalidRequest, TandemError, Unavailable, WrongVersion
-from servicekit.fence import FenceGuard
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc

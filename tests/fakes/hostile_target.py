@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from servicekit.logs import configure_logging
-from servicekit.server import GrpcServer
+from servicekit.rpc.server import GrpcServer
 from tandem_api.weights.v1 import weights_pb2
-from trainer_service.checks import Limits
+from trainer_service.batch.checks import Limits
+from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
-from trainer_service.samples import Samples
-from weightsync.layout import Parallel
-from weightsync.participants import Participants
+from weightsync.layouts.layout import Parallel
+from weightsync.plans.participants import Participants
 
 
 class Engine:
@@ -84,9 +84,9 @@ class Progress:
 def trainer(folder: Path, server: GrpcServer) -> None:
     """TrainerService, one rank."""
     from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-    from trainer_service.handlers import CommandHandlers
-    from trainer_service.publish import Publisher
-    from trainer_service.ranks import Commander
+    from trainer_service.ranks.commands import Commander
+    from trainer_service.ranks.handlers import CommandHandlers
+    from trainer_service.ranks.publish import Publisher
     from trainer_service.servicer import TrainerServicer
 
     commander, engine = Commander(), Engine()
@@ -100,9 +100,9 @@ def trainer(folder: Path, server: GrpcServer) -> None:
 
 def coordinator(folder: Path, server: GrpcServer) -> None:
     """CoordinatorService of a run that has nothing to do."""
-    from coordinator.control import RunControl
-    from coordinator.events import EventLog
     from coordinator.servicer import FULL_NAME, CoordinatorServicer
+    from coordinator.watch.control import RunControl
+    from coordinator.watch.events import EventLog
     from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 
     events = EventLog()

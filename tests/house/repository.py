@@ -8,6 +8,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "tandem_config",
+    "tandem_files",
     "servicekit",
     "weightsync",
     "trainer_service",

@@ -25,8 +25,8 @@ def loaded_by(module: str) -> set[str]:
     [
         "coordinator.app",
         "coordinator.__main__",
-        "servicekit.server",
-        "servicekit.registry",
+        "servicekit.rpc.server",
+        "servicekit.redis.registry",
         "tandem_config.loading",
         "launcher.cli",
     ],

@@ -10,9 +10,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from servicekit.bounds import Bound, Choice, Flag, Items, Number, Part, Text, check_message
 from servicekit.errors import InvalidRequest
-from servicekit.request_bounds import BOUNDS, BUCKET_BYTES, MAX_RANKS, RULES, TIMEOUT_S, check_request
+from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Part, Text, check_message
+from servicekit.rpc.request_bounds import BOUNDS, BUCKET_BYTES, MAX_RANKS, RULES, TIMEOUT_S, check_request
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection

@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.health import LIVENESS, READINESS
+from servicekit.rpc.health import LIVENESS, READINESS
 from tandem_config.loading import load_config
 from tests.house.repository import REPO
 from tests.images.compose import FILE, OURS, VARIABLE, compose, of_profile, resolved, service, variables
 from tests.images.dockerfiles import read
 from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
 from tests.manifests.test_settings import known_flags
-from weightsync.nccl_settings import settle_containers
+from weightsync.group.nccl_settings import settle_containers
 
 KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)
@@ -121,7 +121,7 @@ def test_everything_starts_when_what_it_needs_is_healthy(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_nobody_waits_for_a_rollout_to_have_weights(name: str) -> None:
     """The coordinator gives them to it, so a coordinator that waited for its readiness would wait for itself."""
-    assert service(name)["healthcheck"]["test"][:4] == ["CMD", "python", "-m", "servicekit.probe"]
+    assert service(name)["healthcheck"]["test"][:4] == ["CMD", "python", "-m", "servicekit.rpc.probe"]
     assert service(name)["healthcheck"]["test"][4] == (READINESS if KIND[name] == "trainer" else LIVENESS)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tests.house.repository import REPO
 from tests.manifests.kustomize import find, overlay
 

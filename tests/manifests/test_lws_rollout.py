@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.fleet.kubernetes.pods import COMPONENT_LABEL, LEADER_ANNOTATION, ROLLOUT, WORKER
-from coordinator.fleet.kubernetes.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, LEADER_ANNOTATION, ROLLOUT, WORKER
+from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.manifests.kustomize import (

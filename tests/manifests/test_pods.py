@@ -5,7 +5,7 @@ import re
 import pytest
 
 from coordinator import app as coordinator_app
-from launcher import plan_processes
+from launcher.run import processes as plan_processes
 from rollout_service import app as rollout_app
 from rollout_service import worker_app
 from tandem_config.loading import load_config
@@ -89,7 +89,7 @@ def test_every_container_has_three_probes(manifests: tuple[Manifest, ...]) -> No
 
 
 def test_probes_ask_for_what_the_health_service_serves(manifests: tuple[Manifest, ...]) -> None:
-    from servicekit.health import LIVENESS, READINESS
+    from servicekit.rpc.health import LIVENESS, READINESS
 
     wanted = {"startupProbe": LIVENESS, "readinessProbe": READINESS, "livenessProbe": LIVENESS}
     for owner, template in pod_templates(manifests).items():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from coordinator.fleet.kubernetes.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from tests.manifests.kustomize import OVERLAYS, find, kinds, overlay
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from launcher.redis_server import find_server
-from servicekit.redis_acl import acl_file
+from launcher.run.redis_server import find_server
+from servicekit.redis.acl import acl_file
 from tests.manifests.kustomize import DEPLOY, find, overlay
 from tests.polling import until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import devices
+from launcher.run import devices
 from servicekit.environment import ServiceEnvironment
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig

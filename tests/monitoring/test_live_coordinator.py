@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config

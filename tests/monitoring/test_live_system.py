@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run_folder import read_notes
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from tandem_files.run_folder import read_notes
 from tests.e2e.conftest import EXAMPLE, STARTED_S, Tandem
 from tests.monitoring.boards import ALL
 from tests.monitoring.live import prometheus

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator import health
+from coordinator.record import health
 from coordinator.web import conditions
 from tandem_config.schema import RunConfig
 from tests.house.repository import PACKAGES, REPO, python_files

@@ -13,8 +13,8 @@ from tools.bench_sync.rig import running
 from tools.bench_sync.session import Session, session
 from tools.bench_sync.shapes import Case
 from tools.bench_sync.stock import join_groups
-from weightsync.hf_layout import hf_layout
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.hf import hf_layout
+from weightsync.model.spec import ModelSpec
 
 
 async def measure(

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tools.bench_sync.commands import serve_commands
-from weightsync.layout import Parallel
-from weightsync.messages import Hop, route
-from weightsync.model_spec import ModelSpec
-from weightsync.round_plan import plan_round
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.messages import Hop, route
+from weightsync.plans.round_plan import plan_round
 
 DTYPE_BYTES = 2
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Parallel
-from weightsync.messages import Message, cut_messages
-from weightsync.model_spec import ModelSpec
-from weightsync.plan import TransferPlan, make_plan
-from weightsync.round_plan import source_layout
-from weightsync.transports.packing import Packer
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.messages import Message, cut_messages
+from weightsync.plans.plan import TransferPlan, make_plan
+from weightsync.plans.round_plan import source_layout
+from weightsync.transfer.transports.packing import Packer
 
 # "stages": the first rank of the pipeline stage that has the tensor; "everyone": all ranks, equal shares of the bytes.
 Owners = Literal["stages", "everyone"]

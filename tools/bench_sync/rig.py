@@ -14,13 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher.redis_server import server_spec
-from servicekit.registry import Registry
+from launcher.run.redis_server import server_spec
+from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tools.bench_sync.commands import CommandClient
 from tools.bench_sync.shapes import Case
-from weightsync.model_spec import ModelSpec
+from weightsync.model.spec import ModelSpec
 
 START_S = 300.0
 POLL_S = 0.05  # processes announce themselves by a file or in Redis

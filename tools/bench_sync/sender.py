@@ -18,14 +18,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout_service.sglang_engine.receiver import ShardReceiver
-from servicekit.sync_server import start_sync_server
+from servicekit.rpc.sync_server import start_sync_server
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tools.bench_sync.commands import serve_commands
 from tools.bench_sync.gathering import Owners, gather, tensors_by_owner
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.round_plan import source_layout
-from weightsync.session import SyncMember
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.round_plan import source_layout
+from weightsync.transfer.session import SyncMember
 
 
 def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, torch.Tensor]:

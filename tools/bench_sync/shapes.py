@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 CONTEXT = 2048
 

@@ -18,7 +18,7 @@ from tools.bench_sync.gathering import leader_of_stage, tensors_by_owner
 from tools.bench_sync.ours import Update
 from tools.bench_sync.rig import Rig
 from tools.bench_sync.session import Seconds, Session
-from weightsync.hf_layout import hf_layout
+from weightsync.layouts.hf import hf_layout
 
 DTYPE = "bfloat16"
 DTYPE_BYTES = 2

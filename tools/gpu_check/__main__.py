@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tools.gpu_check
-from launcher.devices import visible_gpus
+from launcher.run.devices import visible_gpus
 from servicekit.logs import configure_logging
 from tools.gpu_check.cases import MULTI_RANK, MULTI_RANK_NCCL, cases
 from tools.gpu_check.environment import environment
@@ -145,7 +145,7 @@ def copy_speeds(device: str, num_gpus: int) -> dict[str, float]:
     """GB/s of a copy of 1 GiB (dry run: 64 MiB) on a device, and between two."""
     import torch
 
-    from weightsync.devices import wait_for_device
+    from weightsync.transfer.devices import wait_for_device
 
     def speed(source: torch.Tensor, target: torch.Tensor) -> float:
         seconds = []

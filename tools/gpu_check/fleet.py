@@ -20,7 +20,7 @@ PHASES = ("PREPARE", "TRANSFER", "VERIFY", "COMMIT")
 @contextmanager
 def redis_url() -> Iterator[str]:
     """A Redis server of our own, on a Unix socket."""
-    from launcher.redis_server import find_server
+    from launcher.run.redis_server import find_server
 
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         socket = Path(folder) / "s"

@@ -45,10 +45,10 @@ class Rank:
     def __init__(self, case: Case, slot: str, device: Any, url: str, spec: Any) -> None:
         import torch
 
-        from weightsync.layout import Parallel
-        from weightsync.megatron_layout import megatron_layout
-        from weightsync.session import SyncMember
-        from weightsync.sglang_layout import sglang_layout
+        from weightsync.layouts.layout import Parallel
+        from weightsync.layouts.megatron import megatron_layout
+        from weightsync.layouts.sglang import sglang_layout
+        from weightsync.transfer.session import SyncMember
 
         self._case, self._slot, self._device = case, slot, device
         self._trainer, self._rollout = Parallel(tensor=case.trainer), Parallel(tensor=case.rollout)
@@ -100,8 +100,8 @@ class Rank:
 
     def _run(self, phase: str, version: int) -> None:
         from tandem_api.weights.v1 import weights_pb2 as pb
-        from weightsync.devices import wait_for_device
-        from weightsync.participants import Participants
+        from weightsync.plans.participants import Participants
+        from weightsync.transfer.devices import wait_for_device
 
         case, member = self._case, self._member
         round_ = pb.Round(

@@ -9,7 +9,7 @@ def random_spec(layers: int, hidden: int, experts: int = 0) -> Any:
 
     24 layers of 1,024 are 0.6 B parameters; 12 with 64 experts 0.7 B.
     """
-    from weightsync.model_spec import ModelSpec
+    from weightsync.model.spec import ModelSpec
 
     mixture = {
         "model_type": "qwen3_moe",

@@ -17,9 +17,9 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
 from trainer_service.megatron_engine.layer_spec import decoder_spec
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import padded_vocabulary
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import padded_vocabulary
+from weightsync.model.spec import ModelSpec
 
 # of a parameter's name: an expert's
 EXPERTS = ".local_experts."
@@ -174,7 +174,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.devic
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of all chunks, by the names of weightsync.megatron_layout."""
+    """Parameters of all chunks, by the names of weightsync.layouts.megatron."""
     return {
         (f"chunk{index}.{name}" if index > 0 else name): parameter
         for index, chunk in enumerate(chunks)

@@ -5,7 +5,7 @@ Layout of a folder:
     shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                      rng/cpu, rng/device (CUDA only), rng/tracker/NAME
     experts-etp00-ep00-pp00.safetensors    the same of experts, which are spread over ranks in their own way
-    digests.json                     of all of these (servicekit/digests.py)
+    digests.json                     of all of these (tandem_files/digests.py)
 Ranks that hold equal state: the first of them writes, all read. What a rank reads it compares with its digest before it
 changes anything.
 """
@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servicekit.checkpoints import DamagedCheckpoint
-from servicekit.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
 from servicekit.errors import ConfigError, Internal
-from servicekit.files import sync_folder, write_json_atomic
+from tandem_files.atomic import replace_folder, write_json_atomic
+from tandem_files.checkpoints import DamagedCheckpoint
+from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
 from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import any_rank, together
 from trainer_service.megatron_engine.build import EXPERTS
@@ -124,14 +124,7 @@ def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
         digests[note.name.removesuffix(_NOTE)] = json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
     write_manifest(partial, digests)
-    # a rename does not replace a folder that has files in it
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(partial, folder)
     return 0
 
 

@@ -10,21 +10,21 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tandem_config.schema import RunConfig
-from trainer_service.checks import Limits
+from trainer_service.batch.checks import Limits
+from trainer_service.batch.plan import Ranks, measure_all
+from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
 from trainer_service.identity import identity
-from trainer_service.learning_rate import learning_rate_at
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
-from trainer_service.plan import Ranks, measure_all
-from trainer_service.samples import FloatArray, Samples
-from weightsync.hf_files import gather_tensors, load_shards, write_folder
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.model_spec import ModelSpec
+from trainer_service.objectives.learning_rate import learning_rate_at
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.hf_files import gather_tensors, load_shards, write_folder
 
 
 class MegatronEngine:

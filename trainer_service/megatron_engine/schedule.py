@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from trainer_service.batch.padded import Padded
 from trainer_service.megatron_engine.vocab_parallel import logprob_entropy
-from trainer_service.padded import Padded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from servicekit.errors import NotFinite
 from tandem_config.schema import GrpoSection
+from trainer_service.batch.padded import Padded
+from trainer_service.batch.plan import Ranks, plan_step
+from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import SUMS, TokenState
-from trainer_service.padded import Padded
-from trainer_service.plan import Ranks, plan_step
-from trainer_service.samples import Samples
-from trainer_service.step_metrics import step_metrics
+from trainer_service.objectives.step_metrics import step_metrics
 from trainer_service.stopwatch import Stopwatch
 
 MAX_NAMED_SAMPLES = 16

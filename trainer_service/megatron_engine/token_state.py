@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
-from trainer_service.loss import clipped_ratio_loss, importance_weights, kl_k3
+from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
-from trainer_service.samples import Samples
-from trainer_service.update_weights import update_weights
+from trainer_service.objectives.loss import clipped_ratio_loss, importance_weights, kl_k3
+from trainer_service.objectives.update_weights import update_weights
 
 # Order of the values in the vector that is summed over ranks.
 SUMS = (

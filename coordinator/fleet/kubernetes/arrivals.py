@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator.fleet.kubernetes.api.pods import TRAINER, Fate, Pod
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.kubernetes.pods import TRAINER, Fate, Pod
 from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
 from servicekit.errors import DeadlineExceeded, Unavailable
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.registry import Registry, ServiceRecord
 from tandem_config.schema import RunConfig
 
 # Between two looks at Redis; services take seconds to come.

@@ -12,15 +12,15 @@ from typing import Any
 from kubernetes import client
 from kubernetes import config as kube_config
 
-from coordinator.events import EventLog
-from coordinator.fleet.kubernetes import permissions
-from coordinator.fleet.kubernetes.api import KubeApi
-from coordinator.fleet.kubernetes.events import About, EventRecorder
-from coordinator.fleet.kubernetes.permissions import Permission
-from coordinator.fleet.kubernetes.pods import selector
-from coordinator.fleet.kubernetes.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api import permissions
+from coordinator.fleet.kubernetes.api.client import KubeApi
+from coordinator.fleet.kubernetes.api.events import About, EventRecorder
+from coordinator.fleet.kubernetes.api.permissions import Permission
+from coordinator.fleet.kubernetes.api.pods import selector
+from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.watch import PodWatch
 from coordinator.fleet.kubernetes.troubles import Troubles
-from coordinator.fleet.kubernetes.watch import PodWatch
+from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.logs import get_logger

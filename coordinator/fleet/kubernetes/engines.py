@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from coordinator.fleet.kubernetes.pods import ROLLOUT, WORKER, Fate, Pod
+from coordinator.fleet.kubernetes.api.pods import ROLLOUT, WORKER, Fate, Pod
 
 _FROM_BEST = (Fate.UP, Fate.COMING, Fate.DEAD)
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from coordinator.clients.replica import Replica
+from coordinator.fleet.kubernetes.api.pods import Pod
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.kubernetes.pods import Pod
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.replica import Replica
 from servicekit.logs import get_logger
 
 log = get_logger(__name__)

@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from coordinator import metrics
+from coordinator.clients.replica import Replica
+from coordinator.fleet.kubernetes.api.events import About
+from coordinator.fleet.kubernetes.api.pods import Pod
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.events import About
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
-from coordinator.fleet.kubernetes.pods import Pod
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
-from coordinator.replica import Replica
+from coordinator.watch import metrics
 from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2

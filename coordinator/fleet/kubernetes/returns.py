@@ -13,12 +13,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from coordinator.fleet.kubernetes.api.pods import TRAINER, Fate
 from coordinator.fleet.kubernetes.arrivals import LOOK_INTERVAL_S, TrainerDead, trainer_fate
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.pods import TRAINER, Fate
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
-from weightsync.rendezvous import Evicted
+from weightsync.group.rendezvous import Evicted
 
 # What a run may fail with because its trainer is another one, or none; anything else would fail again.
 _LOSSES = (Aborted, DeadlineExceeded, NotReady, PeerLost, Unavailable, WrongVersion)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from coordinator import metrics
-from coordinator.events import EventKind, EventLog
+from coordinator.watch import metrics
+from coordinator.watch.events import EventKind, EventLog
 from servicekit.logs import get_logger
 
 log = get_logger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RedisProcess
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
 
 GROUP = "tandem:test"
 SERVERS = ("redis-server", "valkey-server")

@@ -7,7 +7,7 @@ import sys
 
 from servicekit.errors import TandemError
 from servicekit.logs import configure_logging
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 
 def main(url: str, group: str, slot: str, ttl_s: str) -> None:

@@ -11,7 +11,7 @@ from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
 from tests.polling import until
 from tests.service_processes import START_S, Services
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 TTL_S = 1.0

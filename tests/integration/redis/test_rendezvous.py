@@ -14,8 +14,8 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
-from weightsync.coordinator_lease import CoordinatorLease, newest_leader
-from weightsync.rendezvous import COORDINATOR_SLOT, Evicted, Lease, LeaseExpired, Rendezvous
+from weightsync.group.coordinator_lease import CoordinatorLease, newest_leader
+from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, Lease, LeaseExpired, Rendezvous
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0

@@ -8,7 +8,7 @@ from servicekit.errors import Unavailable
 from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
-from weightsync.rendezvous import Evicted, Lease, Rendezvous
+from weightsync.group.rendezvous import Evicted, Lease, Rendezvous
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0

@@ -12,8 +12,8 @@ from tests.conftest import RedisProcess
 from tests.polling import until
 from tests.sync_fleet import GROUP, Fleet
 from tests.weight_stores import same, tiny_spec
-from weightsync.layout import Parallel
-from weightsync.rendezvous import Evicted, Rendezvous
+from weightsync.group.rendezvous import Evicted, Rendezvous
+from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 PHASES = (

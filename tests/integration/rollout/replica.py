@@ -17,16 +17,16 @@ import grpc
 import psutil
 import torch
 
-from servicekit.limits import CHANNEL_OPTIONS
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.hf_files import load_shards
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.rendezvous import Rendezvous
-from weightsync.round_plan import source_layout
-from weightsync.session import SyncMember
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.round_plan import source_layout
+from weightsync.transfer.hf_files import load_shards
+from weightsync.transfer.session import SyncMember
 
 START_S = 150.0
 CALL_S = 60.0

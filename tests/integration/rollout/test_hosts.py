@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.integration.rollout.replica import CALL_S, Replica, Trainer, Worker, wait_until

@@ -10,12 +10,12 @@ import grpc
 import psutil
 import pytest
 
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tests.integration.rollout.replica import Replica, Trainer, wait_until
 from tests.integration.rollout.tiny_models import make_model
-from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
+from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -23,7 +23,7 @@ from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
 from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Partner, Rounds, publishing, reloading
 from tests.service_processes import Services
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
 

@@ -4,13 +4,13 @@ import ipaddress
 
 import pytest
 
-from servicekit.certificates import TlsFiles
 from servicekit.errors import ConfigError, TandemError
-from servicekit.redis_client import connect, with_tls_files
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.client import connect, with_tls_files
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.security.certificates import TlsFiles
 from tests.certificates import DAY, Authority, write_files
 from tests.integration.security.tls_redis import BINARY_VARIABLE, TlsRedis, find_binary
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.skipif(
     find_binary() is None,

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from servicekit.certificates import role_name
 from servicekit.errors import REASON_KEY
+from servicekit.security.certificates import role_name
 from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2

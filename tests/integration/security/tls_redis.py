@@ -7,8 +7,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from servicekit.certificates import TlsFiles
-from servicekit.redis_acl import USER, acl_file
+from servicekit.redis.acl import USER, acl_file
+from servicekit.security.certificates import TlsFiles
 
 # Names another binary than those on PATH.
 BINARY_VARIABLE = "TANDEM_TEST_TLS_REDIS"

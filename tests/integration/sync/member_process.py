@@ -9,14 +9,14 @@ from typing import Any
 
 from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 ANSWER_S = 60.0
 _ERROR = b"!error "
 
 _fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["torch", "weightsync.session", "tests.weight_stores"])
+_fork_server.set_forkserver_preload(["torch", "weightsync.transfer.session", "tests.weight_stores"])
 
 
 class MemberProcess:
@@ -79,9 +79,9 @@ def _serve(pipe: Connection, slot: str, settings: dict[str, Any]) -> None:
     import torch
 
     from tests.weight_stores import canonical_tensors, cut, empty_like_rank
-    from weightsync.megatron_layout import megatron_layout
-    from weightsync.session import SyncMember
-    from weightsync.sglang_layout import sglang_layout
+    from weightsync.layouts.megatron import megatron_layout
+    from weightsync.layouts.sglang import sglang_layout
+    from weightsync.transfer.session import SyncMember
 
     torch.set_num_threads(1)
     spec: ModelSpec = settings["spec"]

@@ -10,7 +10,7 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.polling import until
 from tests.service_processes import START_S, Services
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 CALL_S = 60.0
 Checksums = dict[str, dict[str, str]]  # by slot, by parameter

@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
-from servicekit.limits import CHANNEL_OPTIONS
+from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.integration.sync.replicas import CALL_S, Replicas
-from weightsync.layout import Parallel
-from weightsync.participants import Participants
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.plans.participants import Participants
 
 SLOTS_S = 30.0
 PHASES = (

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from tests.integration.sync.rounds import RunPhase
-from weightsync.hf_files import load_shards
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.round_plan import source_layout
-from weightsync.session import SyncMember
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.round_plan import source_layout
+from weightsync.transfer.hf_files import load_shards
+from weightsync.transfer.session import SyncMember
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.conftest import RedisProcess
 from tests.integration.sync.member_process import MemberProcess, run_phase
 from tests.weight_stores import tiny_spec
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

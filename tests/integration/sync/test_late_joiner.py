@@ -13,7 +13,7 @@ from tests.integration.sync.replicas import CALL_S, Replicas
 from tests.integration.sync.rounds import run_round
 from tests.integration.sync.senders import senders
 from tests.service_processes import Services
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from tests.integration.sync.rounds import RunPhase, run_round
 from tests.integration.trainer.tiny_models import save_model
 from tests.service_processes import Services
 from tests.weight_stores import same
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

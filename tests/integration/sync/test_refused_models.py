@@ -1,7 +1,7 @@
 """A model that the engine holds otherwise than its config.json says is refused by name, before a byte moves.
 
 SGLang 0.5.23 gives every layer of a Qwen3-MoE model experts, whatever mlp_only_layers says. `tandem run` refuses such a
-model before it starts anything (launcher/preflight_model.py); this is the gate behind it.
+model before it starts anything (launcher/check/model/folder.py); this is the gate behind it.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.integration.sync.replicas import Replicas
 from tests.integration.sync.rounds import run_round
 from tests.integration.sync.senders import senders
 from tests.service_processes import Services
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
 

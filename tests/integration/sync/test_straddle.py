@@ -25,7 +25,7 @@ from tests.integration.sync.rounds import run_round
 from tests.integration.sync.senders import senders
 from tests.polling import until
 from tests.service_processes import Services
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ from tandem_config.schema import TrainerSection
 from tests.integration.trainer.tiny_inputs import CONFIG, TRAINER_VARIANTS, VARIANTS, make_samples, write_samples
 from tests.integration.trainer.tiny_models import make_model, reference_step, save_model, saved_tensors, token_logprobs
 from tests.integration.trainer.tiny_models import with_noisy_rollout as noisy
-from trainer_service.samples import FloatArray, Samples
+from trainer_service.batch.samples import FloatArray, Samples
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 600.0  # of one world size; a tenth of it on two idle cores

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, read_samples
+from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.samples import Samples
 
 
 def run_case(case: dict, out: Path) -> None:

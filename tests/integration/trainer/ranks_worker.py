@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DigestMismatch, TandemError
-from servicekit.registry import Registry
-from trainer_service.liveness import Liveness
-from trainer_service.ranks import Command, Commander, Wire, follow
-from trainer_service.world import Place, connect, device_of, meet
+from servicekit.redis.registry import Registry
+from trainer_service.ranks.commands import Command, Commander, Wire, follow
+from trainer_service.ranks.liveness import Liveness
+from trainer_service.ranks.world import Place, connect, device_of, meet
 
 # Much less than the 30 s of the control group's own collectives.
 PATIENCE_S = 3.0

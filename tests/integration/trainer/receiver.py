@@ -10,12 +10,12 @@ import torch
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.integration.trainer.processes import RUN_ID
-from weightsync.hf_files import load_shards
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.rendezvous import Rendezvous
-from weightsync.session import SyncMember
-from weightsync.sglang_layout import sglang_layout
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.hf_files import load_shards
+from weightsync.transfer.session import SyncMember
 
 GROUP = f"tandem:{RUN_ID}"
 Tensors = dict[str, torch.Tensor]

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.probe import probe
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from servicekit.rpc.probe import probe
 from tests.integration.trainer.processes import EXIT_TIMEOUT_S, READY_TIMEOUT_S, RUN_ID, TrainerProcesses
 from tests.polling import until
-from trainer_service.world import Place, meet
+from trainer_service.ranks.world import Place, meet
 
 pytestmark = pytest.mark.integration
 STORE_S = 30.0

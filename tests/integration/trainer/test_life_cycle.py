@@ -7,15 +7,15 @@ from typing import Any
 import grpc
 import pytest
 
-from servicekit.channel import open_channel
-from servicekit.checkpoints import mark_complete, step_folder
-from servicekit.registry import Registry
+from servicekit.redis.registry import Registry
+from servicekit.rpc.channel import open_channel
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_files.checkpoints import mark_complete, step_folder
 from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
-from trainer_service.world import STORE_KEY
-from weightsync.rendezvous import COORDINATOR_SLOT, Rendezvous
+from trainer_service.ranks.world import STORE_KEY
+from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0

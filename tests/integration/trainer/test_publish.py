@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from servicekit.channel import open_channel
+from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
 from tests.integration.trainer.tiny_models import save_model
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 SIZES = {"data_parallel": 2, "expert_parallel": 2}

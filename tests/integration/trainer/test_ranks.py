@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from servicekit.registry import Registry
-from trainer_service.world import STORE_KEY
+from servicekit.redis.registry import Registry
+from trainer_service.ranks.world import STORE_KEY
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[3]

@@ -15,16 +15,16 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 
-from servicekit.channel import open_channel
 from servicekit.errors import InvalidRequest, TandemError, TooLarge, WrongVersion, from_rpc_error
-from servicekit.registry import ServiceRecord
+from servicekit.redis.registry import ServiceRecord
+from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
 from tests.integration.trainer.tiny_inputs import VOCAB
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_service.samples import Samples
+from trainer_service.batch.samples import Samples
 
 # Odd: under TP 2 the vocabulary is padded.
 VOCAB = 127

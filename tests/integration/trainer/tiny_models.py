@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, VOCAB
-from trainer_service.samples import Samples
+from trainer_service.batch.samples import Samples
 
 EXPERTS: dict[str, Any] = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Llama 3's own constants; at 64 positions the stretched frequencies still change every log-prob

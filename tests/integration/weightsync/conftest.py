@@ -6,7 +6,7 @@ import pytest
 
 from tests.sync_fleet import Fleet
 from tests.weight_stores import tiny_spec
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 
 @pytest.fixture

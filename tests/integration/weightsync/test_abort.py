@@ -14,8 +14,8 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.polling import until
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same, tiny_spec
-from weightsync.layout import Parallel
-from weightsync.transports.communicator import CPU, Communicator, form
+from weightsync.layouts.layout import Parallel
+from weightsync.transfer.communicators.communicator import CPU, Communicator, form
 
 pytestmark = pytest.mark.integration
 REPLICAS = ("rollout-0/0", "rollout-1/0")

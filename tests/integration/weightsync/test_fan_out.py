@@ -8,9 +8,9 @@ import torch
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same
-from weightsync.digest import HEADER_BYTES
-from weightsync.layout import Parallel
-from weightsync.transports.communicator import Communicator, Pending
+from weightsync.layouts.layout import Parallel
+from weightsync.transfer.communicators.communicator import Communicator, Pending
+from weightsync.transfer.digest import HEADER_BYTES
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ from servicekit.errors import ConfigError, DigestMismatch, PeerLost, PhaseOrder,
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same, tiny_spec
-from weightsync.digest import HEADER_BYTES
-from weightsync.layout import Parallel
-from weightsync.messages import Message
-from weightsync.transports.communicator import Communicator, Pending
+from weightsync.layouts.layout import Parallel
+from weightsync.plans.messages import Message
+from weightsync.transfer.communicators.communicator import Communicator, Pending
+from weightsync.transfer.digest import HEADER_BYTES
 
 pytestmark = pytest.mark.integration
 CHAIN = {"rollout-0": Parallel(), "rollout-1": Parallel()}

@@ -9,7 +9,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 PHASES = (

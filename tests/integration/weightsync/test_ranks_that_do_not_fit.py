@@ -10,9 +10,9 @@ import torch
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import GROUP, Fleet
-from weightsync.facts import own_facts
-from weightsync.layout import Parallel
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.transfer.facts import own_facts
 
 pytestmark = pytest.mark.integration
 SLOTS = {"trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0"}

@@ -12,11 +12,12 @@ from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
 from tests.weight_stores import same
-from weightsync import limits, spare
-from weightsync.layout import Parallel
-from weightsync.rendezvous import Lease, Rendezvous
-from weightsync.transports import links
-from weightsync.transports.communicator import Communicator
+from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.layouts.layout import Parallel
+from weightsync.plans import limits
+from weightsync.transfer import spare
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.transports import links
 
 pytestmark = pytest.mark.integration
 TWO_REPLICAS = {"rollout-0": Parallel(), "rollout-1": Parallel()}

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.measured_rounds import Case, UnsteadyMachine, compare
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 # Slow, not because it takes long, but because it compares times: other work on the machine can spoil a try.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.alone]

@@ -13,8 +13,8 @@ from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidReque
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same
-from weightsync.layout import Parallel
-from weightsync.transports import links, shared_memory
+from weightsync.layouts.layout import Parallel
+from weightsync.transfer.transports import links, shared_memory
 
 pytestmark = pytest.mark.integration
 TWO_REPLICAS = {"rollout-0": Parallel(), "rollout-1": Parallel(tensor=2)}

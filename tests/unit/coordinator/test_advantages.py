@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from coordinator.advantages import STD_EPSILON, StdKind, group_advantages, zero_variance
+from coordinator.learn.advantages import STD_EPSILON, StdKind, group_advantages, zero_variance
 
 RNG = np.random.default_rng(0)
 

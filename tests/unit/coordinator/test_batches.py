@@ -3,8 +3,8 @@ from array import array
 import numpy as np
 import pytest
 
-from coordinator.batches import Sample, cut_micro_batches, pack, select_samples, split_updates
-from coordinator.samples import Completion, Group, Prompt
+from coordinator.flow import Completion, Group, Prompt
+from coordinator.learn.batches import Sample, cut_micro_batches, pack, select_samples, split_updates
 
 RNG = np.random.default_rng(1)
 

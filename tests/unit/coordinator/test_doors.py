@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-MODULES = "coordinator.app, coordinator.__main__, coordinator.rows, coordinator.rewards.math_verify"
+MODULES = "coordinator.app, coordinator.__main__, tandem_files.data_rows, coordinator.learn.rewards.math_verify"
 
 
 def test_the_coordinator_loads_neither_torch_nor_an_engine() -> None:
@@ -11,6 +11,8 @@ def test_the_coordinator_loads_neither_torch_nor_an_engine() -> None:
 
 
 def test_rows_can_be_read_without_the_rest() -> None:
-    code = "import sys, coordinator.rows; print(sorted({'grpc', 'numpy', 'tokenizers', 'redis'} & set(sys.modules)))"
+    code = (
+        "import sys, tandem_files.data_rows; print(sorted({'grpc', 'numpy', 'tokenizers', 'redis'} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

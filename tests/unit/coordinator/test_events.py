@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from coordinator.control import RunControl, State
-from coordinator.events import EventKind, EventLog
+from coordinator.watch.control import RunControl, State
+from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import InvalidRequest
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.forecast import Forecast
-from launcher.plan_figures import Planned, PlanRequest
+from coordinator.sync.forecast import Forecast
+from launcher.plan.figures import Planned, PlanRequest
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from tests.polling import until
-from weightsync.cost import GIGABIT, Speeds
-from weightsync.layout import Parallel
-from weightsync.model_spec import ModelSpec
-from weightsync.participants import Participants
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.cost import GIGABIT, Speeds
+from weightsync.plans.participants import Participants
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 TRAINER, ROLLOUT = Parallel(tensor=2), Parallel(tensor=1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.health import Watch, troubles
+from coordinator.record.health import Watch, troubles
 
 Curve = dict[str, list[float]]
 STEADY = {

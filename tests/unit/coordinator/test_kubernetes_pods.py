@@ -8,11 +8,11 @@ import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
+from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
+from coordinator.fleet.kubernetes.api.pods import Fate, Pod, read_pod, selector
 from coordinator.fleet.kubernetes.arrivals import trainer_fate
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.kubernetes.errors import Expired, Throttled, translate
 from coordinator.fleet.kubernetes.keeper import read_vital
-from coordinator.fleet.kubernetes.pods import Fate, Pod, read_pod, selector
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
 from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2

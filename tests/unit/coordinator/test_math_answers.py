@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.rewards.math_answers import read_reference, scorer
+from coordinator.learn.rewards.math_answers import read_reference, scorer
 from tests.unit.coordinator.math_table import BARE, GSM8K
 
 Score = Callable[[str, str], Any]

@@ -7,11 +7,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from coordinator.prompts import CursorState, DataCursor, load_prompts
-from coordinator.rows import DataError
-from coordinator.samples import Prompt
-from coordinator.tokenizer import TextCodec, stop_token_ids
+from coordinator.data.prompts import CursorState, DataCursor, load_prompts
+from coordinator.flow import Prompt
 from tandem_config.schema import DataSection
+from tandem_files.data_rows import DataError
+from tandem_files.tokenizer import TextCodec, stop_token_ids
 from tests.fakes.tiny_task import EOS, encode, write_data, write_model
 
 PROMPTS = [Prompt(row=i + 1, token_ids=[i], answer=str(i)) for i in range(7)]

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.prompts import CursorState
-from coordinator.report import MetricsFile
-from coordinator.state import RunState, Totals
-from coordinator.summary import build_summary, merge_versions
-from coordinator.sync_report import RoundReports
+from coordinator.data.prompts import CursorState
+from coordinator.fleet.services import merge_versions
+from coordinator.record.state import RunState, Totals
+from coordinator.record.summary import build_summary
+from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import Internal
 from tandem_api.weights.v1 import weights_pb2
+from tandem_files.metrics_file import MetricsFile
 
 
 def test_rows_after_an_iteration_are_cut(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_row_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> Non
     script = f"""
 import resource, signal
 from pathlib import Path
-from coordinator.report import MetricsFile
+from tandem_files.metrics_file import MetricsFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 file = MetricsFile(Path({str(path)!r}))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.rewards.base import Reward, ScoredText, Scores, StoppedOnly
-from coordinator.rewards.exact_match import ExactMatch
-from coordinator.rewards.math_verify import MathVerify
-from coordinator.rewards.regex import RegexMatch
-from coordinator.rewards.registry import REWARDS, build_reward
-from coordinator.rewards.tasks import REGEX
-from coordinator.rewards.workers import Answer, Workers
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
+from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.rewards.math_verify import MathVerify
+from coordinator.learn.rewards.regex import RegexMatch
+from coordinator.learn.rewards.registry import REWARDS, build_reward
+from coordinator.learn.rewards.tasks import REGEX
+from coordinator.learn.rewards.workers import Answer, Workers
 from tandem_config.schema import RewardSection
 from tests.polling import until
 
@@ -112,7 +112,7 @@ async def test_a_number_too_large_to_compute_costs_its_score() -> None:
 def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
     """Some minutes of C. Whoever waits for the answer would do so for ten times its time."""
     code = (
-        "import hashlib, signal; from coordinator.rewards.worker import _Timer;"
+        "import hashlib, signal; from coordinator.learn.rewards.worker import _Timer;"
         "signal.signal(signal.SIGXCPU, signal.SIG_DFL);"
         "_Timer(0.1).run(lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1))"
     )

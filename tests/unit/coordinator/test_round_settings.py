@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.roll_call import Present
-from coordinator.weights import WeightSync
+from coordinator.sync.roll_call import Present
+from coordinator.sync.weights import WeightSync
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_sync import FakeGroup

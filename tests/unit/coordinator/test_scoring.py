@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.rewards.base import Reward, ScoredText, Scores
-from coordinator.rewards.exact_match import ExactMatch
-from coordinator.samples import Completion, Group, Prompt
-from coordinator.scoring import Scorer
-from coordinator.tokenizer import TextCodec
+from coordinator.flow import Completion, Group, Prompt
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.scoring import Scorer
 from servicekit.errors import Internal
+from tandem_files.tokenizer import TextCodec
 from tests.fakes.tiny_task import EOS, encode, write_model
 
 

@@ -4,14 +4,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.checkpoint import COORDINATOR_FILE, load_newest
-from coordinator.prompts import CursorState
-from coordinator.report import MetricsFile
-from coordinator.resuming import order_differences
-from coordinator.state import KEPT_SYNCS, DataOrder, RunState, Totals
-from servicekit.checkpoints import mark_complete, step_folder
+from coordinator.data.prompts import CursorState
+from coordinator.record.checkpoint import load_newest
+from coordinator.record.resuming import order_differences
+from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, Totals
 from servicekit.errors import ConfigError
-from weightsync.rendezvous import Evicted
+from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
+from tandem_files.metrics_file import MetricsFile
+from weightsync.group.rendezvous import Evicted
 
 
 def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.sync_round import Reports, raise_first, wait_for_cause
+from coordinator.sync.sync_round import Reports, raise_first, wait_for_cause
 from servicekit.errors import DigestMismatch, PeerLost, TandemError
 
 

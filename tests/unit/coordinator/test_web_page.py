@@ -13,14 +13,13 @@ import pytest_asyncio
 import yaml
 from prometheus_client import REGISTRY
 
-from coordinator.control import RunControl, State
-from coordinator.events import EventKind, EventLog
-from coordinator.observed import Observed
-from coordinator.prompts import DataCursor
-from coordinator.replica import Replica
-from coordinator.samples import Prompt
-from coordinator.state import RunState
-from coordinator.sync_report import Outcome, SyncResult
+from coordinator.clients.replica import Replica
+from coordinator.data.prompts import DataCursor
+from coordinator.flow import Outcome, Prompt, SyncResult
+from coordinator.record.state import RunState
+from coordinator.watch.control import RunControl, State
+from coordinator.watch.events import EventKind, EventLog
+from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Conditions, alerts
 from coordinator.web.history import POINTS, History, thin
 from coordinator.web.server import DATA, PageServer

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from weightsync.hf_layout import hf_layout
-from weightsync.model_spec import ModelSpec
+from weightsync.layouts.hf import hf_layout
+from weightsync.model.spec import ModelSpec
 
 # 4 heads, 2 KV heads, FFN 12, 3 layers: each parallel size has something that it does not divide.
 CONFIG: dict[str, Any] = {

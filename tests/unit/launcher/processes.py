@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher.supervisor import ProcessSpec
+from launcher.run.supervisor import ProcessSpec
 
 # What children do while they have nothing to do: `signal.pause` in a loop survives handled signals.
 _IDLE = "import signal, sys, os, subprocess\n"
@@ -73,7 +73,7 @@ SUCCEEDS_WITHOUT_THE_REPLICA = (
 SAVES_WHEN_STOPPED = (
     _IDLE
     + "import site\nsite.main()\nfrom pathlib import Path\n"
-    + "from servicekit.checkpoints import mark_complete, step_folder\n"
+    + "from tandem_files.checkpoints import mark_complete, step_folder\n"
     + "def save(*_):\n"
     + "    folder = step_folder(Path(sys.argv[1]).parent, 7)\n"
     + "    folder.mkdir(parents=True)\n    mark_complete(folder)\n    sys.exit(0)\n"

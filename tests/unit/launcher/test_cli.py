@@ -121,7 +121,7 @@ def test_text_beyond_the_locale_is_no_traceback(tmp_path: Path) -> None:
 def test_a_run_goes_on_without_the_reader_of_its_output() -> None:
     program = """
 import sys
-from launcher.view import RunView, make_console
+from launcher.view.run_view import RunView, make_console
 view = RunView(make_console(), 10)
 view.say("first")
 sys.stdin.readline()  # the reader has gone

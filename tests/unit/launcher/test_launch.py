@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from servicekit.checkpoints import mark_complete, step_folder
-from servicekit.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tests.unit.launcher.model_folder import write_config
 from tests.unit.launcher.processes import alive, read_pid, wait_until
 
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import sys
 from pathlib import Path
-from launcher.outcome import Outcome
-from launcher.run import RunRequest, launch
-from launcher.view import RunView, make_console
+from launcher.run.outcome import Outcome
+from launcher.run.run import RunRequest, launch
+from launcher.view.run_view import RunView, make_console
 from tandem_config.loading import load_config
 from tests.unit.launcher import processes
 

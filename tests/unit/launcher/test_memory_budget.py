@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launcher import preflight_memory
+from launcher.check import memory as preflight_memory
+from launcher.check.memory import check_memory, gpu_memory_gib
+from launcher.check.memory_budget import rollout_memory, trainer_memory
 from launcher.cli import app
-from launcher.memory_budget import rollout_memory, trainer_memory
-from launcher.preflight_memory import check_memory, gpu_memory_gib
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from tests.unit.launcher.model_folder import write_config
-from weightsync.presets import preset
+from weightsync.model.presets import preset
 
 GB = 1e9
 # The model of each overlay with GPUs; the folder that it names is the cluster's.

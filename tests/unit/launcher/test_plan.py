@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.devices import plan_devices, visible_gpus
-from launcher.plan_processes import Launch, plan_processes
-from launcher.redis_server import find_server, server_spec, wait_ready
-from launcher.supervisor import Supervisor
+from launcher.run.devices import plan_devices, visible_gpus
+from launcher.run.processes import Launch, plan_processes
+from launcher.run.redis_server import find_server, server_spec, wait_ready
+from launcher.run.supervisor import Supervisor
 from servicekit.errors import Unavailable
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig

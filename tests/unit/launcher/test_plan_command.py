@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from launcher.plan_sizes import rollout_sizes, trainer_sizes
+from launcher.plan.sizes import rollout_sizes, trainer_sizes
 from tandem_config.problems import ConfigErrors
-from weightsync.layout import Parallel
-from weightsync.presets import CONFIGS, preset
+from weightsync.layouts.layout import Parallel
+from weightsync.model.presets import CONFIGS, preset
 
 CONTRACT = [
     "model",

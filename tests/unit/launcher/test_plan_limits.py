@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from launcher.plan_sizes import TRAINER_KEYS
+from launcher.plan.sizes import TRAINER_KEYS
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
-from launcher.preflight import preflight
+from launcher.check.preflight import preflight
 from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
 from tests.unit.launcher.model_folder import (
@@ -60,7 +60,7 @@ STAGED = ("sync.install=staged", "rollout.tensor_parallel=2")
 def test_staged_beside_an_engines_collectives_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, settings: tuple[str, ...], severity: str | None
 ) -> None:
-    monkeypatch.setattr("launcher.preflight_host.visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
+    monkeypatch.setattr("launcher.check.host.visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
     found = [each for each in check(write_config(tmp_path), *settings) if each.key == "sync.install"]
     assert [each.severity for each in found] == ([] if severity is None else [severity])
     for each in found:

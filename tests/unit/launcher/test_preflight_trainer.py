@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from launcher.preflight_trainer import check_trainer_sizes
+from launcher.check.model.trainer import check_trainer_sizes
 from tandem_config.schema import TrainerSection
-from weightsync.model_spec import ModelSpec
+from weightsync.model.spec import ModelSpec
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",

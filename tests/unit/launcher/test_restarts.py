@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from launcher.restarts import HOUR_S, Restarts
-from launcher.supervisor import ProcessExit, ProcessSpec
-from servicekit.checkpoints import mark_complete, step_folder
-from servicekit.run_config import NEXT_CONFIG, adopt_next
+from launcher.run.restarts import HOUR_S, Restarts
+from launcher.run.supervisor import ProcessExit, ProcessSpec
 from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.run_config import NEXT_CONFIG, adopt_next
 
 NAMES = ("trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2", "coordinator")
 KILLED = 137

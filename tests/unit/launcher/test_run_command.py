@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fingerprint import model_fingerprint
-from launcher import commands, plot, run
-from launcher.outcome import Outcome
-from launcher.run import RunRequest
-from launcher.view import RunView
-from servicekit.checkpoints import mark_complete, step_folder
-from servicekit.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from launcher import commands
+from launcher.run import run
+from launcher.run.outcome import Outcome
+from launcher.run.run import RunRequest
+from launcher.view import plot
+from launcher.view.run_view import RunView
 from tandem_config.loading import load_config
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
 from tests.unit.launcher.model_folder import write_config
 
 FAILED = Outcome(code=1, text="failed: the disk is full; go on from iteration 1 with: tandem run --resume runs/tiny")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.status import current_run, describe
+from launcher.view.status import current_run, describe
 from servicekit.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervisor import ProcessSpec, Supervisor
+from launcher.run.supervisor import ProcessSpec, Supervisor
 from tests.unit.launcher.processes import (
     FAILS,
     HAS_GRANDCHILD,
@@ -197,7 +197,7 @@ async def test_a_stop_before_the_guard_listens_leaves_no_folder(tmp_path: Path) 
 _LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from launcher.supervisor import Supervisor
+from launcher.run.supervisor import Supervisor
 from tests.unit.launcher.processes import HAS_GRANDCHILD, IGNORES_SIGTERM, spec
 
 async def main():

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.top_view import draw, sparkline
+from launcher.view.top_view import draw, sparkline
 
 OVERVIEW: dict[str, Any] = {
     "now_s": 1000.0,

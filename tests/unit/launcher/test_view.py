@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher import outcome
-from launcher.follow import show_event
-from launcher.logs import last_error
-from launcher.metric_columns import COLUMNS, heading, line
-from launcher.plot import plot_rewards
-from launcher.summary import print_summary, summary_lines
-from launcher.view import RunView, make_console
-from servicekit.checkpoints import mark_complete, step_folder
+from launcher.run import outcome
+from launcher.run.logs import last_error
+from launcher.view.follow import show_event
+from launcher.view.metric_columns import COLUMNS, heading, line
+from launcher.view.plot import plot_rewards
+from launcher.view.run_view import RunView, make_console
+from launcher.view.summary import print_summary, summary_lines
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_files.checkpoints import mark_complete, step_folder
 
 ROW = {
     "iteration": 3, "reward_mean": 0.5, "response_length_mean": 3.25, "entropy": 0.125, "logprob_abs_diff_max": 3e-6,

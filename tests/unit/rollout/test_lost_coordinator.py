@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rollout_service import updates
-from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from rollout_service.weights import updates
+from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.polling import until

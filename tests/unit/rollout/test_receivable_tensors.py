@@ -3,7 +3,7 @@
 import torch
 
 from rollout_service.sglang_engine.receiver import receivable_tensors
-from weightsync.tensors import poison_tensors
+from weightsync.transfer.tensors import poison_tensors
 
 
 class Router(torch.nn.Module):

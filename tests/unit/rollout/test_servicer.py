@@ -6,22 +6,22 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rollout_service import servicer as servicer_module
-from rollout_service.admission import Admission
 from rollout_service.metrics import RolloutMetrics
-from rollout_service.pauses import Pauses
-from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from rollout_service.servicer import RolloutServicer
-from rollout_service.updates import WeightUpdates
-from servicekit.channel import open_channel
+from rollout_service.weights.admission import Admission
+from rollout_service.weights.pauses import Pauses
+from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import REASON_KEY
-from servicekit.server import GrpcServer
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 from tests.unit.rollout.test_updates import a_round
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 NAME = "tandem_api.rollout.v1.RolloutService"
 

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from rollout_service.admission import Admission
 from rollout_service.engine import Group, Sampling
-from rollout_service.pauses import Pauses
-from rollout_service.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
-from rollout_service.ranks import phase_timeout_s
-from rollout_service.updates import WeightUpdates
+from rollout_service.weights.admission import Admission
+from rollout_service.weights.pauses import Pauses
+from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from rollout_service.weights.ranks import phase_timeout_s
+from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks

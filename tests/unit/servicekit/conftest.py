@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from servicekit.channel import open_channel
-from servicekit.server import GrpcServer
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.server import GrpcServer
 from tests.unit.servicekit.echo_service import SERVICE, Echo, EchoClient, add_echo
 
 

@@ -5,8 +5,8 @@ import datetime
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from servicekit.certificates import TlsFiles, read_material
 from servicekit.errors import ConfigError
+from servicekit.security.certificates import TlsFiles, read_material
 from tests.certificates import DAY, Authority, files_of, utc_now, write_files
 
 

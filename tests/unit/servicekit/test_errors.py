@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from servicekit import errors
-from servicekit.channel import open_channel
 from servicekit.errors import from_rpc_error, rpc_errors, to_status
-from servicekit.sync_server import start_sync_server
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.sync_server import start_sync_server
 from tests.unit.servicekit.echo_service import KINDS, SERVICE, SyncEcho, add_echo
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from servicekit.errors import Fenced
-from servicekit.fence import FenceGuard
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from servicekit.errors import AlreadyExists, TandemError, Unavailable
-from servicekit.lease import Lease
 from servicekit.metrics import export_disk_of
+from servicekit.redis.lease import Lease
 from tests.polling import until
 
 

@@ -11,9 +11,9 @@ from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
 from servicekit.errors import REASON_KEY, InvalidRequest, from_rpc_error
-from servicekit.rpc_boundary import Lines
-from servicekit.server import GrpcServer
-from servicekit.sync_server import start_sync_server
+from servicekit.rpc.boundary import Lines
+from servicekit.rpc.server import GrpcServer
+from servicekit.rpc.sync_server import start_sync_server
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 
 SERVICE = "tandem_test.v1.RestoreService"

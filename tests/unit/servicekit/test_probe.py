@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from servicekit.probe import probe
+from servicekit.rpc.probe import probe
 
 PLENTY_S = 30.0
 

@@ -10,9 +10,9 @@ import urllib.request
 
 import pytest
 
-from servicekit import lifecycle
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Internal, PeerLost
+from servicekit.life import lifecycle
 from servicekit.metrics import serve_metrics
 from servicekit.versions import software_versions
 

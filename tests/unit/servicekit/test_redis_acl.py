@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from servicekit import redis_acl
 from servicekit.errors import ConfigError, Unavailable
-from servicekit.redis_client import connect
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis import acl as redis_acl
+from servicekit.redis.client import connect
+from servicekit.redis.registry import Registry, ServiceRecord
 from tests.polling import throughout, until
-from weightsync.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Lease, Rendezvous
 
 PASSWORD = "right-one"
 
@@ -104,7 +104,7 @@ def test_a_service_without_the_password_is_told_so(server):
 
 def test_rights_that_come_while_a_service_starts_are_waited_for(server):
     server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
-    with pytest.raises(ConfigError, match=r"no permissions to run the 'evalsha' command.*servicekit\.redis_acl"):
+    with pytest.raises(ConfigError, match=r"no permissions to run the 'evalsha' command.*servicekit\.redis\.acl"):
         Registry(server.tandem_url, "demo.1")
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(Registry, server.tandem_url, "demo.1", wait_s=20)
@@ -132,7 +132,7 @@ def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server):
 
 def test_the_command_prints_the_file_without_the_password():
     def run(password):
-        command = [sys.executable, "-m", "servicekit.redis_acl"]
+        command = [sys.executable, "-m", "servicekit.redis.acl"]
         environment = {**os.environ, redis_acl.PASSWORD_VARIABLE: password}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from servicekit.errors import ConfigError, Unavailable
-from servicekit.redis_client import connect, redact, with_tls_files
+from servicekit.redis.client import connect, redact, with_tls_files
 
 
 def test_replies_are_text(redis_server):

@@ -9,9 +9,9 @@ from concurrent import futures
 import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, ReleaseSkew, Unavailable
-from servicekit.failures import tell_failure
-from servicekit.redis_client import connect
-from servicekit.registry import Registry, ServiceRecord
+from servicekit.redis.client import connect
+from servicekit.redis.failures import tell_failure
+from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.versions import release
 from tests.polling import throughout, until
 

@@ -6,11 +6,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from launcher.run_folder import make_token, read_token
-from servicekit.channel import open_channel
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Unauthenticated, rpc_errors
-from servicekit.run_token import METADATA_KEY, VARIABLE
+from servicekit.rpc.channel import open_channel
+from servicekit.security.run_token import METADATA_KEY, VARIABLE
+from tandem_files.run_folder import make_token, read_token
 from tests.unit.servicekit.echo_service import KINDS, EchoClient
 
 TOKEN = "0123456789abcdef" * 4

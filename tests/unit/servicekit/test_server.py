@@ -8,12 +8,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from servicekit import errors, limits
-from servicekit.channel import open_channel
+from servicekit import errors
 from servicekit.errors import rpc_errors
 from servicekit.metrics import RPC_TOTAL
-from servicekit.server import GrpcServer
-from servicekit.sync_server import start_sync_server
+from servicekit.rpc import limits
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.server import GrpcServer
+from servicekit.rpc.sync_server import start_sync_server
 from tests.unit.servicekit.echo_service import KINDS, SERVICE, EchoClient, SyncEcho, add_echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -5,12 +5,12 @@ import sys
 import uuid
 from pathlib import Path
 
-from servicekit.temporary import OwnedFolder, remove_orphans
+from servicekit.life.temporary import OwnedFolder, remove_orphans
 
 OWNER = """
 import sys
 from pathlib import Path
-from servicekit.temporary import OwnedFolder
+from servicekit.life.temporary import OwnedFolder
 owned = OwnedFolder("tdm", sys.argv[1])
 owned.note(map(Path, sys.argv[2:]))
 print(owned.path, flush=True)

@@ -9,12 +9,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from servicekit import errors
-from servicekit.certificates import role_name
-from servicekit.channel import open_channel
 from servicekit.errors import rpc_errors
 from servicekit.metrics import TLS_EXPIRY
-from servicekit.server import GrpcServer
-from servicekit.tls import Identity, operator_identity
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.server import GrpcServer
+from servicekit.security.certificates import role_name
+from servicekit.security.tls import Identity, operator_identity
 from tests.certificates import DAY, Authority, files_of, utc_now, variables, write_files
 from tests.unit.servicekit.echo_service import KINDS, SERVICE, Echo, EchoClient, add_echo
 

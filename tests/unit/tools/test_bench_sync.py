@@ -12,8 +12,8 @@ from tools.bench_sync.gathering import Owners, tensors_by_owner
 from tools.bench_sync.methods import METHODS
 from tools.bench_sync.report import BEGIN, END, page, refresh, summary
 from tools.bench_sync.shapes import CASES, DEFAULT_SHAPES, write_model
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Parallel
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Parallel
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 # As the project's targets name them.

@@ -7,9 +7,9 @@ from tests.weight_stores import tiny_spec
 from tools.gpu_check.__main__ import main, summary, with_copy_share
 from tools.gpu_check.cases import cases
 from tools.gpu_check.weights import numbered
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
 
 
 def test_one_gpu_runs_ipc_and_says_why_not_nccl() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.preflight_model import check_model
+from launcher.check.model.folder import check_model
 from tools.gpu_check.__main__ import verdict
 from tools.gpu_check.services.deaths import PROMISED_S, dead_wrong
 from tools.gpu_check.services.findings import Findings

@@ -11,7 +11,7 @@ from servicekit.errors import PeerLost
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
-from trainer_service.ranks import Command, Commander, Wire
+from trainer_service.ranks.commands import Command, Commander, Wire
 
 TRANSFER, ABORT = weights_pb2.ROUND_PHASE_TRANSFER, weights_pb2.ROUND_PHASE_ABORT
 

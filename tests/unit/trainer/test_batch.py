@@ -8,8 +8,8 @@ import pytest
 
 from servicekit.errors import InvalidRequest
 from tests.unit.trainer.batches import LIMITS, message, random_samples
-from trainer_service.batch import merge
-from trainer_service.checks import Limits, check_updates
+from trainer_service.batch.checks import Limits, check_updates
+from trainer_service.batch.merge import merge
 
 
 def test_messages_are_joined_in_order() -> None:

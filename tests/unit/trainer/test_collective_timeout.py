@@ -9,7 +9,7 @@ from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from trainer_service.megatron_engine import build
 from trainer_service.megatron_engine.engine import MegatronEngine
-from weightsync.layout import Parallel
+from weightsync.layouts.layout import Parallel
 
 
 def test_megatrons_groups_have_the_configured_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

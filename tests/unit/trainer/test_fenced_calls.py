@@ -14,7 +14,7 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
 from tests.unit.trainer.batches import LIMITS, message
-from trainer_service.ranks import Command, Commander
+from trainer_service.ranks.commands import Command, Commander
 
 OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
 HEADER = pb.TrainStepHeader(step_id="s", num_updates=1, num_samples=2, fence=OLD)

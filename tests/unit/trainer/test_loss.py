@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from trainer_service.loss import Aggregation, clipped_ratio_loss, importance_weights, kl_k3, sample_weights
+from trainer_service.objectives.loss import Aggregation, clipped_ratio_loss, importance_weights, kl_k3, sample_weights
 
 LN2 = 0.6931472
 

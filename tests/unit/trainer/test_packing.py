@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
-from trainer_service.cuts import cut, deal
-from trainer_service.padded import Padded, context_share, pad
-from trainer_service.plan import Ranks, measure_all, plan_step
-from weightsync.layout import Parallel
+from trainer_service.batch.cuts import cut, deal
+from trainer_service.batch.padded import Padded, context_share, pad
+from trainer_service.batch.plan import Ranks, measure_all, plan_step
+from weightsync.layouts.layout import Parallel
 
 
 def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: Any) -> Ranks:

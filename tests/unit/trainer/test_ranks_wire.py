@@ -7,9 +7,18 @@ from collections.abc import Sequence
 import pytest
 
 from servicekit.errors import ConfigError, Internal, NotFinite, SlotTaken, WrongVersion
-from trainer_service.ranks import Command, Commander, Outcome, Wire, _error_from, _first_error, _text_of, run_handler
-from trainer_service.world import Place
-from weightsync.rendezvous import Evicted
+from trainer_service.ranks.commands import (
+    Command,
+    Commander,
+    Outcome,
+    Wire,
+    _error_from,
+    _first_error,
+    _text_of,
+    run_handler,
+)
+from trainer_service.ranks.world import Place
+from weightsync.group.rendezvous import Evicted
 
 
 def test_error_travels_with_its_class() -> None:

@@ -7,7 +7,7 @@ import pytest
 from servicekit.errors import InvalidRequest, TooLarge
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tests.unit.trainer.batches import message
-from trainer_service.receive import receive_batches, receive_header
+from trainer_service.batch.receive import receive_batches, receive_header
 
 
 async def stream(requests: Sequence[pb.TrainStepRequest]) -> AsyncIterator[pb.TrainStepRequest]:

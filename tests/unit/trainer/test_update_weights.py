@@ -5,7 +5,7 @@ import pytest
 
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
-from trainer_service.update_weights import update_weights
+from trainer_service.objectives.update_weights import update_weights
 
 
 def test_masked_sample_keeps_its_place_in_the_denominators() -> None:

@@ -12,15 +12,16 @@ import torch
 from servicekit.errors import ConfigError
 from tests.unit.weightsync.test_plan import move
 from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
-from weightsync import mapping, model_spec
-from weightsync.coverage import check_coverage
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Parallel
-from weightsync.mapping import Part, Placement, Rule, rules_for
-from weightsync.mapping.dense import ATTENTION_RULES, MLP_RULES
-from weightsync.megatron_layout import megatron_layout
-from weightsync.plan import make_plan
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model import mapping
+from weightsync.model import spec as model_spec
+from weightsync.model.mapping import Part, Placement, Rule, rules_for
+from weightsync.model.mapping.dense import ATTENTION_RULES, MLP_RULES
+from weightsync.plans.plan import make_plan
+from weightsync.transfer.coverage import check_coverage
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n# (.*?)\n(.*?)```", GUIDE, re.DOTALL)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightsync import capacity
+from weightsync.transfer import capacity
 
 GIB = 2**30
 

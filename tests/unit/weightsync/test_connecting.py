@@ -12,14 +12,14 @@ import torch
 from servicekit.errors import PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.weight_stores import tiny_spec
-from weightsync.layout import Parallel
-from weightsync.messages import Hop, Link, links_of
-from weightsync.participants import Participants
-from weightsync.round_plan import RoundPlan, plan_round
-from weightsync.transports import communicator as communicators
-from weightsync.transports import watched
-from weightsync.transports.collective import CollectiveTransport
-from weightsync.transports.communicator import Communicator
+from weightsync.layouts.layout import Parallel
+from weightsync.plans.messages import Hop, Link, links_of
+from weightsync.plans.participants import Participants
+from weightsync.plans.round_plan import RoundPlan, plan_round
+from weightsync.transfer.communicators import communicator as communicators
+from weightsync.transfer.communicators import watched
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.transports.collective import CollectiveTransport
 
 SPEC = tiny_spec(num_key_value_heads=4)
 DEVICE = torch.device("meta")  # what is not on the CPU goes over lanes

@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.weight_stores import tiny_spec
-from weightsync import devices
-from weightsync.communicators import CommunicatorCache
-from weightsync.layout import Parallel
-from weightsync.session import SyncMember, _State
-from weightsync.sglang_layout import sglang_layout
-from weightsync.transports.communicator import Communicator
-from weightsync.transports.watched import run_watched
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.transfer import devices
+from weightsync.transfer.communicators.cache import CommunicatorCache
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.communicators.watched import run_watched
+from weightsync.transfer.session import SyncMember, _State
 
 GPU = torch.device("cuda", 3)
 SLOTS = ("trainer/0", "rollout-0/0", "rollout-0/1", "rollout-0/2", "rollout-0/3")
@@ -80,7 +80,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
 @pytest.fixture
 def member(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> SyncMember:
     """TP rank 3 of a replica, whose parameters are on GPU 3."""
-    monkeypatch.setattr("weightsync.session.Rendezvous", lambda *_: None)
+    monkeypatch.setattr("weightsync.transfer.session.Rendezvous", lambda *_: None)
     spec, parallel = tiny_spec(num_key_value_heads=4), Parallel(tensor=4)
     with FakeTensorMode():
         tensors = {
@@ -124,7 +124,7 @@ def test_what_is_no_phase_runs_there_too(
         raise InterruptedError
 
     for name in ("tensor_checksums", "poison_tensors", "open_latest", "check_folder"):
-        monkeypatch.setattr(f"weightsync.session.{name}", look)
+        monkeypatch.setattr(f"weightsync.transfer.session.{name}", look)
     for action in (member.checksums, member.poison, lambda: member.load_published(tmp_path, at_least=1)):
         with pytest.raises(InterruptedError):
             in_a_foreign_thread(action)

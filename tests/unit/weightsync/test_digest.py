@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from servicekit.errors import DigestMismatch
-from weightsync.digest import HEADER_BYTES, Header, PayloadDigest, WordSums, check_header, read_header, write_header
+from weightsync.transfer.digest import (
+    HEADER_BYTES,
+    Header,
+    PayloadDigest,
+    WordSums,
+    check_header,
+    read_header,
+    write_header,
+)
 
 HEADER = Header(
     plan_digest="ab" * 16, policy_version=2**40, sequence=7, payload_bytes=2**33, payload_digest=bytes(range(16))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
-from weightsync.facts import check_facts, own_facts
-from weightsync.nccl_settings import NCCL_SETTINGS
+from weightsync.group.nccl_settings import NCCL_SETTINGS
+from weightsync.transfer.facts import check_facts, own_facts
 
 SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")
 GPU = {

@@ -5,11 +5,11 @@ import torch
 
 from servicekit.errors import ConfigError
 from tests.weight_stores import canonical_tensors, cut, tiny_spec
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.model_spec import ModelSpec
-from weightsync.sglang_layout import padded_vocabulary, sglang_layout
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import padded_vocabulary, sglang_layout
+from weightsync.model.spec import ModelSpec
 
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
 

@@ -9,10 +9,10 @@ from servicekit.errors import ConfigError
 from tests.unit.weightsync.test_layouts import moe_spec
 from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from trainer_service.megatron_engine import cpu_shim
-from weightsync.hf_files import gather_tensors, load_shards, write_folder
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.megatron_names import in_local_spelling
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.model.megatron_names import in_local_spelling
+from weightsync.transfer.hf_files import gather_tensors, load_shards, write_folder
 
 CHUNKS = Parallel(pipeline=2, virtual_pipeline=2)
 # As TransformerEngine's modules name them: written out here, not derived from the rules.

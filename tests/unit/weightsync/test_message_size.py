@@ -2,17 +2,17 @@
 
 import pytest
 
-from weightsync.cost import MessageSizes, Speeds, predict
-from weightsync.layout import Parallel
-from weightsync.limits import default_bucket_bytes
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages
-from weightsync.participants import Participants
-from weightsync.plan import make_plan
-from weightsync.presets import preset
-from weightsync.sglang_layout import sglang_layout
-from weightsync.simulate import Scene, simulate
-from weightsync.simulate_phases import Stage
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.presets import preset
+from weightsync.plans.cost import MessageSizes, Speeds, predict
+from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.participants import Participants
+from weightsync.plans.plan import make_plan
+from weightsync.simulate.phases import Stage
+from weightsync.simulate.round import Scene, simulate
 
 MIB = 2**20
 

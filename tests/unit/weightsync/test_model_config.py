@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from servicekit.errors import ConfigError
 from tests.weight_stores import tiny_spec
-from weightsync.model_config import UnsupportedModel
+from weightsync.model.config import UnsupportedModel
 
 LLAMA3 = {
     "rope_type": "llama3",

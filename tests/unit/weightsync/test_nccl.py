@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weightsync.transports.communicator import Communicator
-from weightsync.transports.nccl import LANES, build_lanes
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.communicators.nccl import LANES, build_lanes
 
 GPU = torch.device("cuda", 3)
 SETTINGS = ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")

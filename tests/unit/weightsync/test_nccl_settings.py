@@ -12,7 +12,7 @@ import pytest
 from rollout_service.app import make_sglang_engine
 from rollout_service.hosts.share import Share
 from rollout_service.worker_app import make_sglang_processes
-from weightsync.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
+from weightsync.group.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
 
 H100, GB200 = "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -79,7 +79,7 @@ def test_a_trainer_rank_settles_with_every_transport(transport: str, tmp_path: P
 def test_every_host_of_an_engine_settles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settled: list[int] = []
     environment: Any = SimpleNamespace(device="auto", redis_url="", run_id="r", advertise_host="", run_dir=tmp_path)
-    monkeypatch.setattr("weightsync.nccl_settings.settle_containers", lambda: settled.append(1))
+    monkeypatch.setattr("weightsync.group.nccl_settings.settle_containers", lambda: settled.append(1))
     monkeypatch.setattr("rollout_service.sglang_engine.engine.SglangEngine", lambda *_, **__: None)
     monkeypatch.setattr("rollout_service.sglang_engine.host.SglangProcesses", lambda *_, **__: None)
     config: Any = None

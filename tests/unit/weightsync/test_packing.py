@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages
-from weightsync.plan import make_plan
-from weightsync.sglang_layout import sglang_layout
-from weightsync.transports import packing
-from weightsync.transports.packing import Packer, Packers
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.plan import make_plan
+from weightsync.transfer.transports import packing
+from weightsync.transfer.transports.packing import Packer, Packers
 
 SPEC = tiny_spec(hidden_size=64, intermediate_size=96)
 SOURCE = megatron_layout(SPEC, Parallel(tensor=2))

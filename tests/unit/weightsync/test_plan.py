@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from servicekit.errors import ConfigError, Internal
 from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
-from weightsync.coverage import check_coverage, zero_padding
-from weightsync.hf_layout import hf_layout
-from weightsync.layout import Layout, Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages, route
-from weightsync.model_spec import ModelSpec
-from weightsync.plan import make_plan
-from weightsync.sglang_layout import sglang_layout
-from weightsync.transports.packing import Packer
+from weightsync.layouts.hf import hf_layout
+from weightsync.layouts.layout import Layout, Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.messages import cut_messages, route
+from weightsync.plans.plan import make_plan
+from weightsync.transfer.coverage import check_coverage, zero_padding
+from weightsync.transfer.transports.packing import Packer
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
 trainers = st.builds(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.plan import make_plan
-from weightsync.presets import preset
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.presets import preset
+from weightsync.plans.plan import make_plan
 
 GIB = 2**30
 # model, trainer, rollout, replicas, trainer ranks, rollout ranks, GiB of memory allowed

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from weightsync.cost import MessageSizes
-from weightsync.layout import Parallel
-from weightsync.limits import DEFAULT_BUCKET_BYTES
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages
-from weightsync.plan import make_plan
-from weightsync.presets import preset
-from weightsync.sglang_layout import sglang_layout
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.presets import preset
+from weightsync.plans.cost import MessageSizes
+from weightsync.plans.limits import DEFAULT_BUCKET_BYTES
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.plan import make_plan
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 
 from tests.weight_stores import tiny_spec
-from weightsync.cost import MessageSizes, Speeds, predict
-from weightsync.layout import Parallel
-from weightsync.megatron_layout import megatron_layout
-from weightsync.messages import cut_messages, route
-from weightsync.plan import make_plan
-from weightsync.presets import preset
-from weightsync.sglang_layout import sglang_layout
-from weightsync.simulate import Dies, Scene, simulate
-from weightsync.simulate_clock import Clock, Link, Machine
-from weightsync.simulate_phases import Slow, Stage
-from weightsync.simulate_ranks import steps_of
-from weightsync.transports import packing
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.presets import preset
+from weightsync.plans.cost import MessageSizes, Speeds, predict
+from weightsync.plans.messages import cut_messages, route
+from weightsync.plans.plan import make_plan
+from weightsync.simulate.clock import Clock, Link, Machine
+from weightsync.simulate.phases import Slow, Stage
+from weightsync.simulate.ranks import steps_of
+from weightsync.simulate.round import Dies, Scene, simulate
+from weightsync.transfer.transports import packing
 
 # Links only: what remains is bytes / bandwidth, which a reader can work out.
 FREE = Speeds(

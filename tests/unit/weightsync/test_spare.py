@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
-from weightsync import spare as spare_module
-from weightsync.spare import SpareShard
+from weightsync.transfer import spare as spare_module
+from weightsync.transfer.spare import SpareShard
 
 
 def filled(spare: SpareShard, value: float) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 from servicekit.errors import ConfigError
 from trainer_service.megatron_engine import cpu_shim
-from weightsync.layout import Parallel
-from weightsync.stages import chunks_of
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.stages import chunks_of
 
 SPLITS = [
     (8, Parallel()),

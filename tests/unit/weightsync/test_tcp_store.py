@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from tests.house.repository import name_of, python_files
-from weightsync.tcp_store import bound_store
+from weightsync.transfer.communicators.tcp_store import bound_store
 
 
 def test_a_store_listens_on_its_host_alone() -> None:
@@ -27,4 +27,4 @@ def test_no_other_code_serves_a_store_of_its_own() -> None:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         stores = [call for call in calls if ast.unparse(call.func).endswith("TCPStore") and len(call.args) > 3]
         serving |= {name_of(path) for call in stores if ast.unparse(call.args[3]) != "False"}
-    assert serving == {"weightsync/tcp_store.py"}
+    assert serving == {"weightsync/transfer/communicators/tcp_store.py"}

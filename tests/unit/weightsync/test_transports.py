@@ -9,9 +9,9 @@ import torch
 
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.transports import shared_memory
-from weightsync.transports.links import check_cards
-from weightsync.transports.shared_memory import (
+from weightsync.transfer.transports import shared_memory
+from weightsync.transfer.transports.links import check_cards
+from weightsync.transfer.transports.shared_memory import (
     Exposure,
     MemoryServer,
     Opened,

@@ -13,7 +13,8 @@ from tools.gpu_check.services.settings import LEASE_TTL_S
 
 # From the death to the round that is committed without it: the lease, and what the round itself takes.
 PROMISED_S = LEASE_TTL_S + 3.0
-# Logged by a rank (weightsync/transports/links.py) right before it connects to those that it sends to or receives from.
+# Logged by a rank (weightsync/transfer/transports/links.py) right before it connects to those that it exchanges
+# messages with.
 AGREED = b"transport agreed"
 # Of a transfer that was over before it could be harmed.
 TRIES = 3

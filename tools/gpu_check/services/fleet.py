@@ -15,16 +15,16 @@ from typing import Any
 
 import grpc
 
+from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.sync_report import Outcome, SyncResult
-from coordinator.trainer import Trainer
-from coordinator.weights import WeightSync
-from launcher.plan_processes import COORDINATOR, Launch, is_trainer, plan_processes
-from launcher.redis_server import server_spec, wait_ready
-from launcher.supervisor import ProcessSpec, Supervisor
-from servicekit.channel import DeadlineChannel, open_channel
+from coordinator.flow import Outcome, SyncResult
+from coordinator.sync.weights import WeightSync
+from launcher.run.processes import Launch, is_trainer, plan_processes
+from launcher.run.redis_server import server_spec, wait_ready
+from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
-from servicekit.registry import Registry
+from servicekit.redis.registry import COORDINATOR, Registry
+from servicekit.rpc.channel import DeadlineChannel, open_channel
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -32,7 +32,7 @@ from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tools.gpu_check.services.settings import RUN_ID, Scale, Shape, model_config, run_config, write_model
-from weightsync.rendezvous import Rendezvous
+from weightsync.group.rendezvous import Rendezvous
 
 # Engines import for 20 s, capture graphs for as long; several times that on busy cores.
 START_S = 300.0
@@ -70,7 +70,7 @@ class StruckTrainer(Trainer):
 
 
 class ServiceFleet:
-    """The processes of one shape. Use `running`; from the main thread (launcher/supervisor.py says why)."""
+    """The processes of one shape. Use `running`; from the main thread (launcher/run/supervisor.py says why)."""
 
     def __init__(self, folder: Path, shape: Shape, scale: Scale) -> None:
         self.shape, self.scale = shape, scale

@@ -6,14 +6,14 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.memory_budget import rollout_memory, trainer_memory
+from launcher.check.memory_budget import rollout_memory, trainer_memory
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.fleet import ServiceFleet
-from weightsync.model_spec import ModelSpec
+from weightsync.model.spec import ModelSpec
 
 MIB = 2**20
 SAMPLE_MS = 200
-# CUDA, NCCL, kernels' workspaces, CUDA graphs: what launcher/memory_budget.py does not count.
+# CUDA, NCCL, kernels' workspaces, CUDA graphs: what launcher/check/memory_budget.py does not count.
 UNCOUNTED_MIB = 4096.0
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from coordinator.checkpoint import TRAINER_FOLDER
-from servicekit.checkpoints import mark_complete, step_folder
+from tandem_files.checkpoints import TRAINER_FOLDER, mark_complete, step_folder
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.fleet import ServiceFleet
 from tools.gpu_check.services.samples import Sample, train_step
-from weightsync.model_spec import ModelSpec
+from weightsync.model.spec import ModelSpec
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.sync_report import SyncResult
+from coordinator.flow import SyncResult
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tools.gpu_check.services.findings import Findings

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.batches import TrainBatch
+from coordinator.flow import TrainBatch
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tools.gpu_check.services.fleet import CALL_S, ServiceFleet

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.devices import DevicePlan
+from launcher.run.devices import DevicePlan
 from tandem_config.schema import RunConfig
 
 RUN_ID = "gpu-check"
@@ -192,8 +192,8 @@ def write_model(config: Mapping[str, Any], folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from weightsync.hf_layout import hf_layout
-    from weightsync.model_spec import ModelSpec
+    from weightsync.layouts.hf import hf_layout
+    from weightsync.model.spec import ModelSpec
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""A run's attempts and its end: again from the newest checkpoint when a trainer was lost, and how it ended on disk."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from coordinator.build import App, build_run
+from coordinator.fleet.services import Services, find_services
+from coordinator.inputs import read_inputs
+from coordinator.lead import last_look, may_write
+from coordinator.leaving import exit_code_of, words_of
+from coordinator.record.checkpoint import marks
+from coordinator.record.reserve import release_reserve, take_reserve
+from coordinator.record.summary import build_summary
+from coordinator.watch.control import State
+from coordinator.watch.events import EventKind
+from servicekit.errors import Fenced, TandemError, Unavailable
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.life.lifecycle import cancel
+from servicekit.logs import get_logger
+from tandem_files.atomic import write_json_atomic
+from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
+from weightsync.group.rendezvous import Evicted
+
+if TYPE_CHECKING:
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+# A trainer that is lost this often without an iteration in between will not be better next time.
+MAX_RETURNS = 3
+
+log = get_logger(__name__)
+
+
+async def run_or_stop(app: App, stop: asyncio.Event) -> int:
+    """The run, unless a signal (see leaving.py) or another coordinator comes first: then it is cancelled at once."""
+    work = asyncio.create_task(_work(app), name="run")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    waits: set[asyncio.Future[Any]] = {work, stopped, app.lost}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    await cancel(stopped)
+    if not work.done() and app.lost.done():
+        await cancel(work)
+        log.error("run failed", error=app.lost.result())
+        await _end(app, State.FAILED, f"{app.lost.result()}; the run is that one's")
+        return EXIT_FAILED
+    if not work.done() and await app.leaving.leave(work, app.config.run.stop_timeout_s):
+        await _end(app, State.INTERRUPTED, "by a signal")
+        return EXIT_OK
+    error = work.exception()
+    if error is None:
+        await _end(app, State.FINISHED)
+        return EXIT_OK
+    # The boundary of the run: whatever failed ends it, by name.
+    await _make_room(app)
+    why = words_of(error)
+    log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
+    await _end(app, State.FAILED, why)
+    return exit_code_of(error)
+
+
+async def _work(app: App) -> None:
+    """The run; where the cluster gives it another trainer, again from its newest checkpoint.
+
+    Raises: AlreadyExists: another coordinator is alive.
+    """
+    await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+    await asyncio.to_thread(take_reserve, app.environment.run_dir)
+    there = await asyncio.to_thread(marks, app.environment.run_dir)
+    if app.inputs.resumed and there != app.inputs.marks:  # a predecessor went on while we waited for its end
+        app = await _as_on_disk(app)
+    async with AsyncExitStack() as stack:
+        if app.cluster is not None:
+            stack.callback(app.cluster.close)
+            await app.cluster.start()
+        returns = 0
+        while True:
+            before = app.inputs.state.iteration
+            if await _attempt(app):
+                return
+            returns = returns + 1 if app.inputs.state.iteration == before else 0
+            if returns >= MAX_RETURNS:
+                raise Unavailable(f"the trainer was lost {returns} times in a row without a finished iteration")
+            app = await _from_checkpoint(app)
+
+
+async def _attempt(app: App) -> bool:
+    """Find the services, run the run, write its summary. Returns: whether it is over, or its trainer another one."""
+    async with AsyncExitStack() as stack:
+        services = await find_services(
+            app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
+        )
+        app.view.fleet = services.fleet
+        await services.wait_for_trainer(app.config.run.startup_timeout_s)
+        versions = await services.versions()
+        run = build_run(app, services, app.lead.rendezvous, app.lead)
+        guard = _guard(app, services)
+        try:
+            await run.execute()
+        except TandemError as error:
+            if guard is None:
+                await services.blame(error)
+                raise
+            await guard.wait_for_return(error)
+            return False
+        if app.leaving.left:
+            return True
+        summary = build_summary(run.state, run.rows(), versions)
+        write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+        return True
+
+
+def _guard(app: App, services: Services) -> "TrainerGuard | None":
+    """None: nobody would bring a lost trainer back."""
+    if app.cluster is None:
+        return None
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+    return TrainerGuard(app.cluster, services.trainer_answers)
+
+
+async def _from_checkpoint(app: App) -> App:
+    """The app with data and state as of the newest checkpoint, as after a restart with --resume."""
+    done = app.inputs.state.iteration
+    app = await _as_on_disk(app)
+    state = app.inputs.state
+    message = f"the trainer is back: going on after iteration {state.iteration}, {done} were done"
+    log.warning(message, iteration=state.iteration, done=done)
+    app.events.append(EventKind.WARNING, message)
+    return app
+
+
+async def _as_on_disk(app: App) -> App:
+    """The app with data and state as of the newest checkpoint; whoever looks at its state sees that."""
+    state = app.inputs.state
+    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
+    state.become(inputs.state)
+    return replace(app, inputs=replace(inputs, state=state))
+
+
+async def _make_room(app: App) -> bool:
+    """Give the reserve back for our last words, if the run's folder is ours. Returns: whether it is."""
+    ours = await may_write(app.lead, app.lost)
+    if ours:
+        release_reserve(app.environment.run_dir)
+    return ours
+
+
+async def _end(app: App, ended: State, why: str = "") -> None:
+    """Record how the run ended: on disk if the run is ours, in the status, in the log's last line."""
+    state = app.inputs.state
+    state.status, state.error = ended.value, why
+    if await _make_room(app):
+        try:
+            state.save(app.environment.run_dir / STATE_FILE, lambda: last_look(app.lead))
+        except (OSError, TandemError) as error:  # the log still says how the run ended
+            log.error("the run's end is not noted", error=words_of(error))
+    app.control.enter(ended, why)
+    log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)

@@ -1,0 +1,1 @@
+"""Clients of the services: trainer and replicas, and how they are asked whether they still live."""

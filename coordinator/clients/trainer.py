@@ -1,0 +1,139 @@
+"""Step 7: client of the trainer service. Its errors say "trainer", its calls always have a deadline."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.flow import TrainBatch
+from servicekit.errors import Unavailable, rpc_errors
+from servicekit.logs import get_logger
+from servicekit.rpc.channel import DeadlineChannel, open_channel
+from servicekit.security.tls import Identity
+from tandem_api.common.v1 import common_pb2
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+
+# Longest deadlines by the service's contract (protos/tandem_api/trainer/v1/trainer.proto).
+STEP_TIMEOUT_S = 3600.0
+SAVE_TIMEOUT_S = 1800.0
+STATUS_TIMEOUT_S = 10.0
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What one train step did."""
+
+    # The version after the step.
+    policy_version: int
+    # loss, grad_norm, entropy, ... as the trainer names them.
+    metrics: dict[str, float]
+    # Seconds by part: receive, pack, old_logprobs, forward_backward, optimizer, total.
+    seconds: dict[str, float]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the model itself took; the rest of a step is what Tandem adds."""
+        return sum(self.seconds.get(part, 0.0) for part in ("old_logprobs", "forward_backward", "optimizer"))
+
+
+class Trainer:
+    """The trainer service. Every method raises the TandemError that the service raised, "trainer" in front.
+
+    Args:
+        fence: of the coordinator that asks; None: of nobody who leads a run.
+    """
+
+    name = "trainer"
+
+    def __init__(
+        self, address: str, identity: Identity | None = None, fence: common_pb2.CoordinatorFence | None = None
+    ) -> None:
+        self._address = address
+        self._fence = common_pb2.CoordinatorFence() if fence is None else fence
+        self._identity = identity
+        self._channel = self._open()
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+
+    async def move_to(self, address: str) -> None:
+        """Talk to `address` from now on: a trainer that was restarted listens at another one."""
+        if address == self._address:
+            return
+        log.warning("the trainer has moved", old=self._address, new=address)
+        self._address = address
+        old, self._channel = self._channel, self._open()
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        await old.close()
+
+    def _open(self) -> DeadlineChannel:
+        return open_channel(self._address, identity=self._identity, peer=self.name)
+
+    async def take_over(self) -> None:
+        """Have older coordinators refused; returns when what they have begun is done."""
+        with rpc_errors(self.name):
+            await self._stub.TakeOver(trainer_pb2.TakeOverRequest(fence=self._fence), timeout=STEP_TIMEOUT_S)
+
+    async def train_step(self, batch: TrainBatch) -> TrainResult:
+        """Run one GRPO step.
+
+        A lost reply does not mean that the step was not done: the same step_id is sent once more, and the trainer
+        answers with its first reply if it was.
+        """
+        try:
+            return await self._train_step(batch)
+        except Unavailable as error:
+            log.warning("train step's reply was lost; asking again", step_id=batch.step_id, error=str(error))
+            return await self._train_step(batch)
+
+    async def _train_step(self, batch: TrainBatch) -> TrainResult:
+        with rpc_errors(self.name):
+            response = await self._stub.TrainStep(self._fenced(batch), timeout=STEP_TIMEOUT_S)
+        return TrainResult(
+            policy_version=response.policy_version, metrics=dict(response.metrics), seconds=dict(response.seconds)
+        )
+
+    def _fenced(self, batch: TrainBatch) -> Iterator[trainer_pb2.TrainStepRequest]:
+        for request in batch.requests():
+            if request.HasField("header"):
+                request.header.fence.CopyFrom(self._fence)
+            yield request
+
+    async def run_phase(
+        self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
+    ) -> list[weights_pb2.PhaseReport]:
+        """Run one phase of a weight-sync round. Returns: a report per trainer rank."""
+        request = trainer_pb2.PublishWeightsRequest(phase=phase, round=sync_round)
+        with rpc_errors(self.name):
+            response = await self._stub.PublishWeights(request, timeout=timeout_s)
+        return list(response.ranks)
+
+    async def save_checkpoint(self, folder: Path) -> int:
+        """Write weights, optimizer and RNG into a folder. Returns: bytes written."""
+        request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence)
+        with rpc_errors(self.name):
+            response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
+        return int(response.bytes)
+
+    async def restore(self, folder: Path | None, policy_version: int) -> None:
+        """Go back to a checkpoint's folder (None: the initial model), under a version that is new to everybody."""
+        path = "" if folder is None else str(folder)
+        request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version, fence=self._fence)
+        with rpc_errors(self.name):
+            await self._stub.RestorePolicy(request, timeout=SAVE_TIMEOUT_S)
+
+    async def export_model(self, folder: Path) -> int:
+        """Write the policy as a Hugging Face folder. Returns: the version written."""
+        request = trainer_pb2.ExportModelRequest(path=str(folder), fence=self._fence)
+        with rpc_errors(self.name):
+            response = await self._stub.ExportModel(request, timeout=SAVE_TIMEOUT_S)
+        return int(response.policy_version)
+
+    async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> trainer_pb2.GetStatusResponse:
+        """Version, parallel sizes, activity, software versions."""
+        with rpc_errors(self.name):
+            return await self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        await self._channel.close()

@@ -1,0 +1,1 @@
+"""Step 1: prompts, in an order that resumes exactly."""

@@ -1,0 +1,196 @@
+"""The few calls that the coordinator makes to the Kubernetes API: blocking, each with a timeout, an error that names
+verb and resource, and another try where one may help. Call them from threads.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tenacity
+from kubernetes import client, watch
+
+from coordinator.fleet.kubernetes.api import permissions
+from coordinator.fleet.kubernetes.api.errors import Throttled, kube_errors
+from coordinator.fleet.kubernetes.api.permissions import Permission
+from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
+from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
+from servicekit.errors import Aborted, Unavailable
+
+T = TypeVar("T")
+
+TRIES = 4
+# Between tries, where the server does not say how long to wait: at most 0.5, 1, 2 s, by chance less.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 4.0
+# The server ends a watch after this long, and we ask for the next one: connections that died silently end with it.
+WATCH_S = 60
+_WATCH_MARGIN_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodChange:
+    """One line of a watch. pod: None for a bookmark, which only moves the version on."""
+
+    kind: str
+    pod: Pod | None
+    resource_version: str
+
+
+class KubeApi:
+    """The run's namespace. Thread-safe.
+
+    Args:
+        timeout_s: for one request and its answer.
+    """
+
+    def __init__(self, api_client: Any, namespace: str, *, timeout_s: float) -> None:
+        self.namespace = namespace
+        self._timeout_s = timeout_s
+        self._core = client.CoreV1Api(api_client)
+        self._custom = client.CustomObjectsApi(api_client)
+        self._authorization = client.AuthorizationV1Api(api_client)
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Tries that wait give up at once."""
+        self._closed.set()
+
+    def list_pods(self, selector: str) -> tuple[list[Pod], str]:
+        """The pods and the resource version to watch from."""
+        found = self._call(
+            permissions.LIST_PODS, "", lambda kw: self._core.list_namespaced_pod(label_selector=selector, **kw)
+        )
+        return [read_pod(pod) for pod in found.items], str(found.metadata.resource_version)
+
+    def watch_pods(self, selector: str, resource_version: str, on_open: Callable[[Any], None]) -> Iterator[PodChange]:
+        """Changes after a version, until the server ends the watch (WATCH_S).
+
+        Args:
+            on_open: gets the watch, whose stop() ends it from another thread.
+        Raises: Expired: the version is too old: list again; Unavailable, PermissionDenied.
+        """
+        stream = watch.Watch()
+        on_open(stream)
+        with kube_errors(permissions.WATCH_PODS, "", self.namespace):
+            events = stream.stream(
+                self._core.list_namespaced_pod,
+                self.namespace,
+                label_selector=selector,
+                resource_version=resource_version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=WATCH_S,
+                _request_timeout=(self._timeout_s, WATCH_S + _WATCH_MARGIN_S),
+            )
+            for event in events:
+                version = str(event["raw_object"]["metadata"]["resourceVersion"])
+                pod = None if event["type"] == "BOOKMARK" else read_pod(event["object"])
+                yield PodChange(kind=event["type"], pod=pod, resource_version=version)
+
+    def evict(self, pod: Pod) -> None:
+        """Ask for the end of exactly this pod; a PodDisruptionBudget may refuse (NotReady)."""
+        body = client.V1Eviction(
+            metadata=client.V1ObjectMeta(name=pod.name, namespace=self.namespace),
+            delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
+        )
+        self._call(
+            permissions.EVICT_PODS,
+            pod.name,
+            lambda kw: self._core.create_namespaced_pod_eviction(name=pod.name, body=body, **kw),
+        )
+
+    def replicas_of(self, rollout_set: RolloutSet) -> tuple[int, str]:
+        """The size that a set is to have, and the version of that answer."""
+        scale = self._call(
+            rollout_set.get_scale,
+            rollout_set.name,
+            lambda kw: self._custom.get_namespaced_custom_object_scale(**_path(rollout_set), **kw),
+        )
+        return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
+
+    def scale(self, rollout_set: RolloutSet, replicas: int) -> int:
+        """Give a set another size; somebody else's change at the same time is not overwritten, but read first.
+
+        Returns: the size before.
+        """
+
+        def once() -> int:
+            before, version = self.replicas_of(rollout_set)
+            if before != replicas:
+                body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
+                with kube_errors(rollout_set.patch_scale, rollout_set.name, self.namespace):
+                    self._custom.patch_namespaced_custom_object_scale(
+                        **_path(rollout_set), body=body, **self._arguments()
+                    )
+            return before
+
+        return self._retrying(Aborted, Unavailable)(once)
+
+    def create_event(self, body: Any) -> None:
+        """Record an Event."""
+        self._call(permissions.CREATE_EVENTS, "", lambda kw: self._core.create_namespaced_event(body=body, **kw))
+
+    def patch_event(self, name: str, body: dict[str, Any]) -> None:
+        """Count an Event's repetition."""
+        self._call(
+            permissions.PATCH_EVENTS, name, lambda kw: self._core.patch_namespaced_event(name=name, body=body, **kw)
+        )
+
+    def is_allowed(self, permission: Permission, name: str = "") -> bool:
+        """Whether we may, by the API's own account; every account may ask about itself."""
+        resource, _, subresource = permission.resource.partition("/")
+        attributes = client.V1ResourceAttributes(
+            namespace=self.namespace,
+            verb=permission.verb,
+            group=permission.group,
+            resource=resource,
+            subresource=subresource or None,
+            name=name or None,
+        )
+        body = client.V1SelfSubjectAccessReview(
+            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
+        )
+        with kube_errors(permission, name, self.namespace):
+            timeouts = {"_request_timeout": self._timeout_s}
+            answer = self._authorization.create_self_subject_access_review(body=body, **timeouts)
+        return bool(answer.status.allowed)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"namespace": self.namespace, "_request_timeout": self._timeout_s}
+
+    def _call(self, permission: Permission, name: str, call: Callable[[dict[str, Any]], T]) -> T:
+        """One request, tried again while the server is away or throttles us."""
+
+        def once() -> T:
+            with kube_errors(permission, name, self.namespace):
+                return call(self._arguments())
+
+        return self._retrying(Unavailable)(once)
+
+    def _retrying(self, *kinds: type[Exception]) -> tenacity.Retrying:
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(kinds),
+            stop=tenacity.stop_after_attempt(TRIES) | tenacity.stop_when_event_set(self._closed),
+            wait=_wait_s,
+            sleep=tenacity.sleep_using_event(self._closed),
+            reraise=True,
+        )
+
+
+def _path(rollout_set: RolloutSet) -> dict[str, str]:
+    """Arguments of the client's calls that take any kind of object."""
+    return {
+        "group": rollout_set.group,
+        "version": rollout_set.version,
+        "plural": rollout_set.plural,
+        "name": rollout_set.name,
+    }
+
+
+_BACKOFF = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    """Seconds until the next try: at least what the server has asked for."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    asked_s = error.retry_after_s if isinstance(error, Throttled) else 0.0
+    return max(asked_s, float(_BACKOFF(state)))

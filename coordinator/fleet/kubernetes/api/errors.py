@@ -1,0 +1,104 @@
+"""Errors of the Kubernetes API in our vocabulary, each naming the verb and the resource that it is about.
+
+HTTP status       raised               what the caller does
+401, 403          PermissionDenied     goes on without it, says so once
+404               NotReady             it is not there (any more)
+409               Aborted              reads again, tries again
+410               Expired              lists again: the watch has missed too much
+429, 5xx, none    Unavailable          tries again, no sooner than Retry-After says
+429 of a budget   NotReady             a PodDisruptionBudget forbids it now
+other             InvalidRequest       a bug of ours, or an API server that is too old
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import urllib3
+from kubernetes.client.exceptions import ApiException
+
+from coordinator.fleet.kubernetes.api.permissions import Permission
+from servicekit.errors import Aborted, InvalidRequest, NotReady, PermissionDenied, TandemError, Unavailable
+
+# A server that asks for more is asked again after this long all the same: a run waits for it.
+LONGEST_RETRY_AFTER_S = 30.0
+_BY_STATUS: Mapping[int, type[TandemError]] = {
+    401: PermissionDenied,
+    403: PermissionDenied,
+    404: NotReady,
+    409: Aborted,
+    429: Unavailable,
+}
+
+
+class Expired(Aborted):
+    """The resource version that a watch starts from is too old."""
+
+
+class Throttled(Unavailable):
+    """The API server asks us to wait. Attribute retry_after_s: seconds."""
+
+    retry_after_s: float = 0.0
+
+
+@contextlib.contextmanager
+def kube_errors(permission: Permission, name: str, namespace: str) -> Iterator[None]:
+    """Turn errors of the client inside into ours. `name`: of the object, "" for all of a kind."""
+    what = f"{permission}{f' {name}' if name else ''} in namespace {namespace}"
+    try:
+        yield
+    except ApiException as error:
+        raise translate(error, what) from error
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise Unavailable(f"Kubernetes API, {what}: no answer: {_short(error)}") from error
+
+
+def translate(error: ApiException, what: str) -> TandemError:
+    """The error of an answer.
+
+    >>> str(translate(ApiException(status=403, reason="Forbidden"), "list pods in namespace tandem"))
+    'Kubernetes API, list pods in namespace tandem: refused: Forbidden (403)'
+    """
+    status = int(error.status or 0)
+    told = f"{_message(error)} ({status})"
+    if status == 410:
+        return Expired(f"Kubernetes API, {what}: the watch has expired: {told}")
+    if status == 429 and _is_disruption_budget(error):
+        return NotReady(f"Kubernetes API, {what}: a PodDisruptionBudget forbids it now: {told}")
+    if status == 429:
+        throttled = Throttled(f"Kubernetes API, {what}: throttled: {told}")
+        throttled.retry_after_s = _retry_after_s(error)
+        return throttled
+    if status in (401, 403):
+        return PermissionDenied(f"Kubernetes API, {what}: refused: {told}")
+    kind = _BY_STATUS.get(status, Unavailable if status == 0 or status >= 500 else InvalidRequest)
+    return kind(f"Kubernetes API, {what}: {told}")
+
+
+def _retry_after_s(error: ApiException) -> float:
+    text = (error.headers or {}).get("Retry-After", "")
+    return min(float(text), LONGEST_RETRY_AFTER_S) if text.isdigit() else 0.0
+
+
+def _is_disruption_budget(error: ApiException) -> bool:
+    causes = _status_object(error).get("details", {}).get("causes", [])
+    return any(cause.get("reason") == "DisruptionBudget" for cause in causes)
+
+
+def _message(error: ApiException) -> str:
+    return str(_status_object(error).get("message") or error.reason or "no reason given")
+
+
+def _status_object(error: ApiException) -> dict[str, Any]:
+    """The API's own Status object, if the body is one; proxies answer otherwise."""
+    try:
+        found = json.loads(error.body or "")
+    except (ValueError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _short(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    return str(reason if reason is not None else error) or type(error).__name__

@@ -1,0 +1,125 @@
+"""Follows the run's pods from a thread: list, then watch; list again when the watch has missed too much.
+
+what happens            what the watch does
+watch ends by time      watches on from the last version
+410 Gone                lists again
+API away, throttling    lists again after a pause that grows; until then the pods are those known last
+refused (RBAC)          says so, tries again once a minute: roles are corrected while a run goes on
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.fleet.kubernetes.api.client import KubeApi, PodChange
+from coordinator.fleet.kubernetes.api.errors import Expired
+from coordinator.fleet.kubernetes.api.pods import Pod
+from servicekit.errors import PermissionDenied, TandemError
+from servicekit.logs import get_logger
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S, REFUSED_PAUSE_S = 0.5, 30.0, 60.0
+
+log = get_logger(__name__)
+
+
+class PodWatch:
+    """The run's pods as the API server last told. `pods` is of any thread."""
+
+    def __init__(self, api: KubeApi, selector: str) -> None:
+        self._api, self._selector = api, selector
+        self._lock = threading.Lock()
+        self._pods: dict[str, Pod] = {}  # by name
+        self._is_current = False
+        self._trouble = ""
+        self._failures = 0  # in a row
+        self._stop = threading.Event()
+        self._stream: Any = None
+        self._first_look = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pod-watch", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Begin; returns once the pods are known, or cannot be had, or after timeout_s."""
+        self._thread.start()
+        self._first_look.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the thread, if it listens; never waits for the API server."""
+        self._stop.set()
+        self._api.close()
+        if self._stream is not None:
+            self._stream.stop()
+
+    @property
+    def pods(self) -> Sequence[Pod]:
+        """By name; as known last, if the API server is away."""
+        with self._lock:
+            return [self._pods[name] for name in sorted(self._pods)]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether `pods` can be believed: false before the first look and while the API server does not answer."""
+        return self._is_current
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the watch now, in words."""
+        return self._trouble
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            pause_s = min(FIRST_PAUSE_S * 2**self._failures, LONGEST_PAUSE_S)
+            try:
+                self._list_and_watch()
+            except Expired as error:
+                self._is_current = False
+                log.info("pod watch expired, listing again", why=str(error))
+            except PermissionDenied as error:
+                self._lost(error)
+                pause_s = REFUSED_PAUSE_S
+            except TandemError as error:
+                self._lost(error)
+            except Exception as error:  # the boundary of the thread
+                if not self._stop.is_set():  # else: of a socket that stop() has closed
+                    log.error("pod watch failed", error=str(error), exc_info=error)
+                self._lost(error)
+            self._first_look.set()
+            self._stop.wait(pause_s)
+
+    def _list_and_watch(self) -> None:
+        """Until the watch cannot go on. Raises: Expired, and the API's errors."""
+        pods, version = self._api.list_pods(self._selector)
+        self._replace(pods)
+        self._first_look.set()
+        while not self._stop.is_set():
+            for change in self._api.watch_pods(self._selector, version, self._on_open):
+                version = change.resource_version
+                self._apply(change)
+                if self._stop.is_set():
+                    return
+
+    def _on_open(self, stream: Any) -> None:
+        self._stream = stream
+
+    def _replace(self, pods: Sequence[Pod]) -> None:
+        with self._lock:
+            self._pods = {pod.name: pod for pod in pods}
+        if self._trouble:
+            log.info("the Kubernetes API answers again", pods=len(pods))
+        self._trouble, self._is_current, self._failures = "", True, 0
+
+    def _apply(self, change: PodChange) -> None:
+        if change.pod is None:
+            return
+        with self._lock:
+            if change.kind == "DELETED":
+                self._pods.pop(change.pod.name, None)
+            else:
+                self._pods[change.pod.name] = change.pod
+
+    def _lost(self, error: Exception) -> None:
+        if self._stop.is_set():
+            return
+        if not self._trouble:
+            log.warning("pods are not watched", error=str(error))
+        self._trouble, self._is_current = str(error), False
+        self._failures = min(self._failures + 1, 16)  # 2 to any higher power is no number of seconds

@@ -1,0 +1,187 @@
+"""The services that a run needs: found in the registry, reached over channels, asked for their versions."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coordinator.clients.trainer import Trainer
+from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
+from coordinator.fleet.watched import WatchedFleet
+from coordinator.leaving import TrainerLost
+from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
+from servicekit.life.lifecycle import cancel, watch
+from servicekit.logs import get_logger
+from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.security.tls import Identity
+from servicekit.versions import software_versions
+from tandem_api.common.v1 import common_pb2
+from tandem_config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from coordinator.fleet.kubernetes.cluster import Cluster
+
+log = get_logger(__name__)
+
+_OWN_PACKAGES = ("tandem", "grpcio", "protobuf", "numpy", "tokenizers", "redis", "math-verify")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Clients of the run's services."""
+
+    trainer: Trainer
+    fleet: Fleet
+
+    async def trainer_answers(self) -> bool:
+        """Whether the trainer says how it is."""
+        try:
+            await self.trainer.status()
+        except TandemError:
+            return False
+        return True
+
+    async def blame(self, error: TandemError) -> None:
+        """After a failure. Raises: TrainerLost: the trainer does not answer, so it is what failed."""
+        if not await self.trainer_answers():
+            raise TrainerLost(f"{error}; the trainer does not answer") from error
+
+    async def wait_for_trainer(self, timeout_s: float) -> None:
+        """Until the trainer answers: one that was killed stays in the registry until its lease has run out.
+
+        Raises: TandemError: what it says, or that it says nothing, after timeout_s.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.fleet.look()  # moves the trainer's client to where the trainer is announced now
+                await self.trainer.status()
+                return
+            except (Unavailable, DeadlineExceeded, NotReady):
+                if time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def versions(self) -> dict[str, str]:
+        """Software versions of all services."""
+        found = {self.trainer.name: dict((await self.trainer.status()).versions.packages)}
+        for replica in await self.fleet.look():
+            try:
+                found[replica.name] = dict((await replica.status()).versions.packages)
+            except TandemError as error:  # the first round finds out whether it matters
+                log.warning("a replica does not say its versions", replica=replica.name, error=str(error))
+        return merge_versions(found)
+
+
+async def find_services(
+    config: RunConfig,
+    registry: Registry,
+    identity: Identity | None,
+    stack: AsyncExitStack,
+    cluster: "Cluster | None" = None,
+    fence: common_pb2.CoordinatorFence | None = None,
+    *,
+    resumed: bool = False,
+) -> Services:
+    """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
+
+    Args:
+        cluster: of a fleet of pods, watched already.
+        fence: of the coordinator that will ask them.
+        resumed: the run goes on, and rollout.min_replicas are enough for that; the others join when they come.
+    Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
+    """
+    if cluster is None:
+        record = await (_wait_for_enough if resumed else _wait_for_all)(config, registry)
+    else:
+        record = await _wait_for_pods(config, registry, cluster)
+    trainer = Trainer(record.address, identity, fence)
+    stack.push_async_callback(trainer.close)
+    watched = WatchedFleet(registry, trainer, identity)
+    stack.push_async_callback(watched.close)
+    fleet = watched if cluster is None else _kept(config, watched, cluster, stack)
+    return Services(trainer=trainer, fleet=fleet)
+
+
+def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Packages of all services in one table; a version unlike an earlier service's is kept as `name.package`.
+
+    >>> merged = merge_versions({"trainer": {"torch": "2.13"}, "rollout-0": {"torch": "2.12", "sglang": "0.5"}})
+    >>> merged["torch"], merged["rollout-0.torch"], merged["sglang"]
+    ('2.13', '2.12', '0.5')
+    """
+    merged: dict[str, str] = {}
+    for service, packages in {**services, "coordinator": software_versions(_OWN_PACKAGES)}.items():
+        for package, version in packages.items():
+            if merged.setdefault(package, version) != version:
+                merged[f"{service}.{package}"] = version
+    return dict(sorted(merged.items()))
+
+
+async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
+    """Everyone that the configuration counts. Returns: the trainer."""
+    names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
+    timeout_s = config.run.startup_timeout_s
+    trainers, rollouts = await asyncio.gather(
+        _found(registry, "trainer", ["trainer"], timeout_s), _found(registry, "rollout", names, timeout_s)
+    )
+    if isinstance(trainers, DeadlineExceeded) or isinstance(rollouts, DeadlineExceeded):
+        # Both, with what is known of each: a trainer that failed may be why there is no replica either.
+        missing = [str(each) for each in (trainers, rollouts) if isinstance(each, DeadlineExceeded)]
+        raise DeadlineExceeded("; ".join(missing))
+    (trainer,) = trainers
+    return trainer
+
+
+async def _wait_for_enough(config: RunConfig, registry: Registry) -> ServiceRecord:
+    """The trainer and rollout.min_replicas; the others for one lease more, in which who lives says so.
+
+    Returns: the trainer. Raises: DeadlineExceeded: naming who was there, after run.startup_timeout_s.
+    """
+    start_s = time.monotonic()
+    enough_s: float | None = None
+    while True:
+        trainers, rollouts = await asyncio.to_thread(lambda: (registry.list("trainer"), registry.list("rollout")))
+        now_s = time.monotonic()
+        if trainers and len(rollouts) >= config.rollout.min_replicas:
+            enough_s = now_s if enough_s is None else enough_s
+            if len(rollouts) >= config.rollout.replicas or now_s - enough_s >= config.sync.lease_ttl_s:
+                return trainers[0]
+        if now_s - start_s >= config.run.startup_timeout_s:
+            there = ", ".join(record.name for record in [*trainers, *rollouts]) or "nobody"
+            wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
+            told = [f"waited {config.run.startup_timeout_s:g} s for {wanted}; there: {there}"]
+            raise DeadlineExceeded("; ".join([*told, *map(str, registry.failures())]))
+        await asyncio.sleep(LOOK_INTERVAL_S)
+
+
+async def _found(
+    registry: Registry, role: str, names: list[str], timeout_s: float
+) -> list[ServiceRecord] | DeadlineExceeded:
+    """Who was waited for, or the error that names who did not come."""
+    try:
+        return await asyncio.to_thread(registry.wait_for, role, names, timeout_s)
+    except DeadlineExceeded as missing:
+        return missing
+
+
+async def _wait_for_pods(config: RunConfig, registry: Registry, cluster: "Cluster") -> ServiceRecord:
+    """The trainer and enough replicas; the others are seeded as their pods come. Returns: the trainer."""
+    from coordinator.fleet.kubernetes.arrivals import wait_for_services
+
+    return await wait_for_services(config, registry, cluster)
+
+
+def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:
+    """A fleet of pods, and the task that looks after them."""
+    from coordinator.fleet.kubernetes.fleet import KubernetesFleet
+    from coordinator.fleet.kubernetes.keeper import Keeper
+
+    fleet = KubernetesFleet(watched, cluster.pods, lease_ttl_s=config.sync.lease_ttl_s)
+    keeper = Keeper(cluster, fleet, probe_timeout_s=config.sync.probe_timeout_s)
+    task = asyncio.create_task(keeper.run(), name="fleet-keeper")
+    watch(task, lambda error: cluster.noted.note("keeper", f"stuck replicas are not looked for any more: {error}"))
+    stack.push_async_callback(cancel, task)
+    return fleet

@@ -1,0 +1,43 @@
+"""Checks what a replica streams and turns it into groups: the edge between protobuf and the coordinator's own types."""
+
+from array import array
+
+from coordinator.flow import Completion, Group, Prompt
+from servicekit.errors import Internal
+from tandem_api.rollout.v1 import rollout_pb2
+
+_KNOWN_REASONS = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH, rollout_pb2.FINISH_REASON_ABORT)
+
+
+class MalformedReply(Internal):
+    """A service answered with something that contradicts its contract."""
+
+
+def read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions: int, *, source: str) -> Group | None:
+    """The group that a replica streamed; None if any of its completions was aborted.
+
+    Raises: MalformedReply: naming `source`, the group and the completion.
+    """
+    place = f"{source}: group {result.group_id}"
+    if len(result.completions) != num_completions:
+        raise MalformedReply(f"{place} has {len(result.completions)} completions instead of {num_completions}")
+    if any(item.finish_reason == rollout_pb2.FINISH_REASON_ABORT for item in result.completions):
+        return None
+    completions = tuple(_read(item, f"{place}, completion {k}") for k, item in enumerate(result.completions))
+    return Group(group_id=result.group_id, prompt=prompt, completions=completions)
+
+
+def _read(item: rollout_pb2.Completion, place: str) -> Completion:
+    token_ids, logprobs = array("I", item.token_ids), array("f", item.logprobs)
+    if not token_ids or len(logprobs) != len(token_ids):
+        raise MalformedReply(f"{place} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    if item.finish_reason not in _KNOWN_REASONS:
+        raise MalformedReply(f"{place} has no finish reason")
+    if not item.version_spans or item.version_spans[-1].end != len(token_ids):
+        raise MalformedReply(f"{place}: its version spans do not cover its {len(token_ids)} tokens")
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
+        oldest_version=min([span.policy_version for span in item.version_spans]),
+    )

@@ -1,0 +1,233 @@
+"""One order on its way: what is asked of whom, what has come back, what failed where, who is waited for.
+
+Groups are in chunks; a chunk is one call to one replica, and a group is in one chunk at a time, so it is kept once.
+
+a call fails                         its unfinished groups go to the replica that has failed least
+a replica fails MAX_FAILURES calls   it gets no more work of this dispatch; its next process is another replica
+groups wait, all replicas work       replicas that come are seeded and take them (joiners.py)
+no replica is left, one is lost      one that comes is waited for, up to Patience.rejoin_s without a finished group
+no replica is left, none is lost     they are there and fail, so nobody will come: the dispatch fails after probe_s
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+
+from coordinator.clients.probing import while_alive
+from coordinator.clients.replica import Replica
+from coordinator.fleet.base import Fleet
+from coordinator.flow import Generation, Group, Prompt
+from coordinator.generate.completions import MalformedReply, read_group
+from coordinator.generate.joiners import Joiners, Patience, Seed
+from coordinator.generate.order import Order
+from coordinator.watch import metrics
+from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
+from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
+
+# One failed call is forgiven, a second is a pattern: a replica that fails all calls costs a dispatch two of them.
+MAX_FAILURES = 2
+
+# Told, in words, what a person may want to know.
+Tell = Callable[[str], None]
+
+log = get_logger(__name__)
+
+
+class Dispatch:
+    """Prompts by group id to an order's completions; `run` it once."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: Mapping[str, Prompt],
+        order: Order,
+        *,
+        timeout_s: float,
+        patience: Patience,
+        seed: Seed | None,
+        tell: Tell,
+    ) -> None:
+        self._fleet = fleet
+        self._prompts = prompts
+        self._order = order
+        self._timeout_s = timeout_s
+        self._patience = patience
+        self._tell = tell
+        self._sampling = order.sampling.to_proto()
+        self._joiners = Joiners(seed, order.policy_version, self._somebody_is_free, interval_s=patience.look_s)
+        self._replicas = list(fleet.serving())  # that have had a part in it
+        self._pending: deque[list[str]] = deque()
+        self._running: dict[asyncio.Task[list[str]], Replica] = {}
+        self._groups: dict[str, Group] = {}
+        self._engine_s: defaultdict[str, float] = defaultdict(float)
+        self._failures: Counter[Replica] = Counter()
+        self._errors: dict[Replica, TandemError] = {}
+        self._stalled_since_s: float | None = None  # nobody works, and no group has come since
+        self._one_is_lost = False
+
+    async def run(self, chunks: Sequence[list[str]]) -> Generation:
+        """Hand chunks out until every group is there. Raises: as Rollouts.generate."""
+        self._pending.extend(chunks)
+        try:
+            while self._pending or self._running:
+                self._start_calls()
+                await self._wait()
+                if not self._running:
+                    await self._check_patience()
+            await self._joiners.end()
+        finally:
+            await self._joiners.drop()
+            await self._cancel_calls()
+        return Generation(
+            groups=tuple(self._groups[group_id] for group_id in self._prompts),
+            engine_s=max(self._engine_s.values(), default=0.0),
+            retried_calls=self._failures.total(),
+        )
+
+    def _start_calls(self) -> None:
+        """Give every replica without a call a chunk, those that have failed least first."""
+        for replica in sorted(self._free(), key=lambda replica: self._failures[replica]):
+            if not self._pending:
+                return
+            if replica not in self._replicas:
+                self._welcome(replica)
+            task = asyncio.create_task(self._call(replica, self._pending.popleft()), name=f"generate-{replica.name}")
+            self._running[task] = replica
+
+    def _free(self) -> list[Replica]:
+        """Who may get a call now. One that has begun to leave finishes its call and gets no other."""
+        busy = set(self._running.values())
+        return [
+            replica
+            for replica in self._fleet.serving()
+            if replica not in busy and self._failures[replica] < MAX_FAILURES
+        ]
+
+    def _somebody_is_free(self) -> bool:
+        return bool(self._free())
+
+    def _welcome(self, joiner: Replica) -> None:
+        self._replicas.append(joiner)
+        metrics.DISPATCH_JOINERS.inc()
+        self._tell(f"{joiner.name} has come and is seeded: it generates groups that were waiting")
+
+    async def _wait(self) -> None:
+        """Until a call has ended or somebody has joined; not for long if nobody works."""
+        joining = self._joiners.look() if self._pending else None
+        tasks: set[asyncio.Task[list[str]] | asyncio.Task[None]] = {*self._running}
+        if joining is not None:
+            tasks.add(joining)
+        if not tasks:
+            raise self._exhausted()
+        timeout_s = None if self._running else min(self._patience.look_s, self._patience.rejoin_s)
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in self._running if task.done()]:
+            del self._running[task]
+            if unfinished := task.result():
+                self._pending.appendleft(unfinished)
+        if joining is not None and joining.done():
+            self._check(joining)
+
+    def _check(self, joining: "asyncio.Task[None]") -> None:
+        try:
+            joining.result()
+        except DeadlineExceeded as error:
+            raise Unavailable(f"{self._whats_missing()}; {error}") from error
+
+    async def _check_patience(self) -> None:
+        """Nobody works: raises Unavailable if it has been so for too long."""
+        if not self._pending or self._somebody_is_free():
+            return
+        now_s = time.monotonic()
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+            metrics.DISPATCH_STALLS.inc()
+            waited_for = (
+                f"no replica is left: one is waited for (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
+            )
+            self._tell(f"{waited_for}; {self._whats_missing()}")
+        self._one_is_lost = self._one_is_lost or await self._is_one_lost()
+        patience_s = self._patience.rejoin_s
+        if not self._one_is_lost:
+            patience_s = min(patience_s, self._patience.probe_s)
+        if now_s - self._stalled_since_s >= patience_s:
+            raise self._exhausted()
+
+    async def _is_one_lost(self) -> bool:
+        """Whether a replica has left or does not answer, or there was none: then another may come."""
+        serving = self._fleet.serving()
+        if not self._replicas or any(replica not in serving for replica in self._replicas):
+            return True
+        calls = (replica.status(timeout_s=self._patience.probe_s) for replica in serving)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return any(isinstance(answer, BaseException) for answer in answers)
+
+    async def _call(self, replica: Replica, group_ids: Sequence[str]) -> list[str]:
+        """Ask one replica for groups. Returns: those that it did not deliver."""
+        error: TandemError | None = None
+        try:
+            await while_alive(self._receive(replica, group_ids), replica, probe_timeout_s=self._patience.probe_s)
+        except (InvalidRequest, TooLarge):
+            raise
+        except TandemError as failure:
+            error = failure
+        unfinished = [group_id for group_id in group_ids if group_id not in self._groups]
+        if unfinished and error is None:
+            error = Unavailable(f"{replica.name}: left {len(unfinished)} of {len(group_ids)} groups unfinished")
+        if error is not None:
+            self._failures[replica] += 1
+            self._errors[replica] = error
+            log.warning("generate call failed", replica=replica.name, unfinished=len(unfinished), error=str(error))
+        return unfinished
+
+    async def _receive(self, replica: Replica, group_ids: Sequence[str]) -> None:
+        responses = replica.generate(self._request(group_ids), timeout_s=self._timeout_s)
+        before_s = self._engine_s[replica.name]
+        async with aclosing(responses):
+            async for response in responses:
+                self._engine_s[replica.name] = before_s + response.engine_s
+                for result in response.groups:
+                    self._keep(replica, result)
+
+    def _keep(self, replica: Replica, result: rollout_pb2.GroupResult) -> None:
+        if result.group_id not in self._prompts:
+            raise MalformedReply(f"{replica.name}: sent group {result.group_id!r}, which was not asked for")
+        prompt = self._prompts[result.group_id]
+        group = read_group(result, prompt, self._order.num_completions, source=replica.name)
+        # None: aborted by a pause or a shutdown; it stays unfinished and is asked for again.
+        if group is not None:
+            self._groups[result.group_id] = group
+            self._stalled_since_s, self._one_is_lost = None, False
+
+    def _request(self, group_ids: Sequence[str]) -> rollout_pb2.GenerateGroupsRequest:
+        groups = [
+            rollout_pb2.PromptGroup(
+                group_id=group_id,
+                prompt_ids=self._prompts[group_id].token_ids,
+                num_completions=self._order.num_completions,
+            )
+            for group_id in group_ids
+        ]
+        return rollout_pb2.GenerateGroupsRequest(
+            groups=groups, sampling=self._sampling, policy_version=self._order.policy_version
+        )
+
+    def _exhausted(self) -> Unavailable:
+        waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"
+        return Unavailable(self._whats_missing() + (waited if self._one_is_lost else ""))
+
+    def _whats_missing(self) -> str:
+        """How much is not done, and the last of each replica."""
+        missing = len(self._prompts) - len(self._groups)
+        left = "{}: left the fleet".format
+        told = "; ".join(str(self._errors.get(replica, left(replica.name))) for replica in self._replicas)
+        why = f"every replica failed: {told}" if told else "no replica serves the current policy"
+        return f"{missing} of {len(self._prompts)} groups could not be generated, {why}"
+
+    async def _cancel_calls(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)

@@ -1,0 +1,97 @@
+"""Replicas that come while a dispatch is on its way: they are seeded with the version that it samples.
+
+The trainer is idle while a dispatch runs (loop.py), and a round of the joiners alone does not touch those who generate
+(weights.py). A seeding that has begun is let come to its end, which has deadlines: the dispatch that needed it may be
+over sooner, but the next round must not meet it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from coordinator.sync.weights import is_retriable
+from servicekit.errors import DeadlineExceeded, TandemError
+from servicekit.life.lifecycle import cancel
+from servicekit.logs import get_logger
+
+# Brings a version to replicas that are there and do not serve it; others go on undisturbed.
+Seed = Callable[[int], Awaitable[object]]
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long replicas are waited for.
+
+    Attributes:
+        probe_s: a replica that does not say how it is for so long is lost (sync.probe_timeout_s).
+        rejoin_s: for a replica to come when none is left (rollout.rejoin_timeout_s).
+        look_s: between two looks: a replica takes seconds to start, a look costs two reads of Redis.
+    """
+
+    probe_s: float = 10.0
+    rejoin_s: float = 0.0
+    look_s: float = 1.0
+
+
+class Joiners:
+    """Looks for replicas that come, for one dispatch.
+
+    Args:
+        seed: None: nobody can be seeded, so nobody joins.
+        is_enough: whether a replica is there now that can take work.
+    """
+
+    def __init__(
+        self, seed: Seed | None, policy_version: int, is_enough: Callable[[], bool], *, interval_s: float
+    ) -> None:
+        self._seed, self._policy_version, self._is_enough = seed, policy_version, is_enough
+        self._interval_s = interval_s
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._complaint = ""
+
+    def look(self) -> "asyncio.Task[None] | None":
+        """Begin to look, unless that is going on. Returns: what ends when somebody has joined; None: nobody can.
+
+        It raises TandemError: nobody serves, and seeding fails in a way that another try would not mend.
+        """
+        if self._seed is None:
+            return None
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._seed_until_enough(self._seed), name="joiners")
+        return self._task
+
+    async def _seed_until_enough(self, seed: Seed) -> None:
+        while not self._over.is_set():
+            try:
+                await seed(self._policy_version)
+            except TandemError as error:
+                # Who had to be there has been waited for already: replicas, or the trainer, which is not back so soon.
+                if isinstance(error, DeadlineExceeded) or not is_retriable(error):
+                    raise
+                self._note(str(error))
+            if self._is_enough():
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._over.wait()
+
+    def _note(self, complaint: str) -> None:
+        """A line per complaint, not per look."""
+        if complaint != self._complaint:
+            log.warning("nobody could be seeded", error=complaint)
+        self._complaint = complaint
+
+    async def end(self) -> None:
+        """Look no more. A seeding that has begun comes to its end first; its errors are of no interest now."""
+        self._over.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def drop(self) -> None:
+        """Look no more, at once: the run is over, or the dispatch has failed."""
+        if self._task is not None:
+            await cancel(self._task)

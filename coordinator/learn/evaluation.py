@@ -1,0 +1,34 @@
+"""Held-out accuracy: one greedy completion per held-out prompt, scored like the training ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.flow import Prompt, Scored
+from coordinator.generate.order import Order, Sampling
+from coordinator.generate.rollouts import Rollouts
+from coordinator.learn.scoring import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Measures the policy on held-out prompts.
+
+    Attributes:
+        prompts: held-out prompts.
+        sampling: greedy, with the run's length limit and stop tokens.
+    """
+
+    prompts: Sequence[Prompt]
+    rollouts: Rollouts
+    scorer: Scorer
+    sampling: Sampling
+
+    async def score(self, policy_version: int) -> Scored:
+        """Scores of all held-out prompts, [P, 1]: `accuracy` is the held-out one.
+
+        Raises: Internal: as `Scorer.score`.
+        """
+        order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
+        groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}
+        generation = await self.rollouts.generate(groups, order)
+        return await self.scorer.score(generation.groups)

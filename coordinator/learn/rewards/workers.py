@@ -1,0 +1,175 @@
+"""Worker processes for code that may take for ever: every job has a deadline, the event loop stays free.
+
+A job that takes too much CPU time ends in its worker, or the kernel ends the worker (worker.py); one that is frozen is
+killed. The job that a lost worker had costs its result, those behind it go to the process that replaces it.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from servicekit.logs import get_logger
+
+# Imports of sympy on a busy host.
+_START_TIMEOUT_S = 60.0
+# Of the clock, for a job's CPU time: a busy host gives a worker only a part of a core.
+_SLACK_FACTOR, _SLACK_S = 10.0, 10.0
+_END_TIMEOUT_S = 5.0
+# Jobs that a worker has at once: it never waits for the next one, and a slow one holds back few others.
+_CHUNK = 8
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Of one job: a value (JSON), or late, or an error."""
+
+    value: Any = None
+    late: bool = False
+    error: str = ""
+
+
+class Workers:
+    """Processes that do one task; they start with the first jobs.
+
+    Args:
+        task, settings: as tasks.py has them.
+        count: processes.
+        timeout_s: CPU seconds that a job may take.
+    """
+
+    def __init__(self, task: str, settings: Mapping[str, Any], *, count: int, timeout_s: float) -> None:
+        self._arguments = [task, json.dumps(dict(settings)), str(timeout_s), str(os.getpid())]
+        self._silence_s = _SLACK_FACTOR * timeout_s + _SLACK_S
+        self._idle: list[Process | None] = [None] * count
+        self._chunk = _CHUNK
+        self._busy = asyncio.Lock()
+
+    async def map(self, jobs: Sequence[Mapping[str, Any]], *, give_up_after: int | None = None) -> list[Answer]:
+        """[J] answers. After `give_up_after` late ones the rest is not tried and counts as late too."""
+        answers: list[Answer | None] = [None] * len(jobs)
+        waiting = deque(enumerate(jobs))
+        async with self._busy:
+            self._chunk = max(1, min(_CHUNK, len(jobs) // len(self._idle)))
+            shares = [
+                asyncio.create_task(self._share(slot, waiting, answers, give_up_after), name=f"worker {slot}")
+                for slot in range(min(len(self._idle), len(jobs)))
+            ]
+            try:
+                await asyncio.gather(*shares)
+            finally:
+                for share in shares:
+                    share.cancel()
+                await asyncio.gather(*shares, return_exceptions=True)
+        return [Answer(late=True) if answer is None else answer for answer in answers]
+
+    async def close(self) -> None:
+        """End the processes, busy ones too."""
+        processes, self._idle = self._idle, [None] * len(self._idle)
+        await asyncio.gather(*(_end(process) for process in processes if process is not None))
+
+    async def _share(
+        self,
+        slot: int,
+        waiting: deque[tuple[int, Mapping[str, Any]]],
+        answers: list[Answer | None],
+        give_up_after: int | None,
+    ) -> None:
+        """Work with one process, or those that replace it, until nothing waits."""
+        while waiting:
+            late = sum(answer is not None and answer.late for answer in answers)
+            if give_up_after is not None and late > give_up_after:
+                waiting.clear()
+                return
+            mine = deque(waiting.popleft() for _ in range(min(self._chunk, len(waiting))))
+            process, self._idle[slot] = self._idle[slot], None
+            try:
+                if process is None:
+                    process = await _start(self._arguments)
+                await self._converse(process, mine, answers)
+                self._idle[slot] = process
+            except _Lost as lost:
+                place, _ = mine.popleft()
+                answers[place] = lost.answer
+                waiting.extendleft(reversed(mine))
+                log.warning("a reward worker is replaced", why=lost.why)
+            finally:
+                if self._idle[slot] is None and process is not None and process.returncode is None:
+                    await _end(process)
+
+    async def _converse(
+        self, process: Process, mine: deque[tuple[int, Mapping[str, Any]]], answers: list[Answer | None]
+    ) -> None:
+        """Hand over the jobs and take their answers off `mine`. Raises: _Lost: of the first job that is left."""
+        assert process.stdin is not None
+        # Not drained: a frozen worker must not hold us, and the jobs are in our memory anyway.
+        process.stdin.write("".join(json.dumps(job) + "\n" for _, job in mine).encode())
+        while mine:
+            said = await _read(process, self._silence_s)
+            place, _ = mine.popleft()
+            answers[place] = Answer(**said)
+
+
+class _Lost(Exception):
+    """A worker is of no more use."""
+
+    def __init__(self, answer: Answer, why: str) -> None:
+        super().__init__(why)
+        self.answer, self.why = answer, why
+
+
+async def _start(arguments: Sequence[str]) -> Process:
+    """Raises: _Lost: it does not start."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator.learn.rewards.worker", *arguments,
+        stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environ,
+    )  # fmt: skip
+    try:
+        said = await _read(process, _START_TIMEOUT_S)
+        if "error" in said:
+            raise _Lost(Answer(error=said["error"]), f"it cannot work: {said['error']}")
+    except BaseException:
+        await _end(process)
+        raise
+    return process
+
+
+async def _read(process: Process, timeout_s: float) -> dict[str, Any]:
+    """The next line. Raises: _Lost: none comes in time, or ever."""
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(timeout_s):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        raise _Lost(Answer(late=True), f"it was silent for {timeout_s:g} s") from None
+    if not line:
+        # Not killed: that would take its exit status away from asyncio, which is about to collect it.
+        await _gone(process)
+        if process.returncode == -signal.SIGXCPU:
+            raise _Lost(Answer(late=True), "it would not be interrupted")
+        raise _Lost(Answer(error=f"a reward worker died (exit status {process.returncode})"), "it died")
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+async def _end(process: Process) -> None:
+    """Kill it, if it has not ended, and see that it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await _gone(process)
+
+
+async def _gone(process: Process) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await process.wait()

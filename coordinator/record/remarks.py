@@ -1,0 +1,74 @@
+"""What is odd about one iteration by itself: warnings with their kinds."""
+
+from collections.abc import Iterator
+
+from coordinator.flow import DataKey, Scored
+from coordinator.record.report import IterationRecord
+from servicekit.errors import Internal
+
+# Rows whose answers cannot be read that one warning names.
+_NAMED_ROWS = 5
+
+
+def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
+    """Refuse to go on when trainer and engine do not compute the same model.
+
+    Args:
+        stop_at: grpo.logprob_diff_stop.
+    Raises: Internal: their mean difference is larger.
+    """
+    metrics = {} if record.step is None else record.step.metrics
+    mean = metrics.get("logprob_abs_diff_mean")
+    # NaN is no agreement either.
+    if stop_at is None or mean is None or mean <= stop_at:
+        return
+    raise Internal(
+        f"iteration {record.iteration}: the log-probs of trainer and engine differ by {mean:.3g} nats on average over "
+        f"all tokens (at most {metrics.get('logprob_abs_diff_max', mean):.3g}), more than grpo.logprob_diff_stop = "
+        f"{stop_at:g}: they do not compute the same model, so nothing of the iteration is kept. Look at config.json in "
+        "model.path (rope_parameters, rope_scaling, rope_theta, hidden_act, tie_word_embeddings, quantization), then "
+        "at model.dtype, sync.dtype, grpo.temperature and the parallel sizes; docs/runbook.md, TandemLogprobMismatch"
+    )
+
+
+def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tuple[str, str]]:
+    """(kind, message) of each warning but those of the scores."""
+    difference = None if record.step is None else record.step.metrics.get("logprob_abs_diff_max")
+    if difference is not None and difference > logprob_diff_limit:
+        yield (
+            "logprob_difference",
+            f"iteration {record.iteration}: trainer and engine log-probs differ by {difference:.3g}, more than "
+            f"grpo.logprob_diff_limit = {logprob_diff_limit:g}",
+        )
+    if record.step is None:
+        yield "nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step"
+    if record.generation.retried_calls:
+        yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were made up for"
+
+
+def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+    """(kind, message) of each warning about the scores of a batch.
+
+    Args:
+        known_rows: rows of that file that have been warned about; those that are new are added.
+    """
+    if scored.num_errors:
+        yield (
+            "reward_error",
+            f"data.{data}: scoring failed for {scored.num_errors} completions; first: {scored.first_error}",
+        )
+    if scored.num_timeouts:
+        yield (
+            "reward_timeout",
+            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which "
+            "count as wrong",
+        )
+    new = sorted(set(scored.unreadable_rows) - known_rows)
+    if new:
+        known_rows.update(new)
+        named = ", ".join(map(str, new[:_NAMED_ROWS])) + (", ..." if len(new) > _NAMED_ROWS else "")
+        yield (
+            "unreadable_answer",
+            f"data.{data}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
+            "(`tandem check` lists such rows)",
+        )

@@ -1,0 +1,140 @@
+"""The last step: report. An iteration as a row of metrics.jsonl: what it learnt, and where its time went.
+
+The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - engine_s - trainer_compute_s`, i.e. all
+that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync, waiting).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.clients.trainer import TrainResult
+from coordinator.flow import Generation, Scored, SyncResult
+from tandem_files.metrics_file import Row
+
+# What the trainer reports under the same name in a row; null when it does not, or when the step was skipped.
+_TRAINER_FIELDS = (
+    "entropy",
+    "logprob_abs_diff_max",
+    "logprob_abs_diff_mean",
+    "loss",
+    "grad_norm",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "ratio_mean",
+    "kl_old",
+    "tis_weight_mean",
+    "tis_capped_fraction",
+    "learning_rate",
+)
+# "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
+_PARTS = ("generate", "reward", "pack", "train", "sync", "checkpoint", "evaluate", "report")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """Everything that an iteration produced."""
+
+    iteration: int
+    # After the iteration.
+    policy_version: int
+    generation: Generation
+    scored: Scored
+    # [P] groups whose rewards are all equal, and those left out of training.
+    zero_variance_P: NDArray[np.bool_]
+    dropped_P: NDArray[np.bool_]
+    # None: nothing to train on.
+    step: TrainResult | None
+    sync: SyncResult | None
+    # Samples by age in versions.
+    staleness: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Where an iteration's time went."""
+
+    # Seconds by part.
+    parts: Mapping[str, float]
+    # Of the whole iteration, evaluation and checkpoint included.
+    total_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """The iteration without evaluation and checkpoint."""
+        return self.total_s - self.parts.get("evaluate", 0.0) - self.parts.get("checkpoint", 0.0)
+
+
+def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -> Row:
+    """The row of metrics.jsonl; `heldout` is None when the iteration had no evaluation."""
+    completions = [completion for group in record.generation.groups for completion in group.completions]
+    num_tokens = record.generation.num_tokens
+    metrics = {} if record.step is None else record.step.metrics
+    return {
+        "iteration": record.iteration,
+        "policy_version": record.policy_version,
+        "reward_mean": float(record.scored.rewards_PG.mean()),
+        "reward_std": float(record.scored.rewards_PG.std(ddof=1)),
+        "heldout_accuracy": None if heldout is None else heldout.accuracy,
+        "response_length_mean": num_tokens / len(completions),
+        **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
+        "zero_variance_ratio": float(record.zero_variance_P.mean()),
+        "truncated_ratio": sum(completion.truncated for completion in completions) / len(completions),
+        "dropped_groups": int(record.dropped_P.sum()),
+        **_scores_row("", record.scored),
+        **_scores_row("heldout_", heldout),
+        "retried_calls": record.generation.retried_calls,
+        "staleness_max": max(record.staleness),
+        "generated_tokens": num_tokens,
+        "trained_samples": 0 if record.step is None else _num_trained(record),
+        "tokens_per_s": num_tokens / timing.busy_s,
+        "sync_bytes_per_rollout_rank": None if record.sync is None else record.sync.bytes_per_rollout_rank,
+        "sync_redundancy": None if record.sync is None else record.sync.redundancy,
+        **_time_row(record, timing),
+    }
+
+
+def _scores_row(prefix: str, scored: Scored | None) -> Row:
+    """How many completions were scored, and which of their zeros say nothing about the policy."""
+    return {
+        f"{prefix}scored_completions": None if scored is None else scored.rewards_PG.size,
+        f"{prefix}reward_errors": None if scored is None else scored.num_errors,
+        f"{prefix}reward_timeouts": None if scored is None else scored.num_timeouts,
+        f"{prefix}unreadable_answers": None if scored is None else scored.num_unreadable,
+    }
+
+
+def _time_row(record: IterationRecord, timing: Timing) -> Row:
+    compute_s = 0.0 if record.step is None else record.step.compute_s
+    overhead_s = timing.busy_s - record.generation.engine_s - compute_s
+    return {
+        **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},
+        "iteration_s": timing.total_s,
+        "engine_s": record.generation.engine_s,
+        "trainer_compute_s": compute_s,
+        "overhead_s": overhead_s,
+        "overhead_share": overhead_s / timing.busy_s,
+    }
+
+
+def _num_trained(record: IterationRecord) -> int:
+    group_size = record.scored.rewards_PG.shape[1]
+    return group_size * int((~record.dropped_P).sum())
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN: a metric without a value is null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def numeric(row: Row) -> dict[str, float]:
+    """A row's values for an event: those that are there."""
+    return {name: float(value) for name, value in row.items() if value is not None}
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Median; None of nothing."""
+    return float(np.median(values)) if values else None

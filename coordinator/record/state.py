@@ -1,0 +1,150 @@
+"""What a restart needs, saved atomically after every iteration and with every checkpoint."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coordinator.data.prompts import CursorState
+from coordinator.flow import Scored
+from servicekit.errors import ConfigError
+from tandem_files.atomic import nothing_more, write_bytes_atomic
+
+# Weight syncs whose times are kept: the file is written anew in every iteration.
+KEPT_SYNCS = 256
+
+
+class ScoreCounts(BaseModel):
+    """Completions that scored 0 for another reason than a wrong answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward_errors: int = 0
+    reward_timeouts: int = 0
+    unreadable_answers: int = 0
+
+    def note_scores(self, scored: Scored) -> None:
+        """Another batch."""
+        self.reward_errors += scored.num_errors
+        self.reward_timeouts += scored.num_timeouts
+        self.unreadable_answers += scored.num_unreadable
+
+
+class Totals(ScoreCounts):
+    """Counters over the whole run, restarts included; scores are those of training."""
+
+    heldout: ScoreCounts = Field(default_factory=ScoreCounts)
+    generated_tokens: int = 0
+    trained_samples: int = 0
+    dropped_groups: int = 0
+    skipped_steps: int = 0
+    retried_calls: int = 0
+    warnings: int = 0
+    # Largest |log pi_trainer - log pi_engine| of any token; None before the first step.
+    logprob_abs_diff_max: float | None = None
+    num_weight_syncs: int = 0
+    weight_sync_max_s: float | None = None
+    # Seconds of the last KEPT_SYNCS weight syncs, in order.
+    weight_sync_s: list[float] = Field(default_factory=list)
+    bytes_per_rollout_rank: int = 0
+    redundancy: float = 0.0
+
+    @model_validator(mode="after")
+    def _count_syncs(self) -> "Totals":
+        """A state of a release that kept the times of all syncs does not say how many there were."""
+        if self.weight_sync_s and not self.num_weight_syncs:
+            self.num_weight_syncs, self.weight_sync_max_s = len(self.weight_sync_s), max(self.weight_sync_s)
+            self.weight_sync_s = self.weight_sync_s[-KEPT_SYNCS:]
+        return self
+
+    def note_sync(self, seconds: float) -> None:
+        """Another weight sync."""
+        self.num_weight_syncs += 1
+        self.weight_sync_max_s = max(seconds, self.weight_sync_max_s or 0.0)
+        self.weight_sync_s = [*self.weight_sync_s, seconds][-KEPT_SYNCS:]
+
+
+class DataOrder(BaseModel):
+    """What the order of the prompts depends on; a position in it means nothing in another one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    seed: int
+    shuffle: bool
+    # Of the prompts' tokens and answers.
+    prompts_digest: str
+
+
+class RunState(BaseModel):
+    """The run so far. Changed by the run only, between awaits; everything else reads it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    # What the process did last: running, finished, failed, interrupted.
+    status: str = "running"
+    error: str = ""
+    # Iterations completed.
+    iteration: int = 0
+    policy_version: int = 0
+    cursor: CursorState
+    # State of the generator that shuffles samples into updates (NumPy's own dictionary).
+    batch_rng: dict[str, Any]
+    model_fingerprint: str
+    order: DataOrder | None = None
+    initial_accuracy: float | None = None
+    last_accuracy: float | None = None
+    best_accuracy: float | None = None
+    # Checkpoints that were found damaged and stepped over, in words.
+    damaged_checkpoints: list[str] = Field(default_factory=list)
+    # What was wrong with the training after the last iteration, in words (health.py).
+    troubles: list[str] = Field(default_factory=list)
+    # Iterations in a row that had nothing to train on.
+    skipped_in_a_row: int = 0
+    # Seconds that the run has worked, restarts included, time between them not.
+    wall_s: float = 0.0
+    # Unix time of the last step that began or ended.
+    last_progress_s: float = Field(default_factory=time.time)
+    totals: Totals = Field(default_factory=Totals)
+
+    def save(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
+        """Write the state for good; a reader, also one after a power cut, sees the old or the new file.
+
+        last_look: called in the moment before; what it raises leaves the old file.
+        """
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look)
+
+    def note(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
+        """Write the state for watchers: atomic, but not forced to disk, which costs 5-10 ms an iteration.
+
+        A restart goes on from a checkpoint, whose copy is written with `save`.
+        """
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look, durable=False)
+
+    @classmethod
+    def load(cls, path: Path) -> "RunState":
+        """Read a saved state.
+
+        Raises: ConfigError: the file is missing or not a state of this version of Tandem.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist: the checkpoint is not complete") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{path} is not a coordinator state: {place}: {first['msg']}") from error
+
+    def become(self, other: "RunState") -> None:
+        """Go back to what another state says; whoever reads this one sees it."""
+        for name in type(self).model_fields:
+            setattr(self, name, getattr(other, name))
+
+    def note_accuracy(self, accuracy: float) -> None:
+        """A held-out measurement."""
+        if self.initial_accuracy is None:
+            self.initial_accuracy = accuracy
+        self.last_accuracy = accuracy
+        self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)

@@ -1,0 +1,70 @@
+"""summary.json: the run in one object, made from its state, its rows and what the services say about themselves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.record.report import median
+from coordinator.record.state import RunState
+from tandem_files.metrics_file import Row
+
+# Where an iteration's time goes: medians over the iterations of this run.
+_TIMES = (
+    "iteration_s",
+    "generate_s",
+    "engine_s",
+    "reward_s",
+    "pack_s",
+    "train_s",
+    "trainer_compute_s",
+    "sync_s",
+    "overhead_s",
+    "overhead_share",
+)
+
+
+def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
+    """What summary.json holds.
+
+    Args:
+        rows: all rows of metrics.jsonl.
+        versions: software of all services, merged.
+    """
+    totals = state.totals
+    return {
+        "status": state.status,
+        "iterations": state.iteration,
+        "initial_accuracy": state.initial_accuracy,
+        "final_accuracy": state.last_accuracy,
+        "best_accuracy": state.best_accuracy,
+        "wall_s": state.wall_s,
+        "generated_tokens": totals.generated_tokens,
+        "trained_samples": totals.trained_samples,
+        "policy_version": state.policy_version,
+        "weight_sync": {
+            "count": totals.num_weight_syncs,
+            "total_s_median": median(totals.weight_sync_s),
+            "total_s_max": totals.weight_sync_max_s,
+            "bytes_per_rollout_rank": totals.bytes_per_rollout_rank,
+            "redundancy": totals.redundancy,
+        },
+        "logprob_abs_diff_max": totals.logprob_abs_diff_max,
+        "time": {f"{name}_median": _median_of(rows, name) for name in _TIMES},
+        "counts": {
+            "dropped_groups": totals.dropped_groups,
+            "skipped_steps": totals.skipped_steps,
+            "reward_errors": totals.reward_errors,
+            "reward_timeouts": totals.reward_timeouts,
+            "unreadable_answers": totals.unreadable_answers,
+            **{f"heldout_{name}": count for name, count in totals.heldout.model_dump().items()},
+            "retried_calls": totals.retried_calls,
+            "warnings": totals.warnings,
+        },
+        "troubles": list(state.troubles),
+        "damaged_checkpoints": list(state.damaged_checkpoints),
+        "model_fingerprint": state.model_fingerprint,
+        "versions": dict(versions),
+    }
+
+
+def _median_of(rows: Sequence[Row], name: str) -> float | None:
+    return median([value for row in rows if (value := row.get(name)) is not None])

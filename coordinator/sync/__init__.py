@@ -1,0 +1,1 @@
+"""Step 8: the weight-sync round as a transaction over trainer and replicas."""

@@ -1,0 +1,97 @@
+"""What a weight-sync round of the present fleet should take, by the plan: for the dashboard, never for a decision.
+
+The same planner and the same formula as `tandem plan`. A large plan takes seconds (2 s and 1 GiB for a 235 B model on
+4,096 ranks), so it is made in a thread of its own, once per change of the fleet, while the round itself goes on.
+"""
+
+import math
+import threading
+from dataclasses import dataclass
+
+from coordinator.watch import metrics
+from servicekit.errors import TandemError
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import SyncSection
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.cost import GIGABIT, MessageSizes, Speeds, predict
+from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.messages import cut_messages
+from weightsync.plans.participants import Participants
+from weightsync.plans.plan import make_plan
+
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundForecast:
+    """seconds: of the whole round; received_bytes: by all rollout ranks together."""
+
+    seconds: float
+    received_bytes: int
+
+    @property
+    def goodput(self) -> float:
+        """Bytes per second of the whole round."""
+        return self.received_bytes / self.seconds
+
+
+class Forecast:
+    """Keeps the predicted figures of the metrics up to date.
+
+    Args:
+        model: folder whose config.json gives the sizes.
+        dtype: of the trainer's parameters.
+    """
+
+    def __init__(self, model: str, dtype: str, settings: SyncSection) -> None:
+        self._model = model
+        self._dtype_bytes = _DTYPE_BYTES[dtype if settings.dtype == "same" else settings.dtype]
+        self._bucket_bytes = int((settings.bucket_mib or 0) * 2**20)
+        link = settings.link_gbit * GIGABIT
+        self._speeds = Speeds(trainer_link=link, rollout_link=link)
+        self._fleet: Participants | None = None
+
+    def of(self, description: weights_pb2.Round) -> None:
+        """A round like this begins; returns at once, the figures follow."""
+        fleet = Participants.of_round(description)
+        if fleet != self._fleet:
+            self._fleet = fleet
+            threading.Thread(target=self._show, args=(fleet,), name="forecast", daemon=True).start()
+
+    def _show(self, fleet: Participants) -> None:
+        try:
+            forecast = self.predict(fleet)
+        except (TandemError, ValueError, KeyError) as error:
+            log.warning("the weight sync is not predicted", error=str(error))
+            forecast = None
+        metrics.SYNC_PREDICTED_SECONDS.set(forecast.seconds if forecast is not None else math.nan)
+        metrics.SYNC_PREDICTED_GOODPUT.set(forecast.goodput if forecast is not None else math.nan)
+
+    def predict(self, fleet: Participants) -> RoundForecast:
+        """The round's forecast; chains of different layouts are fed at once, so the slowest counts.
+
+        Raises: ConfigError: a model or a layout that the planner does not know.
+        """
+        # The link speeds of a forecast are those between GPUs.
+        bucket_bytes = self._bucket_bytes or default_bucket_bytes("cuda", fleet.longest_chain)
+        chains = [
+            self._predict_chain(fleet.trainer, layout, len(names), bucket_bytes)
+            for layout, names in fleet.chains().items()
+        ]
+        return RoundForecast(
+            seconds=max(chain.seconds for chain in chains), received_bytes=sum(chain.received_bytes for chain in chains)
+        )
+
+    def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int, bucket_bytes: int) -> RoundForecast:
+        spec = ModelSpec.from_folder(self._model)
+        plan = make_plan(megatron_layout(spec, trainer), sglang_layout(spec, rollout))
+        messages = cut_messages(plan, max(1, bucket_bytes // self._dtype_bytes))
+        prediction = predict(plan, MessageSizes.of(plan, messages, self._dtype_bytes), replicas, self._speeds)
+        received = int(plan.elements_sent().sum()) * self._dtype_bytes * replicas
+        return RoundForecast(seconds=prediction.seconds, received_bytes=received)

@@ -1,0 +1,216 @@
+"""Who takes part in a round: services that answer, whose ranks hold their slots in the weight group.
+
+Who does not answer is left out, as long as the trainer and rollout.min_replicas replicas are there; fewer are waited
+for, until the deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.clients.replica import Replica
+from coordinator.clients.trainer import Trainer
+from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
+from servicekit.errors import DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tandem_api.weights.v1 import weights_pb2
+from weightsync.layouts.layout import Parallel
+from weightsync.plans.participants import rollout_slot, trainer_slot
+
+# A look at the group that outlives the run's end holds the process for so long.
+_WAIT_SLICE_S = 0.5
+# What helps where trainer or replicas and the run have parted.
+GO_ON = "end the run and go on from its newest checkpoint (--resume), which gets a version that nobody has had"
+
+log = get_logger(__name__)
+
+
+class Membership(Protocol):
+    """Who is in the weight group at one moment (weightsync.group.rendezvous.Membership)."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def members(self) -> dict[str, str]: ...
+
+
+class Group(Protocol):
+    """The weight group (weightsync.group.rendezvous.Rendezvous); blocking."""
+
+    @property
+    def group(self) -> str: ...
+
+    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """Who is there."""
+
+    epoch: int
+    trainer: trainer_pb2.GetStatusResponse
+    replicas: dict[Replica, rollout_pb2.GetStatusResponse]
+
+
+@dataclass(kw_only=True)
+class _Look:
+    """One look: who answered, and why the others are not counted, by name."""
+
+    trainer: trainer_pb2.GetStatusResponse | None = None
+    replicas: dict[Replica, rollout_pb2.GetStatusResponse] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+class RollCall:
+    """Finds out who is there.
+
+    Args:
+        probe_timeout_s: who has not said how it is by then is not there.
+        slots_timeout_s: a rank without its slot for so long is not there.
+        timeout_s: for the trainer and min_replicas replicas to be there.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        fleet: Fleet,
+        group: Group,
+        min_replicas: int,
+        probe_timeout_s: float,
+        slots_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._trainer, self._fleet, self._group = trainer, fleet, group
+        self._min_replicas = min_replicas
+        self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
+
+    async def call(self, policy_version: int, *, rejoin_timeout_s: float = 0.0) -> Present:
+        """Wait until enough are there.
+
+        Args:
+            rejoin_timeout_s: for replicas to come while the trainer is there, if longer than the other deadline.
+        Raises:
+            DeadlineExceeded: the trainer or too many replicas are missing; each is named with what is wrong with it.
+            WrongVersion: the trainer has another version, since it was restarted from an older checkpoint, say.
+            StaleVersion: too few replicas are left without those that have had a newer version.
+        """
+        start_s, timeout_s = time.monotonic(), self._timeout_s
+        while True:
+            left_s = start_s + timeout_s - time.monotonic()
+            look = await self._look()
+            ahead = _leave_out_newer(look, policy_version)
+            if ahead and len(look.replicas) < self._min_replicas:
+                raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {GO_ON}")
+            present = await self._with_slots(look, max(left_s, 0.0))
+            if present is not None and present.trainer.policy_version != policy_version:
+                raise WrongVersion(
+                    f"the trainer is at policy version {present.trainer.policy_version}, not at {policy_version}: "
+                    f"it was restarted from a checkpoint; {GO_ON}"
+                )
+            if present is not None and len(present.replicas) >= self._min_replicas:
+                if look.absent:
+                    log.warning("going on without some", absent=look.absent)
+                return present
+            trainer_is_there = look.trainer is not None and self._trainer.name not in look.absent
+            timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_there else 0.0)
+            if time.monotonic() - start_s >= timeout_s:
+                raise DeadlineExceeded(self._complaint(look, timeout_s))
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _look(self) -> _Look:
+        """Ask everyone that is announced how it is."""
+        look = _Look()
+        try:
+            replicas = await self._fleet.look()
+        except Unavailable as error:
+            look.absent["the registry"] = str(error)
+            return look
+        answers = await asyncio.gather(
+            self._trainer.status(timeout_s=self._probe_timeout_s),
+            *(replica.status(timeout_s=self._probe_timeout_s) for replica in replicas),
+            return_exceptions=True,
+        )
+        services: tuple[Trainer | Replica, ...] = (self._trainer, *replicas)
+        for service, answer in zip(services, answers, strict=True):
+            if isinstance(answer, TandemError):
+                look.absent[service.name] = str(answer)
+            elif isinstance(answer, trainer_pb2.GetStatusResponse):
+                look.trainer = answer
+            elif isinstance(answer, rollout_pb2.GetStatusResponse) and isinstance(service, Replica):
+                look.replicas[service] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+        return look
+
+    async def _with_slots(self, look: _Look, left_s: float) -> Present | None:
+        """Those of `look` whose ranks are in the group. None: the trainer is not."""
+        if look.trainer is None or not look.replicas:
+            return None
+        slots = {self._trainer.name: [trainer_slot(rank) for rank in range(look.trainer.world_size)]}
+        for replica, status in look.replicas.items():
+            world_size = Parallel.from_proto(status.parallel).world_size
+            slots[replica.name] = [rollout_slot(replica.name, rank) for rank in range(world_size)]
+        try:
+            group = await self._settle([slot for each in slots.values() for slot in each], left_s)
+        except Unavailable as error:
+            look.absent["the weight group"] = str(error)
+            return None
+        for name, wanted in slots.items():
+            missing = [slot for slot in wanted if slot not in group.members]
+            if missing:
+                look.absent[name] = f"slots missing from {self._group.group}: {', '.join(missing)}"
+        if self._trainer.name in look.absent:
+            return None
+        here = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
+        return Present(epoch=group.epoch, trainer=look.trainer, replicas=here)
+
+    async def _settle(self, slots: Sequence[str], left_s: float) -> Membership:
+        """The group once all slots are taken, or after the time that ranks may be without one."""
+        deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
+        while True:
+            # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
+            slice_s = max(0.0, min(deadline_s - time.monotonic(), _WAIT_SLICE_S))
+            group = await asyncio.to_thread(self._group.settle, slots, slice_s)
+            if set(slots) <= set(group.members) or time.monotonic() >= deadline_s:
+                return group
+
+    def _complaint(self, look: _Look, timeout_s: float) -> str:
+        absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "nobody else is announced"
+        there = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
+        return (
+            f"waited {timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
+            f"replicas there: {there}; {absent}"
+        )
+
+
+def _leave_out_newer(look: _Look, policy_version: int) -> list[str]:
+    """Replicas that have had a newer version must not go back: they are not counted until ours is newer.
+
+    Returns: why, one sentence each.
+    """
+    newer = {each: seeded_version(status) for each, status in look.replicas.items()}
+    newer = {each: version for each, version in newer.items() if version > policy_version}
+    for replica, version in newer.items():
+        look.absent[replica.name] = f"it has had version {version}, and versions only grow"
+        del look.replicas[replica]
+    return [f"{replica.name}: {look.absent[replica.name]}" for replica in newer]
+
+
+def seeded_version(status: rollout_pb2.GetStatusResponse) -> int:
+    """The version that a replica has served; 0 if it never had one."""
+    return 0 if status.state == weights_pb2.REPLICA_STATE_UNSEEDED else int(status.policy_version)
+
+
+def parallel_sizes(present: Present) -> weights_pb2.Round:
+    """The parallel sizes of those present, as a round names them."""
+    specs = [
+        weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
+        for replica, status in present.replicas.items()
+    ]
+    return weights_pb2.Round(trainer=present.trainer.parallel, replicas=specs)

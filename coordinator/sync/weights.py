@@ -1,0 +1,375 @@
+"""Step 8: publish weights. Sync rounds as transactions, tried again in a new epoch while the budget lasts.
+
+A round that fails is given up everywhere before the next one starts, and its error says what state every replica is
+in. The next round is one of the living: a replica that died does not stop the others, and is seeded by a round of its
+own when it returns (`seed_late_joiners`), before it gets work.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coordinator.clients.probing import while_alive
+from coordinator.clients.replica import Replica
+from coordinator.clients.trainer import Trainer
+from coordinator.fleet.base import Fleet
+from coordinator.flow import Outcome, SyncResult
+from coordinator.lead import Lead, SoleLead
+from coordinator.sync.forecast import Forecast
+from coordinator.sync.roll_call import Group, Present, RollCall, parallel_sizes, seeded_version
+from coordinator.sync.sync_report import RoundReports
+from coordinator.sync.sync_round import SyncRound
+from coordinator.watch import metrics
+from coordinator.watch.observed import Observed
+from servicekit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    DigestMismatch,
+    Fenced,
+    PeerLost,
+    SlotTaken,
+    TandemError,
+    Unavailable,
+)
+from servicekit.logs import get_logger
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import SyncSection
+from weightsync.group.rendezvous import Evicted
+
+# Rounds that one publication may take. What fails three times in a row is not an accident.
+MAX_ROUNDS = 3
+# A rank whose slot another holds comes back when that one's lease ends, or ends itself after two (rendezvous.py).
+SLOT_PATIENCE_TTLS = 3.0
+SLOT_INTERVAL_S = 1.0
+# Worth another round; anything else (an invalid round, a stale version, plans that differ) would fail again.
+_RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
+
+_INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
+_PAUSE = {
+    "drain": weights_pb2.PAUSE_MODE_DRAIN,
+    "keep_kv": weights_pb2.PAUSE_MODE_KEEP_KV,
+    "abort_requeue": weights_pb2.PAUSE_MODE_ABORT_REQUEUE,
+}
+_TRANSPORT = {
+    "auto": weights_pb2.SYNC_TRANSPORT_AUTO,
+    "collective": weights_pb2.SYNC_TRANSPORT_COLLECTIVE,
+    "colocated": weights_pb2.SYNC_TRANSPORT_COLOCATED,
+    "disk": weights_pb2.SYNC_TRANSPORT_DISK,
+}
+
+log = get_logger(__name__)
+
+
+def is_retriable(error: TandemError) -> bool:
+    """Whether another round, with whoever is there then, may do what failed with `error`."""
+    return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted)
+
+
+@dataclass(kw_only=True)
+class _Publication:
+    """What has come of one call so far."""
+
+    policy_version: int
+    start_s: float
+    # How long replicas are waited for where too few are there.
+    rejoin_timeout_s: float
+    reports: RoundReports = field(default_factory=RoundReports)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    failures: list[TandemError] = field(default_factory=list)
+    committed: list[Replica] = field(default_factory=list)
+    rounds: int = 0
+    epoch: int = 0
+    # Nothing more can be tried.
+    is_over: bool = False
+    # When another process was first seen in a rank's slot.
+    slot_taken_s: float | None = None
+
+    def waits_for_slot(self, error: TandemError, patience_s: float) -> bool:
+        """Whether a rank without its slot has it again soon, or ends: no failure that counts."""
+        if not isinstance(error, SlotTaken) or isinstance(error, Evicted):
+            return False
+        now_s = time.perf_counter()
+        self.slot_taken_s = now_s if self.slot_taken_s is None else self.slot_taken_s
+        return now_s - self.slot_taken_s < patience_s
+
+    def goes_on_after(self, error: TandemError) -> bool:
+        """Whether another round may help."""
+        return is_retriable(error) and not self.is_over
+
+    def result(self) -> SyncResult:
+        return self.reports.result(
+            policy_version=self.policy_version,
+            attempts=self.rounds,
+            total_s=time.perf_counter() - self.start_s,
+            outcomes=self.outcomes,
+            epoch=self.epoch,
+        )
+
+
+class WeightSync:
+    """Brings the trainer's weights to every replica that is there, and tells the fleet which may serve.
+
+    Args:
+        group: the weight group of the run.
+        lead: our claim to be the run's only coordinator.
+        min_replicas: fewest replicas that must have the weights in the end.
+        rejoin_timeout_s: for so many to come where too few are left; with less than sync.formation_timeout_s, for that.
+        disk_folder: where the transport "disk" writes.
+        forecast: predicts what a round of the fleet should take; None: nobody does.
+        observed: is told of syncs and of looks at the fleet.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        fleet: Fleet,
+        group: Group,
+        settings: SyncSection,
+        lead: Lead | None = None,
+        min_replicas: int = 1,
+        rejoin_timeout_s: float = 0.0,
+        disk_folder: str = "",
+        forecast: Forecast | None = None,
+        observed: Observed | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._fleet = fleet
+        self._group = group
+        self._settings = settings
+        self._lead: Lead = SoleLead() if lead is None else lead
+        self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
+        self._disk_folder = disk_folder
+        self._failed_rounds = 0
+        self._on_disk = (0, "")  # version and id of the last round that went through disk
+        self._observed = Observed() if observed is None else observed
+        self._forecast = forecast
+        self._roll_call = RollCall(
+            trainer=trainer,
+            fleet=fleet,
+            group=group,
+            min_replicas=min_replicas,
+            probe_timeout_s=settings.probe_timeout_s,
+            slots_timeout_s=settings.lease_ttl_s,
+            timeout_s=settings.formation_timeout_s,
+        )
+
+    async def publish(self, policy_version: int) -> SyncResult:
+        """Make every replica that is there serve the trainer's weights as `policy_version`.
+
+        Replicas that are lost on the way are left out; `outcomes` of the result says what became of each.
+        Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help, or
+            if too few are there; the message names the participants. Everyone has been told to give the round up.
+        """
+        return await self._bring(policy_version, serving=())
+
+    async def take_over(self) -> None:
+        """Have coordinators before us refused by trainer and replicas, and what they have begun done: our first call.
+
+        A replica that does not answer now refuses them from our first round with it on.
+        Raises: TandemError: the trainer's; Fenced: another one has taken over from us.
+        """
+        probe_timeout_s = self._settings.probe_timeout_s
+        replicas = await self._fleet.look()
+        # All at once: what an older one has begun on the trainer may wait for a replica.
+        trainer, *answers = await asyncio.gather(
+            while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s),
+            *(
+                while_alive(each.take_over(self._lead.fence), each, probe_timeout_s=probe_timeout_s)
+                for each in replicas
+            ),
+            return_exceptions=True,
+        )
+        for answer in (trainer, *answers):
+            tolerable = answer is not trainer and isinstance(answer, TandemError) and not isinstance(answer, Fenced)
+            if answer is not None and not tolerable:
+                raise answer
+            if answer is not None:
+                log.warning("a replica was not taken over yet", error=str(answer))
+
+    async def newest_version(self) -> int:
+        """The newest version that a replica has had, of those that answer; 0 if none has had any."""
+        replicas = await self._fleet.look()
+        timeout_s = self._settings.probe_timeout_s
+        answers = await asyncio.gather(*(each.status(timeout_s=timeout_s) for each in replicas), return_exceptions=True)
+        newest = 0
+        for answer in answers:
+            if isinstance(answer, rollout_pb2.GetStatusResponse):
+                newest = max(newest, seeded_version(answer))
+            elif not isinstance(answer, TandemError):
+                raise answer
+        return newest
+
+    async def seed_late_joiners(self, policy_version: int) -> SyncResult | None:
+        """Bring the current weights to replicas that are there and do not serve yet; the others go on undisturbed.
+
+        If the last round went through disk, joiners without weights read them there: the trainer may be busy or away.
+        Returns: None if no round was needed. A joiner that fails is left for the next call, while
+        rollout.min_replicas others serve.
+        Raises: TandemError: too few serve, and not enough came within the deadline.
+        """
+        announced = await self._announced()
+        serving = self._fleet.serving()
+        self._observed.fleet(announced, serving)
+        if all(replica in serving for replica in announced) and serving:
+            return None
+        loaded = await self._load_published(policy_version, [each for each in announced if each not in serving])
+        if loaded:
+            serving = (*serving, *loaded)
+            self._fleet.admit(serving)
+            if len(serving) == len(announced):
+                return None
+        try:
+            return await self._bring(policy_version, serving=serving)
+        except TandemError as error:
+            if not self._fleet.serving():
+                raise
+            log.warning("late joiners could not be seeded", error=str(error))
+            return None
+
+    async def _announced(self) -> tuple[Replica, ...]:
+        """Who is announced; who serves, while the registry is away. Raises: Unavailable: nobody serves either."""
+        try:
+            return await self._fleet.look()
+        except Unavailable as error:
+            if not self._fleet.serving():
+                raise
+            log.warning("nobody can be looked for", error=str(error))
+            return self._fleet.serving()
+
+    async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
+        """The joiners that have loaded this version from disk, as our last round has published it."""
+        version, round_id = self._on_disk
+        if not round_id or version != policy_version:
+            return []
+        calls = (
+            joiner.load_published(self._disk_folder, policy_version=version, round_id=round_id, fence=self._lead.fence)
+            for joiner in joiners
+        )
+        loaded = []
+        for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, TandemError):  # it has weights, of whatever version: a round brings ours
+                log.warning("a late joiner has not loaded weights from disk", error=str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                loaded.append(joiner)
+        return loaded
+
+    async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
+        """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
+        work = _Publication(
+            policy_version=policy_version,
+            start_s=time.perf_counter(),
+            # Not while others serve: they have work to do.
+            rejoin_timeout_s=0.0 if serving else self._rejoin_timeout_s,
+            committed=list(serving),
+        )
+        while len(work.failures) < MAX_ROUNDS:
+            try:
+                targets = await self._targets(work)
+                if targets is None or await self._round(work, targets):
+                    break
+            except TandemError as error:
+                log.warning("weight sync round failed", error=str(error))
+                if work.waits_for_slot(error, SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s):
+                    await asyncio.sleep(SLOT_INTERVAL_S)
+                    continue
+                work.failures.append(error)
+                if not work.goes_on_after(error):
+                    break
+        # Who has lost its work meanwhile (a pod that leaves, one that is not ready) does not get it back here.
+        staying = self._fleet.serving()
+        work.committed = [each for each in work.committed if each in staying or each not in serving]
+        self._fleet.admit(work.committed)
+        gained = [replica for replica in work.committed if replica not in serving]
+        if work.failures and (not gained or len(work.committed) < self._min_replicas):
+            raise _given_up(policy_version, work.failures) from work.failures[-1]
+        result = work.result()
+        if work.rounds:
+            self._observed.sync(result)
+        metrics.SERVING_REPLICAS.set(len(work.committed))
+        return result
+
+    async def _targets(self, work: _Publication) -> Present | None:
+        """Who is there without the version; None: nobody.
+
+        Raises: TandemError: too few are there, though they were waited for.
+        """
+        try:
+            with metrics.SYNC_RENDEZVOUS_SECONDS.time():
+                present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
+        except TandemError:
+            work.is_over = True
+            raise
+        work.committed = [replica for replica in work.committed if replica in present.replicas]
+        targets = {replica: each for replica, each in present.replicas.items() if replica not in work.committed}
+        return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
+
+    async def _round(self, work: _Publication, present: Present) -> bool:
+        """One round over `present`. Returns: whether all of them have committed.
+
+        Raises: TandemError: it failed and was given up.
+        """
+        description = self._describe(work.policy_version, present)
+        if self._forecast is not None:
+            self._forecast.of(description)
+        await asyncio.to_thread(self._lead.confirm, present.epoch)
+        work.rounds += 1
+        work.epoch = present.epoch
+        sync_round = SyncRound(
+            description, self._trainer, tuple(present.replicas), probe_timeout_s=self._settings.probe_timeout_s
+        )
+        try:
+            await sync_round.run()
+        except TandemError as error:
+            self._failed_rounds += 1
+            told = "; ".join([str(error), *await sync_round.abort()])
+            self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
+            work.outcomes |= sync_round.outcomes
+            raise type(error)(told) from error
+        work.reports.merge(sync_round.reports)
+        work.outcomes |= sync_round.outcomes
+        metrics.observe_outcomes(sync_round.outcomes)
+        if description.transport == weights_pb2.SYNC_TRANSPORT_DISK:
+            self._on_disk = (work.policy_version, description.round_id)
+        done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is Outcome.COMMITTED]
+        work.committed.extend(done)
+        left = [replica.name for replica in present.replicas if replica not in done]
+        if left:
+            self._failed_rounds += 1
+            work.failures.append(PeerLost(f"COMMIT failed on {', '.join(left)}"))
+        return not left
+
+    def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
+        """What the participants must agree on."""
+        description = parallel_sizes(present)
+        description.MergeFrom(
+            weights_pb2.Round(
+                round_id=f"v{policy_version}-{uuid.uuid4().hex[:12]}",
+                policy_version=policy_version,
+                group=self._group.group,
+                epoch=present.epoch,
+                install_mode=_INSTALL[self._settings.install],
+                pause_mode=_PAUSE[self._settings.pause],
+                bucket_bytes=int((self._settings.bucket_mib or 0) * 2**20),
+                formation_timeout_s=self._settings.formation_timeout_s,
+                transfer_timeout_s=self._settings.transfer_timeout_s,
+                transport=_TRANSPORT[self._settings.transport],
+                wire_dtype="" if self._settings.dtype == "same" else self._settings.dtype,
+                disk_folder=self._disk_folder,
+                fence=self._lead.fence,
+                failed_rounds=self._failed_rounds,
+                allow_staged_nccl=self._settings.allow_staged_nccl,
+            )
+        )
+        return description
+
+
+def _given_up(policy_version: int, failures: Sequence[TandemError]) -> TandemError:
+    """The error that ends a publication: the last failure, after the first if that was another one."""
+    told = " | then: ".join(dict.fromkeys([str(failures[0]), str(failures[-1])]))
+    return type(failures[-1])(f"weight sync of version {policy_version}, try {len(failures)}: {told}")

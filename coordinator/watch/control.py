@@ -1,0 +1,84 @@
+"""The run's state and the requests that steer it.
+
+state      pause asked           resume asked     stop asked           ends by
+STARTING   PAUSED at first gate  -                ends at first gate   FAILED, INTERRUPTED
+RUNNING    PAUSED at next gate   -                ends at next gate    FINISHED, FAILED, INTERRUPTED
+PAUSED     -                     RUNNING          ends at once         INTERRUPTED
+FINISHED, FAILED, INTERRUPTED: final; requests change nothing
+"""
+
+import asyncio
+from enum import Enum
+
+from coordinator.watch import metrics
+from coordinator.watch.events import EventKind, EventLog
+
+
+class State(Enum):
+    """Where the run stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def final(self) -> bool:
+        """Nothing follows."""
+        return self in (State.FINISHED, State.FAILED, State.INTERRUPTED)
+
+
+class RunControl:
+    """Holds the state; announces every change as an event."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._go_on = asyncio.Event()
+        self._go_on.set()
+        self.state = State.STARTING
+        self.error = ""
+        self.stop_requested = False
+        self._show()
+
+    def enter(self, state: State, why: str = "") -> None:
+        """Change the state; a final state stays."""
+        if self.state.final or state is self.state:
+            return
+        self.state = state
+        if state is State.FAILED:
+            self.error = why
+        self._show()
+        self._events.append(EventKind.STATE, f"{state.value}: {why}" if why else state.value)
+
+    def pause(self) -> State:
+        """Hold the run before its next iteration. Returns: the state now (RUNNING until the iteration has ended)."""
+        if not self.state.final and self._go_on.is_set() and not self.stop_requested:
+            self._go_on.clear()
+            self._events.append(EventKind.PROGRESS, "pause requested: holding before the next iteration")
+        return self.state
+
+    def resume(self) -> State:
+        """Go on."""
+        self._go_on.set()
+        if self.state is State.PAUSED:
+            self.enter(State.RUNNING, "resumed")
+        return self.state
+
+    def stop_after_step(self) -> None:
+        """End the run after the current iteration, at once if it is held."""
+        if not self.state.final and not self.stop_requested:
+            self.stop_requested = True
+            self._events.append(EventKind.PROGRESS, "stop requested: ending after the current iteration")
+        self.resume()
+
+    def _show(self) -> None:
+        metrics.observe_state(self.state.value, [state.value for state in State])
+
+    async def gate(self) -> None:
+        """Between iterations: returns when the run may go on. Waits as long as a person holds the run."""
+        if not self._go_on.is_set():
+            self.enter(State.PAUSED, "by request")
+            await self._go_on.wait()
+        self.enter(State.RUNNING)

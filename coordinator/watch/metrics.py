@@ -1,0 +1,251 @@
+"""Prometheus metrics of the coordinator: declared here, once; base units; names are part of the interface."""
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from coordinator.flow import DataKey, Outcome, Scored, SyncResult
+from servicekit.errors import DigestMismatch, TandemError
+
+# From one RPC round trip (1 ms) to a transfer of a large model (minutes).
+_SYNC_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_PART_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+
+
+class LateGauge:
+    """A gauge that is exported from its first value on: until then its 0 would be taken for a measurement."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self._gauge = Gauge(name, documentation, registry=None)
+        self._exported = False
+
+    def set(self, value: float) -> None:
+        """Export `value`."""
+        self._gauge.set(value)
+        if not self._exported:
+            self._exported = True
+            REGISTRY.register(self._gauge)
+
+
+ITERATION = Gauge("tandem_iteration", "GRPO iterations completed.")
+POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordinator trains and generates with.")
+REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
+RUN_STATE = Gauge("tandem_run_state", "1 for the state that the run is in.", ["state"])
+LAST_PROGRESS = LateGauge(
+    "tandem_last_progress_timestamp_seconds", "Unix time at which a step of an iteration last began or ended."
+)
+ITERATION_SECONDS = Histogram(
+    "tandem_iteration_seconds",
+    "Seconds of each part of an iteration (generate, reward, pack, train, sync, evaluate, checkpoint, total).",
+    ["part"],
+    buckets=_PART_BUCKETS,
+)
+SYNC_SECONDS = Histogram(
+    "tandem_weight_sync_seconds",
+    "Seconds of each stage of a weight sync, of the participant that took longest; total is the coordinator's clock.",
+    ["stage"],
+    buckets=_SYNC_BUCKETS,
+)
+SYNC_ROUNDS = Counter(
+    "tandem_weight_sync_rounds_total", "Weight-sync rounds by result (committed, aborted).", ["result"]
+)
+SYNC_OUTCOMES = Counter(
+    "tandem_weight_sync_outcomes_total",
+    "Replicas by how a round ended for them (committed, aborted, poisoned).",
+    ["outcome"],
+)
+SYNC_EPOCH = LateGauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last committed weight sync.")
+SYNC_RENDEZVOUS_SECONDS = Histogram(
+    "tandem_weight_sync_rendezvous_wait_seconds",
+    "Seconds that a round waited for its participants to be there.",
+    buckets=_SYNC_BUCKETS,
+)
+SYNC_VERIFY_FAILURES = Counter(
+    "tandem_weight_sync_verify_failures_total", "Rounds that ended because bytes were not those that were sent."
+)
+SERVING_REPLICAS = Gauge("tandem_serving_replicas", "Replicas that committed the current policy and get work.")
+ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas", "Replicas that are there, whether they serve or not.")
+REPLICA_STARTS = Counter(
+    "tandem_replica_starts_total",
+    "Processes of a replica that have been found: one more than its restarts during the coordinator's life.",
+    ["replica"],
+)
+REPLICA_SYNC_SECONDS = Gauge(
+    "tandem_replica_weight_sync_seconds",
+    "Seconds that a replica's slowest rank worked in its last weight sync, over all stages.",
+    ["replica"],
+)
+SYNC_LAST_SECONDS = LateGauge(
+    "tandem_weight_sync_last_seconds", "Seconds of the last committed weight sync, start to end."
+)
+SYNC_GOODPUT = LateGauge(
+    "tandem_weight_sync_goodput_bytes_per_second",
+    "Bytes that all rollout ranks received / seconds of the whole round, in the last committed weight sync.",
+)
+SYNC_PREDICTED_SECONDS = LateGauge(
+    "tandem_weight_sync_predicted_seconds",
+    "Seconds that the plan predicts for a round of the present fleet over links of sync.link_gbit; NaN: it cannot.",
+)
+SYNC_PREDICTED_GOODPUT = LateGauge(
+    "tandem_weight_sync_predicted_goodput_bytes_per_second",
+    "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds.",
+)
+LOGPROB_DIFF_LIMIT = LateGauge(
+    "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
+)
+INITIAL_ACCURACY = LateGauge(
+    "tandem_heldout_initial_accuracy_ratio", "Held-out greedy accuracy before the first iteration."
+)
+EVICTIONS = Counter(
+    "tandem_replica_evictions_total", "Pods of stuck replicas that were evicted (fleet.kind: kubernetes)."
+)
+SYNC_BYTES = Counter("tandem_weight_sync_bytes_total", "Bytes that rollout ranks received in weight syncs.")
+SYNC_RANK_BYTES = LateGauge(
+    "tandem_weight_sync_rank_bytes", "Bytes that the busiest rollout rank received in the last weight sync."
+)
+SYNC_REDUNDANCY = LateGauge(
+    "tandem_weight_sync_redundancy_ratio", "Bytes received / bytes of the shards in the last weight sync; 1 is perfect."
+)
+GENERATED_TOKENS = Counter("tandem_generated_tokens_total", "Completion tokens sampled for training.")
+TRAINED_SAMPLES = Counter("tandem_trained_samples_total", "Samples sent to the trainer.")
+DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
+RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were made up for.")
+DISPATCH_STALLS = Counter(
+    "tandem_dispatch_stalls_total", "Times that no replica was left to generate groups, so that one was waited for."
+)
+DISPATCH_JOINERS = Counter(
+    "tandem_dispatch_joiners_total", "Replicas that came, were seeded and got work while groups were being generated."
+)
+SCORED_COMPLETIONS = Counter(
+    "tandem_scored_completions_total", "Completions that were scored, by data file (train, heldout).", ["data"]
+)
+REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.", ["data"])
+REWARD_TIMEOUTS = Counter(
+    "tandem_reward_timeouts_total",
+    "Completions that scored 0 because scoring took longer than reward.timeout_s.",
+    ["data"],
+)
+UNREADABLE_ANSWERS = Counter(
+    "tandem_unreadable_answers_total",
+    "Completions that scored 0 because their reference answer cannot be read.",
+    ["data"],
+)
+WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
+
+# Row field of metrics.jsonl to its gauge.
+_ROW_GAUGES = {
+    "reward_mean": LateGauge("tandem_reward_mean", "Mean reward of the last iteration."),
+    "reward_std": LateGauge("tandem_reward_std", "Standard deviation of the last iteration's rewards."),
+    "heldout_accuracy": LateGauge("tandem_heldout_accuracy_ratio", "Held-out greedy accuracy, last measured."),
+    "response_length_mean": LateGauge("tandem_response_length_tokens", "Mean completion length of the last iteration."),
+    "entropy": LateGauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
+    "logprob_abs_diff_max": LateGauge(
+        "tandem_logprob_abs_diff_max", "Largest |log pi_trainer - log pi_engine| of a token."
+    ),
+    "logprob_abs_diff_mean": LateGauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
+    "zero_variance_ratio": LateGauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
+    "kl_old": LateGauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step."),
+    "staleness_max": LateGauge(
+        "tandem_staleness_versions", "Age of the oldest sample of the last iteration, in versions."
+    ),
+    "truncated_ratio": LateGauge("tandem_truncated_ratio", "Share of completions cut off by the length limit."),
+    "loss": LateGauge("tandem_loss", "Policy loss of the last step."),
+    "grad_norm": LateGauge("tandem_grad_norm", "Gradient norm before clipping of the last step."),
+    "clip_fraction_low": LateGauge("tandem_clip_fraction_low_ratio", "Share of tokens clipped at the lower bound."),
+    "clip_fraction_high": LateGauge("tandem_clip_fraction_high_ratio", "Share of tokens clipped at the upper bound."),
+    "tokens_per_s": LateGauge("tandem_tokens_per_second", "Completion tokens per second of the last iteration."),
+    "overhead_share": LateGauge(
+        "tandem_overhead_ratio", "Share of the last iteration outside the engine's and the trainer's computation."
+    ),
+}
+
+# From 0: a counter that appears with its first event has no increase that an alert could see.
+for _result in ("committed", "aborted"):
+    SYNC_ROUNDS.labels(result=_result)
+for _data in get_args(DataKey):
+    for _counter in (SCORED_COMPLETIONS, REWARD_ERRORS, REWARD_TIMEOUTS, UNREADABLE_ANSWERS):
+        _counter.labels(data=_data)
+for _outcome in Outcome:
+    SYNC_OUTCOMES.labels(outcome=_outcome.value)
+for _kind in (
+    "logprob_difference",
+    "nothing_to_train",
+    "training",
+    "reward_error",
+    "reward_timeout",
+    "unreadable_answer",
+    "generate_retry",
+    "replicas",
+    "kubernetes",
+):
+    WARNINGS.labels(kind=_kind)
+
+
+def observe_state(current: str, states: Iterable[str]) -> None:
+    """Shows the run's state as one 1 among zeros."""
+    for state in states:
+        RUN_STATE.labels(state=state).set(1.0 if state == current else 0.0)
+
+
+def progress() -> None:
+    """Something has moved: the gauge behind the alert for silent hangs."""
+    LAST_PROGRESS.set(time.time())
+
+
+def observe_sync(result: SyncResult) -> None:
+    """Record a publication that succeeded; its rounds' outcomes are recorded as they end."""
+    SYNC_ROUNDS.labels(result="committed").inc()
+    for stage, seconds in {**result.stages, "total": result.total_s}.items():
+        SYNC_SECONDS.labels(stage=stage).observe(seconds)
+    SYNC_BYTES.inc(result.bytes_received)
+    SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
+    SYNC_REDUNDANCY.set(result.redundancy)
+    SYNC_EPOCH.set(result.epoch)
+    SYNC_LAST_SECONDS.set(result.total_s)
+    SYNC_GOODPUT.set(result.bytes_received / result.total_s if result.total_s > 0 else 0.0)
+    for replica, seconds in result.replica_s.items():
+        REPLICA_SYNC_SECONDS.labels(replica=replica).set(seconds)
+    for replica, outcome in result.outcomes.items():
+        if outcome is Outcome.COMMITTED:
+            REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
+
+
+def forget_replica(replica: str) -> None:
+    """End the series of a replica that is gone."""
+    REPLICA_VERSION.remove(replica)
+    REPLICA_SYNC_SECONDS.remove(replica)
+
+
+def observe_failed_round(error: TandemError, outcomes: Mapping[str, Outcome]) -> None:
+    """Record a round that was given up."""
+    SYNC_ROUNDS.labels(result="aborted").inc()
+    if isinstance(error, DigestMismatch):
+        SYNC_VERIFY_FAILURES.inc()
+    observe_outcomes(outcomes)
+
+
+def observe_outcomes(outcomes: Mapping[str, Outcome]) -> None:
+    """Record how a round ended for each replica."""
+    for outcome in outcomes.values():
+        SYNC_OUTCOMES.labels(outcome=outcome.value).inc()
+
+
+def observe_scores(data: DataKey, scored: Scored) -> None:
+    """Record a batch that was scored."""
+    SCORED_COMPLETIONS.labels(data=data).inc(scored.rewards_PG.size)
+    REWARD_ERRORS.labels(data=data).inc(scored.num_errors)
+    REWARD_TIMEOUTS.labels(data=data).inc(scored.num_timeouts)
+    UNREADABLE_ANSWERS.labels(data=data).inc(scored.num_unreadable)
+
+
+def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:
+    """Record an iteration: its metrics.jsonl row and the seconds of its parts."""
+    for field, gauge in _ROW_GAUGES.items():
+        value = row.get(field)
+        if value is not None:
+            gauge.set(value)
+    for part, seconds in parts.items():
+        ITERATION_SECONDS.labels(part=part).observe(seconds)
+    progress()

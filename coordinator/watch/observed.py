@@ -1,0 +1,108 @@
+"""What a run has shown of its weight syncs and its fleet lately: for the metrics and for the web page."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.clients.replica import Replica
+from coordinator.flow import Outcome, SyncResult
+from coordinator.watch import metrics
+from servicekit.errors import TandemError
+
+ROUNDS_KEPT = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedSync:
+    """One weight sync, or one round that was given up (`error` says why; it has no stages)."""
+
+    # Unix time of its end.
+    time_s: float
+    policy_version: int
+    total_s: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    bytes_received: int = 0
+    epoch: int = 0
+    attempts: int = 1
+    error: str = ""
+
+
+@dataclass(kw_only=True)
+class ObservedReplica:
+    """What is known of one replica.
+
+    Attributes:
+        starts: processes of it that have been found.
+        sync_s: seconds of its slowest rank in its last sync; None before one.
+        outcome: how the last round that it was in ended for it.
+    """
+
+    name: str
+    there: bool = True
+    serving: bool = False
+    starts: int = 0
+    policy_version: int | None = None
+    sync_s: float | None = None
+    outcome: str = ""
+
+
+class Observed:
+    """Told of every sync and every look at the fleet. A replica that is a new process is a new `Replica`."""
+
+    def __init__(self) -> None:
+        self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
+        self.replicas: dict[str, ObservedReplica] = {}
+        self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+    def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:
+        """One look. Metrics of replicas that are gone end, so that nobody waits for their version to advance."""
+        for replica in announced:
+            row = self._row(replica.name)
+            if replica not in self._seen:
+                self._seen.add(replica)
+                row.starts += 1
+                metrics.REPLICA_STARTS.labels(replica=replica.name).inc()
+        names, serving_names = {each.name for each in announced}, {each.name for each in serving}
+        for name, row in self.replicas.items():
+            if row.there and name not in names:
+                metrics.forget_replica(name)
+            row.there, row.serving = name in names, name in serving_names
+        metrics.ANNOUNCED_REPLICAS.set(len(announced))
+        metrics.SERVING_REPLICAS.set(len(serving))
+
+    def sync(self, result: SyncResult) -> None:
+        """A publication that succeeded; rounds of it that failed were told as they ended."""
+        metrics.observe_sync(result)
+        for name, outcome in result.outcomes.items():
+            row = self._row(name)
+            row.outcome = outcome.value
+            if outcome is Outcome.COMMITTED:
+                row.policy_version, row.sync_s, row.serving = result.policy_version, result.replica_s.get(name), True
+        self.rounds.append(
+            ObservedSync(
+                time_s=time.time(),
+                policy_version=result.policy_version,
+                total_s=result.total_s,
+                stages=result.stages,
+                outcomes={name: outcome.value for name, outcome in result.outcomes.items()},
+                bytes_received=result.bytes_received,
+                epoch=result.epoch,
+                attempts=result.attempts,
+            )
+        )
+
+    def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, Outcome]) -> None:
+        """A round that was given up."""
+        metrics.observe_failed_round(error, outcomes)
+        told = {name: outcome.value for name, outcome in outcomes.items()}
+        for name, outcome in told.items():
+            self._row(name).outcome = outcome
+        self.rounds.append(
+            ObservedSync(time_s=time.time(), policy_version=policy_version, outcomes=told, error=str(error))
+        )
+
+    def _row(self, name: str) -> ObservedReplica:
+        return self.replicas.setdefault(name, ObservedReplica(name=name))

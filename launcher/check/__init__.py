@@ -1,0 +1,1 @@
+"""`tandem check`: everything that can be known to be wrong before anything expensive starts."""

@@ -1,0 +1,1 @@
+"""Checks of the data: its rows, their lengths and answers, tokenizer and chat template."""

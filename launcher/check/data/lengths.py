@@ -1,0 +1,118 @@
+"""Checks that prompts have tokens, and that prompts and completions fit into model and KV cache."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from tandem_files.data_rows import Row
+from tandem_files.tokenizer import TextCodec
+from weightsync.model.spec import ModelSpec
+
+# Rows tokenized at once: bounds memory, keeps the tokenizer's threads busy.
+_ENCODE_BATCH = 4096
+
+
+def check_lengths(
+    config: RunConfig, path: Path, rows: Sequence[Row], codec: TextCodec, *, key: str
+) -> tuple[int, list[ConfigProblem]]:
+    """The longest prompt that will be used, in tokens (0 if there is none), and prompts of an impossible length.
+
+    Args:
+        path: data file that the rows are from; key: its key in the configuration.
+    """
+    limit = config.data.max_prompt_tokens
+    try:
+        measured = list(zip((row.number for row in rows), _token_counts(rows, codec), strict=True))
+    except Exception as error:  # the tokenizers library raises bare Exception for text that it cannot handle
+        return 0, [_refused(key, path, error)]
+    empty = [line for line, length in measured if length == 0]
+    over = [(line, length) for line, length in measured if length > limit]
+    longest = max((length for _, length in measured if length <= limit), default=0)
+    problems = [_no_tokens(key, path, empty)] if empty else []
+    if over:
+        drop = config.data.overlong_prompts == "drop"
+        everything = len(over) == len(measured)
+        if drop and not everything:
+            problems.append(_dropped(key, path, over, num_rows=len(measured), limit=limit))
+        else:
+            problems.append(_overlong(key, path, over, num_rows=len(measured), limit=limit, may_drop=not everything))
+    return longest, problems
+
+
+def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
+    """`longest` is 0 if the data could not be measured; a completion alone can still be too long for the model.
+
+    For the other two limits the cross checks of the configuration have looked at that case already.
+    """
+    new = config.grpo.max_new_tokens
+    if spec is not None and longest + new > spec.max_positions:
+        what = "the model's max_position_embeddings"
+        yield _too_long("grpo.max_new_tokens", new, what, spec.max_positions, longest, new)
+    if longest == 0:
+        return
+    for key, limit in (
+        ("rollout.context_length", config.rollout.context_length),
+        ("rollout.max_total_tokens", config.rollout.max_total_tokens),
+    ):
+        if limit is not None and longest + new > limit:
+            what = "the KV cache" if key == "rollout.max_total_tokens" else key
+            yield _too_long(key, limit, what, limit, longest, new)
+
+
+def _token_counts(rows: Sequence[Row], codec: TextCodec) -> Iterator[int]:
+    for start in range(0, len(rows), _ENCODE_BATCH):
+        for ids in codec.encode([row.prompt for row in rows[start : start + _ENCODE_BATCH]]):
+            yield len(ids)
+
+
+def _refused(key: str, path: Path, error: Exception) -> ConfigProblem:
+    message = f"the tokenizer fails on a prompt: {error}"
+    return ConfigProblem(key=key, value=str(path), message=message, suggestion="is it the tokenizer for this text?")
+
+
+def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
+    return ConfigProblem(
+        key=key,
+        value=f"{path}:{lines[0]}",
+        message=f"the tokenizer makes nothing of this prompt (of {len(lines)} in all)",
+        suggestion="is it the tokenizer for this text?",
+    )
+
+
+def _overlong(
+    key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int, may_drop: bool
+) -> ConfigProblem:
+    """may_drop: something would be left."""
+    longest = max(length for _, length in over)
+    return ConfigProblem(
+        key=key,
+        value=f"{path}:{over[0][0]}",
+        message=_how_many(over, num_rows, limit),
+        suggestion=f"raise data.max_prompt_tokens to {longest}"
+        + (", or set data.overlong_prompts: drop" if may_drop else ": no prompt is left otherwise"),
+    )
+
+
+def _dropped(key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int) -> ConfigProblem:
+    return ConfigProblem(
+        key=key,
+        value=f"{path}:{over[0][0]}",
+        message=f"{_how_many(over, num_rows, limit)}; they are left out",
+        severity="warning",
+    )
+
+
+def _how_many(over: list[tuple[int, int]], num_rows: int, limit: int) -> str:
+    count = f"{len(over)} of {num_rows} prompts exceed data.max_prompt_tokens ({limit})"
+    return f"{count}; the first has {over[0][1]} tokens"
+
+
+def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:
+    room = limit - longest
+    return ConfigProblem(
+        key=key,
+        value=str(value),
+        message=f"the longest prompt ({longest} tokens) and grpo.max_new_tokens ({new}) exceed {what} ({limit} tokens)",
+        suggestion=f"set grpo.max_new_tokens to at most {room}" if room > 0 else "lower data.max_prompt_tokens",
+    )

@@ -1,0 +1,60 @@
+"""Says that a model's chat template is not used: Tandem trains on the prompts of the data as they are."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from tandem_files.data_rows import Row
+
+# How templates mark turns: <|im_start|>, <|start_header_id|>, <start_of_turn>, [INST], <｜User｜>.
+_MARK = re.compile(r"<[|｜][^<>{}'\"\s]+[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
+
+
+def check_template(config: RunConfig, rows: Sequence[Row], *, key: str) -> Iterator[ConfigProblem]:
+    """A warning if the model has a chat template and prompts hold none of the marks that it writes.
+
+    Args:
+        key: the rows' key in the configuration.
+    """
+    folder = config.model.tokenizer_path or config.model.path
+    marks = sorted(set(_MARK.findall(_template(folder))))
+    if not marks:
+        return
+    plain = [row.number for row in rows if not any(mark in row.prompt for mark in marks)]
+    if plain:
+        path = config.data.train if key == "data.train" else config.data.heldout
+        named = ", ".join(marks[:3]) + (", ..." if len(marks) > 3 else "")
+        yield ConfigProblem(
+            key=key,
+            value=f"{path}:{plain[0]}",
+            message=f"{folder} has a chat template, and Tandem applies none: {len(plain)} of {len(rows)} prompts hold "
+            f"none of its {named}, so a model that was tuned on it is trained on text that it has never seen",
+            suggestion="render the prompts first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+            "tokenize=False). For a base model, ignore this",
+            severity="warning",
+        )
+
+
+def _template(folder: Path) -> str:
+    """All that the folder has of templates; "" if there is none, or none that can be read."""
+    texts = []
+    try:
+        for file in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
+            if file.is_file():
+                texts.append(file.read_text(encoding="utf-8"))
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                texts.append(_in_json(json.loads((folder / name).read_text(encoding="utf-8"))))
+    except (OSError, ValueError):
+        pass  # a file that nothing else of Tandem reads is no reason not to start
+    return "\n".join(texts)
+
+
+def _in_json(content: object) -> str:
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if isinstance(template, list):
+        return "\n".join(str(each.get("template", "")) for each in template if isinstance(each, dict))
+    return template if isinstance(template, str) else ""

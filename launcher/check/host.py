@@ -1,0 +1,123 @@
+"""Checks what the machine has: engines installed, Redis reachable, enough GPUs or cores."""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.run.devices import plan_devices, trainer_world_size, visible_gpus
+from launcher.run.redis_server import find_server
+from servicekit.errors import ConfigError, Unavailable
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from weightsync.group.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
+
+_ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer"))
+
+
+def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProblem]:
+    """Problems of this machine; what is merely slow is a warning."""
+    for package, extra in _ENGINES:
+        if importlib.util.find_spec(package) is None:
+            yield ConfigProblem(
+                key="environment",
+                value=package,
+                message="is not installed in this Python environment",
+                suggestion=f"pip install 'tandem[{extra}]', or `make venv` in the repository",
+            )
+    yield from check_redis(redis_url)
+    yield from _check_home()
+    gpus = visible_gpus()
+    yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
+    yield from _check_staged(config, gpus)
+
+
+def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
+    """What PREPARE refuses on GPUs (weightsync/transfer/transports/links.py): an error where the run would use them.
+
+    Pods may have GPUs where this machine has none; on CPUs nothing hangs.
+    """
+    plan = plan_devices(config, gpus)
+    on_gpus, in_pods = plan.available >= plan.needed, config.fleet.kind == "kubernetes"
+    sync, over_nccl = config.sync, config.sync.transport in ("auto", "collective")
+    if sync.install != "staged" or sync.allow_staged_nccl or not over_nccl or config.rollout.tensor_parallel == 1:
+        return
+    if on_gpus or in_pods:
+        yield ConfigProblem(
+            key="sync.install",
+            value=sync.install,
+            message=f"{STAGED_MAY_HANG}: on GPUs the first weight sync refuses it",
+            suggestion=STAGED_ADVICE,
+            severity="error" if on_gpus else "warning",
+        )
+
+
+def _check_home() -> Iterator[ConfigProblem]:
+    """torch and SGLang keep caches below HOME, and end with a traceback where they cannot."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home())
+    existing = next(parent for parent in (home, *home.parents) if parent.exists())
+    if not is_writable(existing):
+        yield ConfigProblem(
+            key="XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME",
+            value=str(home),
+            message=f"nothing can be written in {existing}, and the engines keep caches there",
+            suggestion="set HOME to a folder of your own, e.g. HOME=/tmp/home",
+        )
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in it: tried, since rights say nothing of /proc or of a read-only mount."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
+    """REDIS_URL must answer; without one there must be a server that can be started."""
+    try:
+        if redis_url is None:
+            find_server()
+        else:
+            # Imported here: it takes 0.1 s and most runs start their own server.
+            from servicekit.redis import client as redis_client
+
+            redis_client.connect(redis_client.with_tls_files(redis_url, os.environ)).close()
+    except (ConfigError, Unavailable) as error:
+        hint = "unset REDIS_URL to let Tandem start its own server" if redis_url is not None else ""
+        yield ConfigProblem(key="REDIS_URL", value="", message=str(error), suggestion=hint)
+
+
+def _check_gpus(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
+    plan = plan_devices(config, gpus)
+    if plan.available < plan.needed:
+        yield ConfigProblem(
+            key="environment",
+            value=f"{plan.available} GPUs",
+            message=f"the run needs {plan.needed}, one per trainer rank and rollout rank, so it will run on the CPU",
+            suggestion="lower trainer.* and rollout.* parallel sizes, or use a machine with more GPUs",
+            severity="warning",
+        )
+
+
+def _check_cores(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Trainer and rollouts take turns, so each side alone has to fit."""
+    cores = len(os.sched_getaffinity(0))
+    sides = {
+        "trainer.tensor_parallel": (config.trainer.tensor_parallel, trainer_world_size(config)),
+        "rollout.tensor_parallel": (
+            config.rollout.tensor_parallel,
+            config.rollout.replicas * config.rollout.tensor_parallel,
+        ),
+    }
+    for key, (value, processes) in sides.items():
+        if processes > cores:
+            yield ConfigProblem(
+                key=key,
+                value=str(value),
+                message=f"{processes} {key.partition('.')[0]} processes on {cores} cores will wait for each other",
+                suggestion="expect a slow run, or lower the parallel sizes",
+                severity="warning",
+            )

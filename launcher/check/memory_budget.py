@@ -1,0 +1,243 @@
+"""GPU memory of each trainer rank and rollout rank, in bytes, worked out from the settings: no GPU, no torch.
+
+The trainer is counted as trainer_service.megatron_engine builds it: no recomputation, no distributed optimizer, flash
+attention, the micro-batch as full as it may be and every token of it a completion's. Two moments can be the highest:
+the loss (every layer's activations and the logits) and the optimizer (AdamW works on all parameters at once). A
+mixture's tokens are taken as evenly spread over the experts.
+
+Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
+estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); a layer's own passing
+tensors; a kernel that a GPU may have for context parallelism's masked attention, which would need less.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from tandem_config.schema import RunConfig
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.layouts.stages import Chunk, chunks_of
+from weightsync.model.spec import ModelSpec
+from weightsync.plans.limits import default_bucket_bytes
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+_FLOAT = 4
+# largest messages that a rank keeps (sync.bucket_mib)
+_BUCKETS = 2
+# SGLang's own reserve for CUDA graphs (arg_groups/memory_hook.py): for each request of the largest decode batch that it
+# captures (512 at most), and for each of the 58 prompt sizes up to 8,192 tokens.
+_GRAPH_REQUEST, _GRAPH_REQUESTS = 2 * 2**20, 512
+_GRAPH_PROMPTS = 58 * 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMemory:
+    """A trainer rank of one pipeline stage, in bytes.
+
+    resident: parameters, float32 gradients, AdamW's state and (bfloat16) its float32 parameters. activations: what the
+    layers keep for the backward pass, of every micro-batch under way. logits: of the local vocabulary, at their most.
+    optimizer: what AdamW adds while it steps. buffers: of a weight sync.
+    """
+
+    stage: int
+    resident: int
+    activations: int
+    logits: int
+    optimizer: int
+    buffers: int
+
+    @property
+    def forward(self) -> int:
+        """At the loss, which ends the forward pass and begins the backward one."""
+        return self.resident + self.activations + self.logits
+
+    @property
+    def peak(self) -> int:
+        """At the highest moment of a step or a weight sync."""
+        return self.resident + max(self.activations + self.logits, self.optimizer, self.buffers)
+
+    @property
+    def moment(self) -> str:
+        """Which one that is."""
+        moments = {
+            "at the forward's peak": self.activations + self.logits,
+            "in the optimizer": self.optimizer,
+            "in a weight sync": self.buffers,
+        }
+        return max(moments, key=lambda name: moments[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMemory:
+    """A rollout rank, in bytes. spare: sync.install staged; graphs: CUDA graphs; token: the KV cache of one token."""
+
+    weights: int
+    graphs: int
+    spare: int
+    buffers: int
+    token: int
+    wanted_tokens: int
+
+    def cache_tokens(self, static: int) -> int:
+        """KV cache tokens that fit beside the weights into `static` bytes, at most those that are wanted."""
+        return max(0, min(self.wanted_tokens, (static - self.weights) // self.token))
+
+    def peak(self, static: int) -> int:
+        """Weights, KV cache, CUDA graphs and what a weight sync needs."""
+        return self.weights + self.cache_tokens(static) * self.token + self.graphs + self.spare + self.buffers
+
+
+def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: float = 1.0) -> list[TrainerMemory]:
+    """The first rank of every pipeline stage.
+
+    Args:
+        completion_share: of a micro-batch's tokens, those that are completions' and so have a loss.
+    Raises: ConfigError: the parallel sizes do not fit the model.
+    """
+    parallel = Parallel(**config.trainer.parallel_sizes)
+    # only experts are spread over these copies of the model
+    cut = replace(parallel, data=1, context=1) if spec.num_experts == 0 else parallel
+    layout, chunks = megatron_layout(spec, cut), chunks_of(spec.num_layers, parallel)
+    width = DTYPE_BYTES[config.model.dtype]
+    buffers = _BUCKETS * _bucket_bytes(config)
+    found = []
+    for stage in range(parallel.pipeline):
+        shapes = layout.parameters_of(stage * cut.stage_size).values()
+        elements = sum(math.prod(shape) for shape in shapes)
+        masters = _FLOAT if width < _FLOAT else 0
+        found.append(
+            TrainerMemory(
+                stage=stage,
+                resident=elements * (width + masters + 3 * _FLOAT),
+                activations=_activations(config, spec, parallel, chunks, stage),
+                logits=_logits(config, spec, parallel, completion_share) if stage == parallel.pipeline - 1 else 0,
+                optimizer=elements * _FLOAT,
+                buffers=buffers,
+            )
+        )
+    return found
+
+
+def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[Chunk], stage: int) -> int:
+    mine = [chunk for chunk in chunks if chunk.stage == stage]
+    layers = [layer for chunk in mine for layer in range(chunk.first_layer, chunk.first_layer + chunk.num_layers)]
+    one = sum(_layer(config, spec, parallel, layer) for layer in layers)
+    held = one * _chunks_under_way(parallel, stage) // parallel.virtual_pipeline
+    row = spec.hidden_size * _width(config)
+    split = _split_tokens(config, parallel)
+    # the final norm's input and output; mcore's buffer for what sequence parallelism gathers
+    last = 2 * split * row if stage == parallel.pipeline - 1 else 0
+    gathered = _tokens(config, parallel) * row if split < _tokens(config, parallel) else 0
+    return held + last + gathered
+
+
+def _chunks_under_way(parallel: Parallel, stage: int) -> int:
+    """Forward passes of a chunk whose backward pass is still to come, at most, in mcore's schedules."""
+    later, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
+    return later + 1 if virtual == 1 else 2 * later + (virtual - 1) * parallel.pipeline + 1
+
+
+def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:
+    """Bytes that one layer keeps of one micro-batch."""
+    tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
+    q = spec.size("q") // parallel.tensor
+    kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
+    norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
+    # cosines and sines, of queries and keys
+    attention = 4 * _longest(config, tokens) * spec.head_dim * width
+    if parallel.context > 1 and q != kv:
+        # the output, and what the norms of q and k take and give
+        attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
+        attention += _scores(config, parallel, tokens, q, q // spec.head_dim)
+    else:
+        # Projected q, k, v (v is read from there), rotated q and k, the output; a log-sum per head.
+        attention += tokens * ((q + 2 * kv) + (q + kv) + q) * width + tokens * (q // spec.head_dim) * _FLOAT
+        attention += tokens * (q + kv) * width if spec.qk_norm else 0
+        attention += 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
+    return norms + attention + _mlp(spec, parallel, layer, tokens, split, width)
+
+
+def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
+    """What attention keeps under context parallelism, whose mask and grouped heads together fit no fused kernel.
+
+    Float32 queries, keys and values of every head and all ranks, and each token's weight of every column of its row.
+    """
+    columns = _longest(config, tokens * parallel.context)
+    return tokens * ((1 + 2 * parallel.context) * q + heads * columns) * _FLOAT
+
+
+def _mlp(spec: ModelSpec, parallel: Parallel, layer: int, tokens: int, split: int, width: int) -> int:
+    if not spec.has_experts(layer):
+        # gate and up, the activated gate, mcore's up + 0, their product
+        return 5 * tokens * (spec.ffn_size // parallel.tensor) * width
+    chosen = split * spec.experts_per_token * parallel.expert_tensor
+    # as above, the product times the router's weight, and the tokens sorted by expert, before and after
+    each = 6 * (spec.expert_ffn_size // parallel.expert_tensor) + 2 * spec.hidden_size
+    return chosen * each * width + 3 * split * spec.num_experts * _FLOAT
+
+
+def _logits(config: RunConfig, spec: ModelSpec, parallel: Parallel, completion_share: float) -> int:
+    """All tokens' logits (mcore makes them float32), the completions', and three more of those (vocab_parallel.py).
+
+    The backward pass has four in float32 instead, and one more for an entropy bonus.
+    """
+    tokens, columns = _tokens(config, parallel), padded_vocabulary(spec, parallel.tensor) // parallel.tensor
+    completions = int(tokens * completion_share)
+    forward = tokens + 4 * completions
+    backward = completions * (4 if config.grpo.entropy_coefficient == 0 else 5)
+    return columns * _FLOAT * max(forward, backward)
+
+
+def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
+    """A rank of a replica. Raises: ConfigError: the parallel sizes do not fit the model."""
+    rollout = config.rollout
+    layout = sglang_layout(spec, Parallel(tensor=rollout.tensor_parallel, expert=rollout.expert_parallel))
+    width = 2 if config.sync.dtype == "bfloat16" else _width(config)
+    weights = sum(math.prod(shape) for shape in layout.parameters_of(0).values()) * width
+    heads = max(1, spec.num_kv_heads // rollout.tensor_parallel)
+    return RolloutMemory(
+        weights=weights,
+        graphs=_GRAPH_PROMPTS + _GRAPH_REQUEST * min(rollout.max_running_requests, _GRAPH_REQUESTS),
+        spare=weights if config.sync.install == "staged" else 0,
+        buffers=_BUCKETS * _bucket_bytes(config),
+        token=2 * spec.num_layers * heads * spec.head_dim * width,
+        wanted_tokens=rollout.max_total_tokens,
+    )
+
+
+def fitting_tokens(config: RunConfig, spec: ModelSpec, memory: float) -> int:
+    """trainer.max_tokens_per_micro_batch halved until the trainer's peak is at most `memory` bytes; 0: none does."""
+    tokens = config.trainer.max_tokens_per_micro_batch // 2
+    while tokens >= 1:
+        smaller = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
+        found = trainer_memory(config.model_copy(update={"trainer": smaller}), spec)
+        if max(each.peak for each in found) <= memory:
+            return tokens
+        tokens //= 2
+    return 0
+
+
+def _width(config: RunConfig) -> int:
+    return DTYPE_BYTES[config.model.dtype]
+
+
+def _tokens(config: RunConfig, parallel: Parallel) -> int:
+    """Tokens of a full micro-batch on one rank."""
+    return -(-config.trainer.max_tokens_per_micro_batch // parallel.context)
+
+
+def _split_tokens(config: RunConfig, parallel: Parallel) -> int:
+    """Of those, what a rank holds between the layers."""
+    sequence_parallel = config.trainer.sequence_parallel and parallel.tensor > 1
+    return -(-_tokens(config, parallel) // parallel.tensor) if sequence_parallel else _tokens(config, parallel)
+
+
+def _longest(config: RunConfig, tokens: int) -> int:
+    return min(tokens, config.data.max_prompt_tokens + config.grpo.max_new_tokens)
+
+
+def _bucket_bytes(config: RunConfig) -> int:
+    if config.sync.bucket_mib is not None:
+        return int(config.sync.bucket_mib * 2**20)
+    return default_bucket_bytes("cuda", config.rollout.replicas)

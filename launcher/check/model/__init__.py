@@ -1,0 +1,1 @@
+"""Checks of the model: its folder, its weights, and how the trainer cuts it."""

@@ -1,0 +1,99 @@
+"""Checks the model folder, and that the model can be cut as trainer and rollouts are told to."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes, indivisible
+from launcher.check.model.weights import check_weights
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from weightsync.model.config import UnsupportedModel
+from weightsync.model.spec import ModelSpec
+
+_LAYERS_SHOWN = 8
+
+
+def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSpec | None, list[ConfigProblem]]:
+    """The model's sizes if its config.json can be used, and what is wrong with folder, weights, parallel sizes."""
+    folder = config.model.path
+    missing = _missing_folder(folder)
+    if missing is not None:
+        return None, [missing]
+    try:
+        spec = ModelSpec.from_folder(folder)
+    except ConfigError as error:
+        return None, [_unusable(folder, error)]
+    problems = list(check_weights(folder, spec))
+    problems += check_trainer_sizes(spec, config.trainer, usable)
+    problems += _check_dense_layers(folder, spec)
+    if usable("rollout.tensor_parallel"):
+        problems += check_tensor_size(spec, "rollout.tensor_parallel", config.rollout.tensor_parallel)
+        if usable("rollout.expert_parallel"):
+            problems += _check_rollout_experts(spec, config.rollout.tensor_parallel, config.rollout.expert_parallel)
+    return spec, problems
+
+
+def _missing_folder(folder: Path) -> ConfigProblem | None:
+    if folder.is_dir():
+        return None
+    if folder.exists():
+        return _problem(folder, "is a file, not a model folder", f"give its folder: {folder.parent}")
+    near = [str(entry) for entry in folder.parent.glob("*/config.json")][:3] if folder.parent.is_dir() else []
+    if near:
+        hint = f"model folders beside it: {', '.join(Path(entry).parent.name for entry in near)}"
+    else:
+        hint = "give a local Hugging Face folder; Tandem downloads nothing (`hf download NAME --local-dir FOLDER` does)"
+    return _problem(folder, "no such folder", hint)
+
+
+def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:
+    if isinstance(error, UnsupportedModel):
+        return _problem(folder, error.problem, error.advice)
+    return _problem(
+        folder,
+        str(error),
+        "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json",
+    )
+
+
+def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """SGLang 0.5.23 builds every layer of a Qwen3-MoE model with experts (qwen3_moe.py: is_layer_sparse = True)."""
+    if spec.dense_layers:
+        layers = ", ".join(map(str, spec.dense_layers[:_LAYERS_SHOWN]))
+        more = ", ..." if len(spec.dense_layers) > _LAYERS_SHOWN else ""
+        yield _problem(
+            folder,
+            f"mlp_only_layers or decoder_sparse_step leave layers {layers}{more} without experts; SGLang gives "
+            "every layer experts, so rollouts could not hold this model",
+            "use a mixture whose every layer has experts",
+        )
+
+
+def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterator[ConfigProblem]:
+    """How a replica's ranks divide the experts; ranks that share experts divide each one's FFN."""
+    key = "rollout.expert_parallel"
+    if spec.num_experts == 0 and expert > 1:
+        yield ConfigProblem(
+            key=key, value=str(expert), message="the model has no experts to divide", suggestion=f"leave {key} at 1"
+        )
+    if spec.num_experts == 0 or tensor % expert != 0:
+        return
+    fits = [
+        n
+        for n in range(1, tensor + 1)
+        if tensor % n == 0 and spec.num_experts % n == 0 and spec.expert_ffn_size % (tensor // n) == 0
+    ]
+    yield from indivisible(key, expert, {"number of experts": spec.num_experts}, fits)
+    sharers = tensor // expert
+    if spec.expert_ffn_size % sharers != 0:
+        yield ConfigProblem(
+            key=key,
+            value=str(expert),
+            message=f"leaves {sharers} ranks to each expert, which do not divide its FFN size ({spec.expert_ffn_size})",
+            suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or 'none'}",
+        )
+
+
+def _problem(folder: Path, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key="model.path", value=str(folder), message=message, suggestion=suggestion)

@@ -1,0 +1,127 @@
+"""Checks that the trainer's parallel sizes fit the model: what Megatron would refuse, named by key."""
+
+from collections.abc import Callable, Iterator
+
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import TrainerSection
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.stages import chunks_of
+from weightsync.model.spec import ModelSpec
+
+KV_HEADS = "KV heads"
+_MOST_SHOWN = 1024
+_SPLITS = ("first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts", "virtual_pipeline")
+
+
+def check_trainer_sizes(
+    spec: ModelSpec, trainer: TrainerSection, usable: Callable[..., bool]
+) -> Iterator[ConfigProblem]:
+    """Problems of the sizes that are worth judging."""
+    if usable("trainer.tensor_parallel"):
+        yield from check_tensor_size(spec, "trainer.tensor_parallel", trainer.tensor_parallel)
+        yield from _check_rows(spec, trainer.tensor_parallel)
+    if usable("trainer.pipeline_parallel", *(f"trainer.{name}" for name in _SPLITS)):
+        yield from _check_stages(spec, trainer)
+    if usable("trainer.expert_parallel", "trainer.expert_tensor_parallel"):
+        yield from _check_experts(spec, trainer)
+    if usable("trainer.tensor_parallel", "trainer.sequence_parallel"):
+        yield from _check_sequence(spec, trainer)
+
+
+def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) -> Iterator[ConfigProblem]:
+    """A problem for each total that `size` does not divide; `fits` are the sizes that would do."""
+    for name, total in totals.items():
+        if total % size != 0:
+            yield ConfigProblem(
+                key=key,
+                value=str(size),
+                message=f"does not divide the model's {name} ({total})",
+                suggestion=f"sizes that fit this model: {', '.join(map(str, fits))}",
+            )
+
+
+def split_sizes(spec: ModelSpec) -> dict[str, int]:
+    """What tensor parallelism divides, by its name for people."""
+    sizes = {"attention heads": spec.num_heads, KV_HEADS: spec.num_kv_heads, "FFN size": spec.ffn_size}
+    if spec.num_experts > 0 and not spec.dense_layers:
+        del sizes["FFN size"]
+    return sizes
+
+
+def _divisors(total: int) -> list[int]:
+    return [n for n in range(1, min(total, _MOST_SHOWN) + 1) if total % n == 0]
+
+
+def check_tensor_size(spec: ModelSpec, key: str, size: int) -> Iterator[ConfigProblem]:
+    """A tensor-parallel size of either side: its ranks divide the KV heads, or share each of them evenly."""
+    fits = [n for n in _divisors(spec.num_heads) if not list(_undivided(spec, n))]
+    yield from indivisible(key, size, dict(_undivided(spec, size)), fits)
+
+
+def _check_rows(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
+    """Megatron cuts query, key and value rows evenly, which more ranks than KV heads may not allow (narrow heads)."""
+    rows = spec.size("q") + 2 * spec.size("kv")
+    if not list(_undivided(spec, size)):
+        fits = [n for n in _divisors(spec.num_heads) if rows % n == 0 and not list(_undivided(spec, n))]
+        yield from indivisible("trainer.tensor_parallel", size, {"query, key and value rows": rows}, fits)
+
+
+def _undivided(spec: ModelSpec, size: int) -> Iterator[tuple[str, int]]:
+    for name, total in split_sizes(spec).items():
+        shared = name == KV_HEADS and size % total == 0
+        if total % size != 0 and not shared:
+            yield name, total
+
+
+def _check_stages(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:
+    changed = [name for name in _SPLITS if getattr(trainer, name) != TrainerSection.model_fields[name].default]
+    if not changed:
+        fits = _divisors(spec.num_layers)
+        yield from indivisible(
+            "trainer.pipeline_parallel", trainer.pipeline_parallel, {"layers": spec.num_layers}, fits
+        )
+        return
+    problem = _stage_problem(spec, Parallel(**trainer.parallel_sizes))
+    if problem is not None:
+        yield ConfigProblem(
+            key=f"trainer.{changed[0]}",
+            value=str(getattr(trainer, changed[0])),
+            message=f"does not fit the model's {spec.num_layers} layers: {problem}",
+            suggestion=f"the split is decided by trainer.pipeline_parallel, {', '.join(changed)}",
+        )
+
+
+def _stage_problem(spec: ModelSpec, parallel: Parallel) -> str | None:
+    try:
+        chunks = chunks_of(spec.num_layers, parallel)
+    except ConfigError as error:
+        return str(error)
+    short = [chunk for chunk in chunks if chunk.num_layers < 0]
+    return f"stage {short[0].stage} would have {short[0].num_layers} layers" if short else None
+
+
+def _check_experts(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:
+    sizes = {"expert_parallel": spec.num_experts, "expert_tensor_parallel": spec.expert_ffn_size}
+    names = {"expert_parallel": "number of experts", "expert_tensor_parallel": "expert FFN size"}
+    for key, total in sizes.items():
+        size = getattr(trainer, key)
+        if spec.num_experts > 0:
+            yield from indivisible(f"trainer.{key}", size, {names[key]: total}, _divisors(total))
+        elif size > 1:
+            yield ConfigProblem(
+                key=f"trainer.{key}",
+                value=str(size),
+                message="the model has no experts to divide",
+                suggestion=f"leave trainer.{key} at 1",
+            )
+
+
+def _check_sequence(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:
+    if spec.num_experts > 0 and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        yield ConfigProblem(
+            key="trainer.sequence_parallel",
+            value="false",
+            message="a mixture of experts with trainer.tensor_parallel above 1 trains only with it (Megatron's rule)",
+            suggestion="set trainer.sequence_parallel: true",
+        )

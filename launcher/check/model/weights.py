@@ -1,0 +1,124 @@
+"""Checks that a model folder's safetensors files are whole and hold the tensors that its config.json implies."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tandem_config.problems import ConfigProblem
+from tandem_files.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
+from weightsync.layouts.hf import hf_layout
+from weightsync.model.config import UntiedHead
+from weightsync.model.mapping import EMBEDDING, LM_HEAD
+from weightsync.model.spec import ModelSpec
+
+_INDEX = "model.safetensors.index.json"
+_COMPARED_BYTES = 2**24
+_SHOWN = 3
+
+
+def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """Missing, truncated and corrupt files; missing and mis-shaped tensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / _INDEX
+    weight_map: dict[str, str] = {}
+    if index.is_file():
+        try:
+            weight_map = _read_index(index)
+        except ValueError as error:
+            yield _problem(index, f"is not a valid index: {error}", "download the model again")
+            return
+        yield from _missing_shards(folder, weight_map)
+        files = sorted({folder / name for name in weight_map.values() if (folder / name).is_file()})
+    elif not files:
+        yield _problem(folder, "has no *.safetensors file", _conversion_hint(folder))
+        return
+    tensors: dict[str, TensorInfo] = {}
+    homes: dict[str, Path] = {}
+    damaged = False
+    for file in files:
+        try:
+            header = read_header(file)
+            tensors.update(header)
+            homes.update(dict.fromkeys(header, file))
+        except (DamagedFile, OSError) as error:
+            damaged = True
+            yield _problem(file, str(error), "download or copy the file again")
+    unread = {name for name, file in weight_map.items() if not (folder / file).is_file()}
+    # What a damaged or missing file would have held is not worth a second problem.
+    if not damaged:
+        yield from _check_tensors(folder, spec, tensors, unread)
+        if spec.tied and {EMBEDDING, LM_HEAD} <= homes.keys():
+            yield from _check_tied(folder, [(homes[name], tensors[name]) for name in (EMBEDDING, LM_HEAD)])
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError("no weight_map")
+    if any(Path(name).name != name for name in weight_map.values()):
+        raise ValueError("weight_map names files outside the folder")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _missing_shards(folder: Path, weight_map: dict[str, str]) -> Iterator[ConfigProblem]:
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            count = sum(1 for file in weight_map.values() if file == name)
+            message = f"is missing; {_INDEX} says that it holds {count} tensors"
+            yield _problem(folder / name, message, "download the missing file")
+
+
+def _check_tensors(
+    folder: Path, spec: ModelSpec, found: dict[str, TensorInfo], unread: set[str]
+) -> Iterator[ConfigProblem]:
+    layout = hf_layout(spec)
+    expected = dict(zip(layout.params, layout.param_shapes, strict=True))
+    missing = [name for name in expected if name not in found and name not in unread]
+    if missing:
+        yield _problem(
+            folder, f"{_listed('tensor', missing)} not in any file", "config.json and weights do not belong together"
+        )
+    wrong = [name for name in expected if name in found and found[name].shape != expected[name]]
+    if wrong:
+        first = f"{wrong[0]} is {list(found[wrong[0]].shape)}, config.json implies {list(expected[wrong[0]])}"
+        more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        yield _problem(folder, f"{first}{more}", "config.json and weights do not belong together")
+    odd = [name for name in expected if name in found and found[name].dtype not in TRAINABLE]
+    if odd:
+        kind = found[odd[0]].dtype
+        yield _problem(
+            folder, f"{_listed('tensor', odd)} of type {kind}", f"quantized weights cannot be trained; use {TRAINABLE}"
+        )
+
+
+def _check_tied(folder: Path, tensors: list[tuple[Path, TensorInfo]]) -> Iterator[ConfigProblem]:
+    """Compares bytes; tensors of two types are left to the trainer, which compares numbers when it loads."""
+    (_, embedding), (_, head) = tensors
+    if embedding.dtype != head.dtype:
+        return
+    first, second = (
+        np.memmap(file, np.uint8, "r", offset=info.begin, shape=info.end - info.begin) for file, info in tensors
+    )
+    cuts = range(0, max(len(first), len(second)), _COMPARED_BYTES)
+    if not all(np.array_equal(first[cut : cut + _COMPARED_BYTES], second[cut : cut + _COMPARED_BYTES]) for cut in cuts):
+        untied = UntiedHead()
+        yield _problem(folder, untied.problem, untied.advice)
+
+
+def _listed(noun: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+
+
+def _conversion_hint(folder: Path) -> str:
+    if any(folder.glob("pytorch_model*.bin")):
+        return (
+            "pickled .bin weights are not read; load and save the model once with transformers, safe_serialization=True"
+        )
+    return "the folder must hold model.safetensors, or the shards that an index names"
+
+
+def _problem(path: Path, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key="model.path", value=str(path), message=message, suggestion=suggestion)

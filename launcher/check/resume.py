@@ -1,0 +1,138 @@
+"""Checks the folder that a run writes to, or goes on from."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.data.prompts import load_prompts
+from coordinator.record.resuming import order_differences, order_of
+from coordinator.record.state import RunState
+from launcher.check.host import is_writable
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_sound, read_complete
+from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_folder import busy_message, is_locked
+from tandem_files.tokenizer import TextCodec
+from trainer_service.identity import differences, identity
+from weightsync.model.spec import ModelSpec
+
+TRAINER_META = f"{TRAINER_FOLDER}/meta.json"
+MODEL_NOTE = "model.json"
+
+
+def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
+    """The output folder, or the folder in which it will be made, must be a writable folder."""
+    folder = config.run.output_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        yield _problem("run.output_dir", folder, f"{existing} is a file", "choose another folder")
+    elif not is_writable(existing):
+        yield _problem("run.output_dir", folder, f"nothing can be written in {existing}", "choose another folder")
+
+
+def check_resume(
+    run_dir: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None = None
+) -> Iterator[ConfigProblem]:
+    """The folder must be a run's, not running now, unfinished, with a sound checkpoint that fits the configuration.
+
+    Reads every file of the checkpoint, to compare it with its digest.
+
+    Args:
+        spec, codec: the configuration's model and tokenizer; without them what depends on them is not compared.
+    """
+    if not (run_dir / RESOLVED_CONFIG).is_file():
+        kind = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if run_dir.is_dir() else "no such folder"
+        yield _problem("--resume", run_dir, kind, _runs_beside(run_dir))
+        return
+    if is_locked(run_dir):
+        yield _problem("--resume", run_dir, busy_message(run_dir), "")
+        return
+    try:
+        sound = newest_sound(run_dir)
+    except ConfigError as error:
+        yield _problem("--resume", run_dir, str(error), "")
+        return
+    if sound is None:
+        yield _problem("--resume", run_dir, "has no complete checkpoint to go on from", "start anew without --resume")
+        return
+    for complaint in sound.complaints():
+        yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
+    if sound.iteration >= config.run.iterations:
+        message = f"has already finished its {config.run.iterations} iterations"
+        yield _problem("--resume", run_dir, message, f"--set run.iterations={sound.iteration + 10} adds ten more")
+    yield from _check_same(run_dir, sound.folder, config, spec, codec)
+
+
+def note_model(run_dir: Path, spec: ModelSpec) -> None:
+    """Write down which model the run is of, for `check_resume`."""
+    (run_dir / MODEL_NOTE).write_text(json.dumps(asdict(spec), indent=2) + "\n", encoding="utf-8")
+
+
+def _check_same(
+    run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None
+) -> Iterator[ConfigProblem]:
+    """Everything at once that the checkpoint and the configuration must have in common and have not."""
+    different = [] if spec is None else _model_differences(run_dir, checkpoint, config.model.path, spec)
+    if spec is not None and (checkpoint / TRAINER_META).is_file():
+        meta = json.loads((checkpoint / TRAINER_META).read_text(encoding="utf-8"))
+        own = identity(config, spec)
+        # the model's sizes are in the first already
+        different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
+    if codec is not None and (checkpoint / COORDINATOR_FILE).is_file():
+        different += _data_differences(checkpoint, config, codec)
+    if different:
+        yield _problem(
+            "--resume",
+            run_dir,
+            f"cannot go on with this configuration from {checkpoint.name}: {'; '.join(different)}",
+            "leave these settings as they were (docs/configuration.md, Resuming, says what may change), "
+            "or start a new run",
+        )
+
+
+def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:
+    """The checkpoint's fingerprint decides; the noted sizes say where two models differ."""
+    try:
+        mark, fingerprint = read_complete(checkpoint), model_fingerprint(model)
+    except (OSError, ValueError):
+        return []  # an unreadable model folder has been reported already
+    if mark.get("model_fingerprint") == fingerprint:
+        return []
+    sizes = ", ".join(_size_differences(run_dir, spec)[:4])
+    return [f"it is of another model ({mark.get('model')}) than {model}" + (f": {sizes}" if sizes else "")]
+
+
+def _data_differences(checkpoint: Path, config: RunConfig, codec: TextCodec) -> list[str]:
+    state = RunState.load(checkpoint / COORDINATOR_FILE)
+    try:
+        train = load_prompts(config.data, "train", codec)
+    except (OSError, ValueError):
+        return []  # unreadable data has been reported already
+    return order_differences(state, order_of(config, train), len(train.prompts))
+
+
+def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:
+    try:
+        noted: dict[str, Any] = json.loads((run_dir / MODEL_NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [
+        f"{name} {noted.get(name)} there, {value} here"
+        for name, value in asdict(spec).items()
+        if noted.get(name) != value
+    ]
+
+
+def _runs_beside(run_dir: Path) -> str:
+    parent = run_dir.parent
+    runs = sorted(entry.parent.name for entry in parent.glob(f"*/{RESOLVED_CONFIG}"))[:5] if parent.is_dir() else []
+    return f"runs there: {', '.join(runs)}" if runs else "give a folder that `tandem run` has made"
+
+
+def _problem(key: str, path: Path, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key=key, value=str(path), message=message, suggestion=suggestion)

@@ -1,0 +1,1 @@
+"""`tandem plan`: what a weight sync would move and how long it would take, without a GPU."""

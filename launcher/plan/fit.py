@@ -1,0 +1,71 @@
+"""Layouts for `tandem plan`; sizes that do not fit the model are refused together with some that do."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from weightsync.layouts.layout import Layout, Parallel
+from weightsync.layouts.stages import chunks_of
+from weightsync.model.spec import ModelSpec
+
+LayoutOf = Callable[[ModelSpec, Parallel], Layout]
+_TENSOR_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def layout_of(option: str, layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> Layout:
+    """The layout. Raises: ConfigErrors: it cannot be, naming the option."""
+    try:
+        return layout(spec, parallel)
+    except ConfigError as error:
+        problem = ConfigProblem(
+            key=option, value=_spelled(parallel), message=str(error), suggestion=_suggestion(layout, spec, parallel)
+        )
+        raise ConfigErrors([problem]) from None
+
+
+def _spelled(parallel: Parallel) -> str:
+    sizes = {"tp": parallel.tensor, "pp": parallel.pipeline, "dp": parallel.data, "ep": parallel.expert}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
+
+
+def _suggestion(layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> str:
+    """Values of one size that would do, the other sizes as they are; tried on one layer."""
+    if not _stages_fit(spec, parallel):
+        fits = [n for n in range(1, spec.num_layers + 1) if _stages_fit(spec, replace(parallel, pipeline=n))]
+        return f"pp that fits: {_some(fits)}, or say how to split: first=, last=, embedding=1, loss=1"
+    layer = replace(spec, num_layers=1, dense_layers=())
+    one_stage = replace(
+        parallel, pipeline=1, virtual_pipeline=1, first_stage_layers=0, last_stage_layers=0, **_NO_EXTRA_LAYERS
+    )
+    experts = [n for n in range(1, spec.num_experts + 1) if spec.num_experts % n == 0] or [1]
+    for name, field, sizes in (("tp", "tensor", _TENSOR_SIZES), ("ep", "expert", experts)):
+        if fits := _fitting(layout, layer, one_stage, field, sizes):
+            return f"{name} that fits: {_some(fits)}"
+    return ""
+
+
+_NO_EXTRA_LAYERS = {"embedding_counts": False, "loss_counts": False}
+
+
+def _fitting(layout: LayoutOf, spec: ModelSpec, parallel: Parallel, field: str, sizes: Iterable[int]) -> list[int]:
+    fits = []
+    for size in sizes:
+        try:
+            layout(spec, replace(parallel, **{field: size}))  # type: ignore[arg-type]
+            fits.append(size)
+        except ConfigError:
+            pass
+    return fits
+
+
+def _stages_fit(spec: ModelSpec, parallel: Parallel) -> bool:
+    try:
+        chunks_of(spec.num_layers, parallel)
+        return True
+    except ConfigError:
+        return False
+
+
+def _some(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")

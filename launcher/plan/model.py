@@ -1,0 +1,73 @@
+"""The model of `tandem plan`: a built-in name, a config.json, or the folder of one."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from weightsync.model.config import UnsupportedModel
+from weightsync.model.presets import CONFIGS, preset
+from weightsync.model.spec import ModelSpec
+
+# They change what a model computes, not which parameters it has.
+_LARGEST_BYTES = 2**24
+_NO_MATTER = (
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "use_sliding_window",
+    "layer_types",
+    "hidden_act",
+)
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The sizes of a model.
+
+    Raises: ConfigErrors: an unknown name, with the closest one; a file that is no supported config.json.
+    """
+    if model in CONFIGS:
+        return preset(model)
+    file = _config_file(model)
+    if file is None:
+        raise ConfigErrors([_unknown(model)])
+    try:
+        if file.stat().st_size > _LARGEST_BYTES:
+            raise ConfigError(f"{file} has {file.stat().st_size} bytes: it is no config.json")
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            config = {key: value for key, value in config.items() if key not in _NO_MATTER}
+        return ModelSpec.from_config(config)
+    except UnsupportedModel as error:
+        raise ConfigErrors([_problem(model, error.problem, error.advice)]) from None
+    except ConfigError as error:
+        raise ConfigErrors([_problem(model, str(error), "")]) from None
+    except (OSError, ValueError, RecursionError) as error:
+        hint = "give the config.json that `save_pretrained` writes"
+        raise ConfigErrors([_problem(model, f"cannot be read as a model's config.json: {error}", hint)]) from None
+
+
+def _config_file(model: str) -> Path | None:
+    path = Path(model)
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        return file if file.is_file() else None
+    except OSError:  # no name that a file could have
+        return None
+
+
+def _unknown(model: str) -> ConfigProblem:
+    close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], CONFIGS, 1, 0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return _problem(
+        model,
+        "is neither a file, nor a folder with config.json, nor a built-in model",
+        f"{hint}built in: {', '.join(CONFIGS)}",
+    )
+
+
+def _problem(model: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key="--model", value=model, message=message, suggestion=suggestion)

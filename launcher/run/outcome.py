@@ -1,0 +1,82 @@
+"""How a launch ended: its exit code and its last line."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.run.supervisor import ProcessExit
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from tandem_files.checkpoints import newest_iteration
+from tandem_files.run_folder import metrics_rows, noted_troubles, read_state
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Exit code 0: finished; 1: failed; 128 + signal: stopped by it. troubles: what was wrong with the training."""
+
+    code: int
+    text: str
+    troubles: tuple[str, ...] = ()
+
+
+def ended(run_dir: Path) -> Outcome:
+    """The coordinator ended with code 0: the run is over, or somebody sent the coordinator a signal."""
+    if _status(run_dir) == "interrupted":
+        return Outcome(
+            code=EXIT_FAILED, text=f"failed: the coordinator was stopped by a signal; {_how_to_go_on(run_dir)}"
+        )
+    troubles = noted_troubles(run_dir)
+    but = f", but look at the training: {' '.join(troubles)} Results" if troubles else "; results"
+    return Outcome(code=EXIT_OK, text=f"finished{but} are in {_shown(run_dir)}", troubles=troubles)
+
+
+def failed(run_dir: Path, culprit: ProcessExit) -> Outcome:
+    """A process ended before the run was over, or the coordinator with an error."""
+    early = " before the run was over" if culprit.code == 0 else ""
+    text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_go_on(run_dir)}"
+    return Outcome(code=EXIT_FAILED, text=text + _aside(run_dir))
+
+
+def broken(run_dir: Path, error: Exception) -> Outcome:
+    """Starting up did not work."""
+    return Outcome(
+        code=EXIT_FAILED, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}; {_how_to_go_on(run_dir)}"
+    )
+
+
+def stopped(run_dir: Path, number: signal.Signals) -> Outcome:
+    """The user, or the system, stopped the run."""
+    rows = metrics_rows(run_dir)
+    progress = (
+        f"after iteration {rows[-1]['iteration']:.0f}"
+        if rows and "iteration" in rows[-1]
+        else "before its first iteration ended"
+    )
+    text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_go_on(run_dir)}"
+    return Outcome(code=128 + number, text=text + _aside(run_dir))
+
+
+def _status(run_dir: Path) -> str:
+    return str(read_state(run_dir).get("status", ""))
+
+
+def _aside(run_dir: Path) -> str:
+    troubles = noted_troubles(run_dir)
+    return f"; the training before: {' '.join(troubles)}" if troubles else ""
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    newest = newest_iteration(run_dir)
+    if newest is None:
+        return "there is no checkpoint to resume from yet"
+    return f"go on from iteration {newest} with: tandem run --resume {_shown(run_dir)}"
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where that is shorter to read."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,118 @@
+"""Which service processes a run consists of, with their commands and environments."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.run.devices import DevicePlan, trainer_world_size
+from launcher.run.supervisor import ProcessSpec
+from servicekit.redis.registry import COORDINATOR
+from servicekit.security.run_token import VARIABLE
+from tandem_config.schema import RunConfig
+
+# Stop order: the one who gives orders first, so that nobody is asked for work while stopping.
+_SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
+# Of the coordinator beyond run.stop_timeout_s, in which it saves what is finished.
+_CONDUCT_GRACE_S, _SERVICE_GRACE_S = 15.0, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What all processes of a launch share."""
+
+    run_id: str
+    run_dir: Path
+    config_file: Path
+    redis_url: str
+    resume: bool
+    token: str
+
+    def environment(self) -> dict[str, str]:
+        """Addresses and ids; everything else is in the configuration file."""
+        return {
+            "REDIS_URL": self.redis_url,
+            "TANDEM_RUN_ID": self.run_id,
+            "TANDEM_RUN_DIR": str(self.run_dir),
+            VARIABLE: self.token,
+            "TANDEM_BIND_HOST": "127.0.0.1",
+            "TANDEM_ADVERTISE_HOST": "127.0.0.1",
+            # Whatever the user's shell says: with fixed ports, two processes could not share this machine.
+            "TANDEM_GRPC_PORT": "0",
+            "TANDEM_METRICS_PORT": "0",
+            "TANDEM_HEALTH_PORT": "",
+            # Several processes share the cores: more threads each only fight (10 times slower when they do).
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def is_trainer(name: str) -> bool:
+    """Whether a process of this name is a rank of the trainer."""
+    return name.startswith("trainer-")
+
+
+def is_rollout(name: str) -> bool:
+    """Whether a process of this name is a replica."""
+    return name.startswith("rollout-")
+
+
+def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
+    """Trainer ranks, rollout replicas and the coordinator."""
+    world_size = trainer_world_size(config)
+    trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
+    rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
+    return [*trainers, *rollouts, _coordinator(config, launch)]
+
+
+def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePlan) -> ProcessSpec:
+    env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    return ProcessSpec(
+        name=f"trainer-{rank}",
+        command=_module(launch, "trainer_service", resume=True),
+        log=launch.run_dir / "logs" / f"trainer-{rank}.log",
+        stage=_SERVICE_STAGE,
+        # Without them the ranks meet through the registry; left over from a torchrun they would point elsewhere.
+        unset=("MASTER_ADDR", "MASTER_PORT"),
+        env={**launch.environment(), **env, **_visible(devices, devices.trainer)},
+        grace_s=_SERVICE_GRACE_S,
+    )
+
+
+def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan) -> ProcessSpec:
+    name = f"rollout-{index}"
+    # One process for all hosts of an engine: they live and end together.
+    module = "rollout_service" if config.rollout.nodes == 1 else "rollout_service.local_hosts"
+    return ProcessSpec(
+        name=name,
+        command=[*_module(launch, module, resume=False), "--name", name],
+        log=launch.run_dir / "logs" / f"{name}.log",
+        stage=_SERVICE_STAGE,
+        env={**launch.environment(), **_visible(devices, devices.rollouts[index])},
+        grace_s=_SERVICE_GRACE_S,
+    )
+
+
+def _coordinator(config: RunConfig, launch: Launch) -> ProcessSpec:
+    return ProcessSpec(
+        name=COORDINATOR,
+        command=_module(launch, "coordinator", resume=True),
+        log=launch.run_dir / "logs" / f"{COORDINATOR}.log",
+        stage=_COORDINATOR_STAGE,
+        env={
+            **launch.environment(),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TANDEM_WEB_PORT": os.environ.get("TANDEM_WEB_PORT", "0"),
+        },
+        grace_s=config.run.stop_timeout_s + _CONDUCT_GRACE_S,
+    )
+
+
+def _module(launch: Launch, module: str, *, resume: bool) -> list[str]:
+    # -P: a folder called `coordinator` in the user's working directory must not be imported instead of ours.
+    command = [sys.executable, "-P", "-m", module, "--config", str(launch.config_file)]
+    return [*command, "--resume"] if resume and launch.resume else command
+
+
+def _visible(devices: DevicePlan, chosen: str) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": chosen} if devices.available else {}

@@ -1,0 +1,189 @@
+"""Starts processes under guards, notices the first that ends, and stops them all."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.run import guard
+from launcher.run.logs import last_error
+
+# What a guard needs, after its own grace period, to SIGKILL and reap what is left.
+_GUARD_MARGIN_S = 6.0
+_KILLED = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to run.
+
+    Attributes:
+        name: unique in the run; also the name of its log.
+        stage: processes are stopped by descending stage, those of one stage together.
+        env, unset: variables that are added to, and left out of, the launcher's environment.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        delay_s: seconds that its guard waits before it starts the process.
+        remove: folder that goes away with the process.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    stage: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    unset: Sequence[str] = ()
+    grace_s: float = 10.0
+    delay_s: float = 0.0
+    remove: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessExit:
+    """How a process ended; `code` is 128 + the signal's number if a signal ended it.
+
+    Attributes:
+        since: byte of its log where it began; what is before it is of processes before it.
+    """
+
+    name: str
+    code: int
+    log: Path
+    since: int = 0
+
+    def describe(self) -> str:
+        """`rollout-0 exited with code 1: <last error of its log>`."""
+        name = _signal_name(self.code)
+        how = f"was ended by {name}" if name else f"exited with code {self.code}"
+        reason = last_error(self.log, since=self.since, killed=bool(name))
+        return f"{self.name} {how}" + (f": {reason}" if reason else "")
+
+
+class Supervisor:
+    """The processes of one run. Use it from the main thread: guards die with the thread that started them."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ProcessSpec] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._waiters: dict[str, asyncio.Task[ProcessExit]] = {}
+        # Held while a process is being started, so that `stop` sees all or nothing of it.
+        self._starting = asyncio.Lock()
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Start a process; its output is appended to its log. Raises: ValueError: the name is taken; OSError.
+
+        A cancelled call still finishes in the background: a half-started process would be nobody's.
+        """
+        if spec.name in self._specs:
+            raise ValueError(f"process name {spec.name!r} is taken")
+        await self._starting.acquire()
+        starting = asyncio.create_task(self._start(spec), name=f"start {spec.name}")
+        starting.add_done_callback(lambda _: self._starting.release())
+        await asyncio.shield(starting)
+
+    async def _start(self, spec: ProcessSpec) -> None:
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            since = log.seek(0, os.SEEK_END)
+            process = await asyncio.create_subprocess_exec(
+                *_guarded(spec),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={name: text for name, text in os.environ.items() if name not in spec.unset} | dict(spec.env),
+                start_new_session=True,
+            )
+        self._specs[spec.name], self._processes[spec.name] = spec, process
+        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, process, since), name=f"wait {spec.name}")
+
+    def ended(self) -> list[ProcessExit]:
+        """Exits so far, without waiting."""
+        return [waiter.result() for waiter in self._waiters.values() if waiter.done()]
+
+    async def wait_any(self, ignore: Sequence[str] = ()) -> ProcessExit:
+        """The first exit of a process that is not in `ignore`."""
+        waiters = [waiter for name, waiter in self._waiters.items() if name not in ignore]
+        done, _ = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        return next(waiter.result() for waiter in waiters if waiter in done)
+
+    def pids(self, name: str) -> list[int]:
+        """The living processes of a service, parents first, without its guard."""
+        return guard.descendants(self._processes[name].pid)
+
+    async def wait(self, name: str) -> ProcessExit:
+        """The exit of one process."""
+        return await asyncio.shield(self._waiters[name])
+
+    async def stop(self) -> list[ProcessExit]:
+        """SIGTERM stage by stage, highest first; every process is gone when this returns.
+
+        Returns: those that did not heed it and had to be killed.
+        """
+        before = {ended.name for ended in self.ended()}
+        async with self._starting:
+            specs = list(self._specs.values())
+        await self._stop_all(specs)
+        return [ended for ended in self.ended() if ended.code == _KILLED and ended.name not in before]
+
+    async def replace(self, specs: Sequence[ProcessSpec]) -> None:
+        """End the processes of these names, as `stop` does, and start these in their place. Raises: OSError."""
+        await self._stop_all([self._specs[spec.name] for spec in specs])
+        for spec in specs:
+            del self._specs[spec.name], self._processes[spec.name], self._waiters[spec.name]
+        for spec in specs:
+            await self.start(spec)
+
+    async def _stop_all(self, specs: Sequence[ProcessSpec]) -> None:
+        for stage in sorted({spec.stage for spec in specs}, reverse=True):
+            await asyncio.gather(*(self._stop_one(spec.name) for spec in specs if spec.stage == stage))
+
+    def kill(self) -> None:
+        """SIGKILL everything now. `stop` must still be awaited to collect what is left."""
+        for name in self._specs:
+            self._signal(name, signal.SIGUSR1)
+
+    async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process, since: int) -> ProcessExit:
+        code = await process.wait()
+        if spec.remove is not None:
+            # The guard does this too, for when we are gone; but a signal may have ended it before it was listening.
+            shutil.rmtree(spec.remove, ignore_errors=True)
+        return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log, since=since)
+
+    async def _stop_one(self, name: str) -> None:
+        self._signal(name, signal.SIGTERM)
+        _, pending = await asyncio.wait([self._waiters[name]], timeout=self._specs[name].grace_s + _GUARD_MARGIN_S)
+        if pending:
+            # The guard itself hangs (stopped, or out of memory): end its group without its help.
+            for pid in guard.descendants(self._processes[name].pid):
+                _kill(pid)
+            _kill(self._processes[name].pid)
+            await self._waiters[name]
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        if not self._waiters[name].done():
+            # It may have ended just now; its waiter will say how.
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[name].send_signal(number)
+
+
+def _guarded(spec: ProcessSpec) -> list[str]:
+    options = ["--parent", str(os.getpid()), "--grace-s", str(spec.grace_s), "--delay-s", str(spec.delay_s)]
+    if spec.remove is not None:
+        options += ["--remove", str(spec.remove)]
+    return [sys.executable, "-I", "-S", str(Path(guard.__file__).absolute()), *options, "--", *spec.command]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:
+        return ""

@@ -1,0 +1,37 @@
+"""Draws reward.png: training reward and held-out accuracy over the iterations of a run."""
+
+from pathlib import Path
+
+from tandem_files.run_folder import metrics_rows, read_summary
+
+
+def plot_rewards(run_dir: Path) -> Path | None:
+    """Write `<run_dir>/reward.png` from metrics.jsonl. Returns: its path, or None if there is nothing to draw."""
+    rows = [row for row in metrics_rows(run_dir) if row.get("iteration") is not None]
+    if not rows:
+        return None
+    # Imported here: matplotlib takes a second, and --help should not wait for it.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    initial = (read_summary(run_dir) or {}).get("initial_accuracy")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for metric, label, style in (
+        ("reward_mean", "training reward, mean", "-"),
+        ("heldout_accuracy", "held-out accuracy, greedy", "o-"),
+    ):
+        points = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
+        if metric == "heldout_accuracy" and initial is not None:
+            points.insert(0, (0, initial))
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set(xlabel="iteration", ylabel="share", title=run_dir.name)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,149 @@
+"""What `tandem status` says: of a running run its coordinator's answer, of another one what its folder tells.
+
+A run's coordinator is found by the launcher's notes, or, where the services' own variables are set (in a pod, a
+container), in the registry.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+
+from launcher.view.summary import summary_lines
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError, TandemError
+from servicekit.redis.registry import COORDINATOR, Failure, Registry
+from servicekit.rpc.channel import open_channel
+from servicekit.security.tls import operator_identity
+from tandem_api.coordinator.v1 import coordinator_pb2 as pb
+from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
+from tandem_files.checkpoints import newest_iteration
+from tandem_files.metrics_file import Row
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_folder import (
+    is_locked,
+    metrics_rows,
+    noted_troubles,
+    read_notes,
+    read_state,
+    read_summary,
+    read_token,
+)
+
+_ANSWER_S = 10.0
+_RUN_DIR = "TANDEM_RUN_DIR"
+
+
+def newest_run(output_dir: Path) -> Path:
+    """The run folder in `output_dir` that was written to last. Raises: ConfigError: there is none."""
+    runs = [file.parent for file in output_dir.glob(f"*/{RESOLVED_CONFIG}")]
+    if not runs:
+        raise ConfigError(f"no runs in {output_dir}; give a run's folder, e.g. `tandem status runs/arithmetic`")
+    return max(runs, key=_last_written)
+
+
+def current_run(environ: Mapping[str, str] = os.environ) -> Path:
+    """The run that is meant without a name: the services' own, else the newest in ./runs.
+
+    Raises: ConfigError: there is none.
+    """
+    own = environ.get(_RUN_DIR, "")
+    return Path(own) if own else newest_run(Path("runs"))
+
+
+def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, list[Failure]]:
+    """Where the run's coordinator answers, and the run's state without its word; services that have ended, and why.
+
+    Returns: an empty address where nobody would answer.
+    Raises: ConfigError: the folder is not a run's, or the environment is not a service's.
+    """
+    if _is_a_services(run_dir, environ):
+        return _announced(ServiceEnvironment.from_env(environ))
+    if not (run_dir / RESOLVED_CONFIG).is_file():
+        raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
+    running, notes = is_locked(run_dir), read_notes(run_dir)
+    address = notes.coordinator if notes is not None and running else ""
+    return address, "running" if running else "not running", []
+
+
+def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """(name, text) pairs. Raises: ConfigError: as find_coordinator."""
+    address, state, failures = find_coordinator(run_dir, environ)
+    answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
+    if not address and (words := last_words(run_dir)):
+        answer.append(("ended", words))
+    lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
+    newest = newest_iteration(run_dir)
+    if newest is not None:
+        lines.append(("last checkpoint", f"iteration {newest}"))
+    lines += [("damaged", text) for text in read_state(run_dir).get("damaged_checkpoints", [])]
+    summary = read_summary(run_dir)
+    rows = metrics_rows(run_dir)
+    if not address:
+        lines += [("trouble", text) for text in noted_troubles(run_dir)]
+    if summary is not None:
+        return lines + summary_lines(summary, rows, run_dir)
+    return lines + _last_row(rows)
+
+
+def last_words(run_dir: Path) -> str:
+    """How the coordinator has left the run, `failed: why`, for when it is not there any more; "" if it has not said."""
+    state = read_state(run_dir)
+    return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
+
+
+def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:
+    """Whether we are where a service of this run is."""
+    own = environ.get(_RUN_DIR, "")
+    return own != "" and Path(own).absolute() == run_dir.absolute()
+
+
+def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]]:
+    """The coordinator's address, and without one, why there is none; services that have ended, and why."""
+    try:
+        registry = Registry(environment.redis_url, environment.run_id)
+    except TandemError as error:
+        return "", f"unknown: {error}", []
+    try:
+        address = next((record.address for record in registry.list(COORDINATOR)), "")
+        why = "no coordinator is announced: it has not started, or its run is over"
+        return address, why, registry.failures()
+    except TandemError as error:
+        return "", f"unknown: {error}", []
+    finally:
+        registry.close()
+
+
+async def _ask(address: str, token: str) -> list[tuple[str, str]]:
+    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
+        try:
+            status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            return [("state", f"running, but the coordinator at {address} does not answer: {error.details()}")]
+    state = pb.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
+    quiet_s = time.time() - status.last_progress.seconds
+    return [
+        ("state", state + (f": {status.error}" if status.error else "")),
+        ("iteration", f"{status.iteration} of {status.total_iterations}"),
+        ("policy version", str(status.policy_version)),
+        *([("last progress", f"{quiet_s:.0f} s ago")] if status.last_progress.seconds else []),
+        ("coordinator", address),
+        ("serving", ", ".join(status.serving_replicas) or "no replica yet"),
+        *(("trouble", text) for text in status.troubles),
+    ]
+
+
+def _last_row(rows: list[Row]) -> list[tuple[str, str]]:
+    shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": "held-out accuracy"}
+    return [
+        (title, f"{rows[-1][metric]:.4g}")
+        for metric, title in shown.items()
+        if rows and rows[-1].get(metric) is not None
+    ]
+
+
+def _last_written(run_dir: Path) -> float:
+    return max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*.json*")))

@@ -1,0 +1,97 @@
+"""The closing summary of a run, from summary.json and metrics.jsonl."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tandem_files.run_folder import metrics_rows, read_summary
+
+
+def print_summary(console: Console, run_dir: Path) -> None:
+    """A short table; what was not measured is left out."""
+    summary = read_summary(run_dir)
+    if summary is None:
+        return
+    lines = summary_lines(summary, metrics_rows(run_dir), run_dir)
+    width = max(len(name) for name, _ in lines)
+    console.print()
+    for name, text in lines:
+        console.print(Text(f"{name.rjust(width)}  ", style="bold").append(Text(text, style="not bold")))
+
+
+def summary_lines(
+    summary: Mapping[str, Any], rows: Sequence[Mapping[str, float | None]], run_dir: Path
+) -> list[tuple[str, str]]:
+    """(name, text) pairs of the closing table."""
+    sync = summary.get("weight_sync") or {}
+    candidates = [
+        ("held-out accuracy", _accuracy(summary)),
+        ("iterations", _number(summary, "iterations", ".0f")),
+        ("wall time", _number(summary, "wall_s", ".1f", " s")),
+        ("generated tokens", _number(summary, "generated_tokens", ",.0f")),
+        ("trained samples", _number(summary, "trained_samples", ",.0f")),
+        ("policy version", _number(summary, "policy_version", ".0f")),
+        ("weight sync", _sync(sync)),
+        ("bytes per rank", _bytes(sync)),
+        ("largest |dlogp|", _number(summary, "logprob_abs_diff_max", ".1e")),
+        ("time goes to", _time_shares(rows)),
+        ("added by Tandem", _overhead(summary)),
+        ("damaged", "; ".join(summary.get("damaged_checkpoints") or [])),
+        ("results", str(run_dir)),
+        ("final policy", str(run_dir / "hf") if (run_dir / "hf").is_dir() else ""),
+        ("reward curve", str(run_dir / "reward.png") if (run_dir / "reward.png").is_file() else ""),
+    ]
+    return [(name, text) for name, text in candidates if text]
+
+
+def _number(values: Mapping[str, Any], key: str, form: str, unit: str = "") -> str:
+    value = values.get(key)
+    return "" if value is None else format(value, form) + unit
+
+
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    before, after = summary.get("initial_accuracy"), summary.get("final_accuracy")
+    return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
+
+
+def _sync(sync: Mapping[str, Any]) -> str:
+    if sync.get("total_s_median") is None:
+        return ""
+    return f"{sync.get('count', 0)} rounds, median {sync['total_s_median']:.3f} s, longest {sync['total_s_max']:.3f} s"
+
+
+def _bytes(sync: Mapping[str, Any]) -> str:
+    if sync.get("bytes_per_rollout_rank") is None:
+        return ""
+    return f"{sync['bytes_per_rollout_rank']:,} per sync, redundancy {sync.get('redundancy', 0.0):.2f}"
+
+
+def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """Shares of all iterations' time: the engines' and the trainer's own work, then what Tandem adds, by part."""
+    total = _sum(rows, "iteration_s")
+    if total <= 0.0:
+        return ""
+    waits = {
+        "generation beyond the engine": _sum(rows, "generate_s") - _sum(rows, "engine_s"),
+        "training beyond the model": _sum(rows, "train_s") - _sum(rows, "trainer_compute_s"),
+    }
+    seconds = {
+        "engine": _sum(rows, "engine_s"),
+        "trainer": _sum(rows, "trainer_compute_s"),
+        **waits,
+        **{part: _sum(rows, f"{part}_s") for part in ("reward", "pack", "sync", "evaluate", "checkpoint")},
+    }
+    seconds["other"] = total - sum(seconds.values())
+    return ", ".join(f"{part} {value / total:.0%}" for part, value in seconds.items() if value >= 0.005 * total)
+
+
+def _sum(rows: Sequence[Mapping[str, float | None]], metric: str) -> float:
+    return sum(row.get(metric) or 0.0 for row in rows)
+
+
+def _overhead(summary: Mapping[str, Any]) -> str:
+    share = (summary.get("time") or {}).get("overhead_share_median")
+    return "" if share is None else f"{share:.1%} of an iteration, median (RPCs, scoring, packing, sync, waiting)"

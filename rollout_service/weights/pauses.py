@@ -1,0 +1,77 @@
+"""Stops generation at a token boundary, by one of three modes, within a bounded time; and lets it go on."""
+
+import time
+
+from rollout_service.engine import RolloutEngine
+from rollout_service.weights.admission import Admission
+from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+_log = get_logger(__name__)
+
+# Together below PauseGeneration's longest deadline of 60 s.
+DRAIN_S = 30.0
+ABORT_S = 15.0
+ABORT_RETRY_S = 0.5
+
+
+class Pauses:
+    """The pause switch of one replica.
+
+    drain waits for the running calls and, after `drain_s`, aborts them; abort_requeue aborts at once; keep_kv freezes
+    them where they are.
+    """
+
+    def __init__(self, engine: RolloutEngine, admission: Admission, drain_s: float = DRAIN_S) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._drain_s = drain_s
+        self._frozen = False
+        self.paused = False
+
+    async def pause(self, mode: pb.PauseMode.ValueType) -> None:
+        """Close the gate, let the calls end as the mode says, and freeze the engine; nothing if that is done already.
+
+        It is frozen in every mode: a call that its client gave up is over for us before the engine has dropped its
+        requests, and nothing may read the weights from here on.
+
+        Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (the gate stays closed).
+        """
+        if mode not in (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE):
+            raise InvalidRequest(f"pause mode {mode} is none of DRAIN, KEEP_KV, ABORT_REQUEUE")
+        self.paused = True
+        if self._frozen:
+            return
+        if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(self._drain_s):
+            _log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
+        if mode != pb.PAUSE_MODE_KEEP_KV:
+            await self._abort_until_idle()
+        await self._engine.freeze()
+        self._frozen = True
+
+    async def resume(self) -> None:
+        """Let generation go on."""
+        if self._frozen:
+            await self._engine.thaw()
+            self._frozen = False
+        self.paused = False
+
+    async def flush(self) -> None:
+        """Forget the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
+        await self._engine.flush_cache()
+
+    def evict(self, error: TandemError) -> None:
+        """Fail every running call with `error`."""
+        self._admission.evict(error)
+
+    async def _abort_until_idle(self) -> None:
+        """Aborts again from time to time: a request can be on its way to the engine during an abort."""
+        deadline_s = time.monotonic() + ABORT_S
+        while self._admission.running_calls > 0:
+            await self._engine.abort_running()
+            if await self._admission.wait_idle(ABORT_RETRY_S):
+                break
+            if time.monotonic() > deadline_s:
+                running = self._admission.running_calls
+                raise DeadlineExceeded(f"{running} generate calls do not end {ABORT_S:g} s after their abort")

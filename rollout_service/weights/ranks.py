@@ -1,0 +1,87 @@
+"""The service's side of ShardReceiverService: one phase on all ranks of the replica at once."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+from servicekit.errors import rpc_errors
+from servicekit.rpc.channel import open_channel
+from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
+
+T = TypeVar("T")
+
+CHECKSUM_TIMEOUT_S = 55.0
+LOAD_TIMEOUT_S = 590.0
+# An abort interrupts what a rank waits for. One that does not answer by then is frozen, and must not hold the fleet up.
+ABORT_S = 10.0
+_MARGIN_S = 5.0
+
+
+class Ranks(Protocol):
+    """The weight receivers of a replica, or of one of its hosts."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One report per rank, in rank order. Raises: the first rank's error, after all have answered."""
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Every rank fills its parameters from disk. Raises: the first rank's error, after all have answered."""
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digests by engine parameter name, per rank."""
+
+
+class RankClients:
+    """Ranks behind Unix sockets. `first_rank` is the number of the first among all ranks of the engine."""
+
+    def __init__(self, addresses: Sequence[str], first_rank: int = 0) -> None:
+        self.num_ranks = len(addresses)
+        self._channels = [open_channel(address) for address in addresses]
+        stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
+        self._stubs = list(enumerate(stubs, first_rank))
+
+    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        request = pb.RunPhaseRequest(phase=phase, round=round_)
+        timeout_s = phase_timeout_s(phase, round_)
+        calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in self._stubs]
+        replies = await all_of(calls)
+        return [reply.report for reply in replies]
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        await all_of([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in self._stubs])
+
+    async def checksums(self) -> list[dict[str, str]]:
+        request = pb.GetChecksumsRequest()
+        calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in self._stubs]
+        return [dict(reply.checksums) for reply in await all_of(calls)]
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+def phase_timeout_s(phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
+    """Seconds that a rank may take: its own waits end before, so that its error arrives and not ours."""
+    if phase == pb.ROUND_PHASE_PREPARE:
+        return round_.formation_timeout_s + _MARGIN_S
+    if phase == pb.ROUND_PHASE_ABORT:
+        return min(round_.transfer_timeout_s, ABORT_S) + _MARGIN_S
+    return round_.transfer_timeout_s + _MARGIN_S
+
+
+async def _named(rank: int, call: Awaitable[T]) -> T:
+    with rpc_errors(f"rank {rank}"):
+        return await call
+
+
+async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Waits for all of them. Returns: their results in order. Raises: the first error, after all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

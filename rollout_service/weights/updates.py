@@ -1,0 +1,279 @@
+"""A replica's states, and a weight-sync round as a transaction on it.
+
+States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
+
+| event                     | from                 | to       | does                                                  |
+|---------------------------|----------------------|----------|-------------------------------------------------------|
+| PauseGeneration           | SERVING              | PAUSED   | closes the gate; drains, freezes or aborts what runs  |
+| ResumeGeneration          | PAUSED, no round     | SERVING  | opens the gate                                        |
+| PREPARE                   | any                  | same     | ranks: plan, coverage, communicator                   |
+| PAUSE                     | R                    | PAUSED   | as PauseGeneration                                    |
+| TRANSFER                  | PAUSED (staged: any) | same     | in place: opens SGLang's session; ranks receive       |
+| VERIFY                    | same                 | same     | ranks: digests                                        |
+| COMMIT                    | same                 | SERVING  | ranks install; session ends; version flips; KV flushed|
+| ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version goes on         |
+| ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
+| LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
+| no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
+
+Each phase needs those of NEEDS (phases.py) to be done. A phase that is done, or under way, answers its repetitions with
+the same reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an
+open one.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rollout_service.engine import RolloutEngine
+from rollout_service.waiting import to_its_end
+from rollout_service.weights.pauses import Pauses
+from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, OpenRound, Phase, require
+from rollout_service.weights.ranks import Ranks
+from rollout_service.weights.round_steps import RoundSteps
+from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+_log = get_logger(__name__)
+
+# A coordinator that waits for another participant's phase is silent towards us for the round's deadlines and 30 s at
+# most (PHASE_MARGIN_S there); after twice that margin it is gone.
+ROUND_MARGIN_S = 60.0
+
+Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
+
+UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
+PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
+
+
+class WeightUpdates:
+    """State of one replica.
+
+    on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
+    a repeated answer); on_outcome(outcome, epoch) when a round ends here: committed, aborted (the old version is
+    intact) or poisoned, and before one of the latter, mismatch: bytes that were not those sent.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        ranks: Ranks,
+        pauses: Pauses,
+        on_state: Callable[[pb.ReplicaState.ValueType, int], None] = lambda state, version: None,
+        on_reports: Callable[[list[pb.PhaseReport]], None] = lambda reports: None,
+        on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
+    ) -> None:
+        self.policy_version = 0
+        self._steps = RoundSteps(engine, ranks, pauses)
+        self._pauses = pauses
+        self._on_state = on_state
+        self._on_reports = on_reports
+        self._on_outcome = on_outcome
+        self._rest: pb.ReplicaState.ValueType = UNSEEDED
+        self._round: OpenRound | None = None
+        self._lock = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[Reply] | None = None
+        self._tasks: dict[tuple[str, Phase], asyncio.Task[Reply]] = {}
+        self._closed_rounds: deque[str] = deque(maxlen=64)  # a PREPARE that comes after its ABORT must not open again
+
+    @property
+    def state(self) -> pb.ReplicaState.ValueType:
+        """What GetStatus says."""
+        return PAUSED if self._pauses.paused and self._rest == SERVING else self._rest
+
+    def check_can_generate(self) -> None:
+        """Raises: Poisoned, NotReady: unless the replica is SERVING."""
+        if self._rest == POISONED:
+            raise Poisoned("the weights were partly written by a sync that failed; a sync must seed them again")
+        if self._rest == UNSEEDED:
+            raise NotReady("this replica has no weights yet; sync them first (UNSEEDED)")
+        if self._pauses.paused:
+            raise NotReady("generation is paused; it goes on after the weight sync, or after ResumeGeneration (PAUSED)")
+
+    async def take_over(self) -> None:
+        """Another coordinator leads: give up the round of the one before, and wait for what it has begun here."""
+        if self._round is not None:
+            await self.run_phase(ABORT, self._round.message)
+        async with self._lock:
+            self._tell()
+
+    @to_its_end
+    async def pause(self, mode: pb.PauseMode.ValueType) -> None:
+        """PauseGeneration."""
+        async with self._lock:
+            await self._pauses.pause(mode)
+            self._tell()
+
+    @to_its_end
+    async def resume(self) -> None:
+        """ResumeGeneration. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
+        async with self._lock:
+            if self._round is not None and PAUSE in self._round.done:
+                raise PhaseOrder(f"round {self._round.message.round_id} is under way; it resumes generation at its end")
+            if self._rest != SERVING:
+                self.check_can_generate()
+            await self._pauses.resume()
+            self._tell()
+
+    @to_its_end
+    async def load_published(self, published: pb.LoadPublishedRequest) -> None:
+        """Seed a replica that has no weights from what a round has left on disk; it serves that version then.
+
+        Raises: PhaseOrder: it has weights, or is in a round; StaleVersion: it has had newer ones; errors of the ranks,
+            which leave it as it was.
+        """
+        async with self._lock:
+            if self._round is not None:
+                raise PhaseOrder(f"round {self._round.message.round_id} is under way")
+            if self._rest == SERVING:
+                raise PhaseOrder(f"this replica serves version {self.policy_version} already")
+            self._refuse_older(f"round {published.round_id}", published.policy_version)
+            await self._pauses.pause(pb.PAUSE_MODE_ABORT_REQUEUE)
+            await self._steps.load(published)
+            self._rest, self.policy_version = SERVING, published.policy_version
+            await self._pauses.resume()
+            self._tell()
+        _log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
+        """Run one phase; goes on to its end even if the caller gives up.
+
+        Returns: one report per rank, and the state. Raises: by the table; errors of the ranks.
+        """
+        key = (round_.round_id, phase)
+        task = self._tasks.get(key)
+        if task is None:
+            task = asyncio.create_task(self._run_one(phase, round_), name=f"{pb.RoundPhase.Name(phase)}-{key[0]}")
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._remember(key, done))
+        return await asyncio.shield(task)
+
+    def _remember(self, key: tuple[str, Phase], task: "asyncio.Task[Reply]") -> None:
+        # A refusal changed nothing, so the same phase may be right later; replies stay until their round is forgotten.
+        if task.cancelled() or isinstance(task.exception(), PhaseOrder | StaleVersion):
+            self._tasks.pop(key, None)
+        known = {self._round.message.round_id} if self._round is not None else set()
+        known.update(list(self._closed_rounds)[-2:])
+        known.add(key[0])
+        for old in [each for each in self._tasks if each[0] not in known and self._tasks[each].done()]:
+            del self._tasks[old]
+
+    async def _run_one(self, phase: Phase, round_: pb.Round) -> Reply:
+        if phase == ABORT and self._is_open(round_) and self._lock.locked():
+            # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
+            await self._steps.interrupt(round_)
+        async with self._lock:
+            try:
+                return await self._run_locked(phase, round_)
+            finally:
+                self._watch_round()
+
+    async def _run_locked(self, phase: Phase, round_: pb.Round) -> Reply:
+        start_s = time.monotonic()
+        reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
+        for report in reports:
+            if phase == PAUSE:  # the ranks have no part in it
+                report.seconds["pause"] = time.monotonic() - start_s
+            report.state, report.policy_version = self.state, self.policy_version
+        self._on_reports(reports)
+        self._tell()
+        return reports, self.state
+
+    def _is_open(self, round_: pb.Round) -> bool:
+        return self._round is not None and self._round.message.round_id == round_.round_id
+
+    def _watch_round(self) -> None:
+        """Gives an open round up when nothing more comes of it."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if self._round is not None:
+            message = self._round.message
+            patience_s = message.formation_timeout_s + message.transfer_timeout_s + ROUND_MARGIN_S
+            self._expiry = asyncio.get_running_loop().call_later(patience_s, self._expire, message)
+
+    def _expire(self, round_: pb.Round) -> None:
+        if self._is_open(round_) and not self._lock.locked():
+            _log.warning("the coordinator is silent, giving its round up", round_id=round_.round_id)
+            self._expiring = asyncio.create_task(self.run_phase(ABORT, round_), name=f"expire-{round_.round_id}")
+
+    async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        if phase == PREPARE:
+            await self._open(round_)
+        current = require(self._round, phase, round_)
+        try:
+            reports = await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
+        except BaseException as error:
+            current.failure = f"{pb.RoundPhase.Name(phase)} failed: {error}"
+            if isinstance(error, DigestMismatch):
+                self._on_outcome("mismatch", round_.epoch)
+            raise
+        current.done.add(phase)
+        return reports
+
+    async def _open(self, round_: pb.Round) -> None:
+        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted; Aborted: it is an old epoch's."""
+        if round_.round_id in self._closed_rounds:
+            raise PhaseOrder(f"round {round_.round_id} is over; start a new one")
+        self._refuse_older(f"round {round_.round_id}", round_.policy_version)
+        if self._round is not None:
+            if round_.epoch < self._round.message.epoch:
+                newer = self._round.message.epoch
+                raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
+            _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
+            await self._abort(self._round.message)
+        self._round = OpenRound(message=round_)
+
+    def _refuse_older(self, what: str, policy_version: int) -> None:
+        if self._rest != UNSEEDED and policy_version < self.policy_version:
+            raise StaleVersion(
+                f"{what} brings version {policy_version}, "
+                f"but this replica has had version {self.policy_version}; versions only grow"
+            )
+
+    async def _commit(self, current: OpenRound) -> list[pb.PhaseReport]:
+        start_s = time.monotonic()
+        reports = await self._steps.install(current)
+        self._rest, self.policy_version = SERVING, current.message.policy_version
+        self._close()
+        await self._pauses.resume()
+        for report in reports:
+            report.seconds["commit"] = time.monotonic() - start_s
+        self._on_outcome("committed", current.message.epoch)
+        _log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
+        return reports
+
+    async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
+        current = self._round
+        if current is None or current.message.round_id != round_.round_id:
+            # Nothing of it here: it is over, or its PREPARE is still on its way and must not open it.
+            if round_.round_id not in self._closed_rounds:
+                self._closed_rounds.append(round_.round_id)
+            return self._steps.empty_reports()
+        reports = await self._steps.give_up(current)
+        self._close()
+        if current.touched:
+            self._poison(current)
+        elif self._rest == SERVING:
+            await self._pauses.resume()
+        self._on_outcome("poisoned" if current.touched else "aborted", round_.epoch)
+        _log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
+        return reports
+
+    def _poison(self, current: OpenRound) -> None:
+        self._rest = POISONED
+        # Frozen requests would go on with a mixture of two versions; the engine ends them after the next COMMIT.
+        self._pauses.evict(
+            Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
+        )
+
+    def _close(self) -> None:
+        if self._round is not None:
+            self._closed_rounds.append(self._round.message.round_id)
+            self._round = None
+
+    def _tell(self) -> None:
+        self._on_state(self.state, self.policy_version)

@@ -1,0 +1,1 @@
+"""How a process lives and ends: signals, exit codes, children, temporary folders."""

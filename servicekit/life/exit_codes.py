@@ -1,0 +1,15 @@
+"""Exit codes of every process of Tandem, the `tandem` command included.
+
+exit code   meaning
+0           asked to stop (SIGTERM, SIGINT), or the work is done
+1           failed; the last log line says what happened
+2           the configuration or the environment is wrong; nothing was started
+3           (coordinator) the trainer does not answer any more: it is what failed
+
+A launch that a signal stopped ends with 128 + the signal's number, as shells expect.
+"""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_LOST_TRAINER = 3

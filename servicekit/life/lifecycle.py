@@ -1,0 +1,105 @@
+"""How a service process ends: SIGTERM drains it, a dead task fails it, and the exit code (exit_codes.py) says which."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.logs import configure_logging, get_logger
+from servicekit.redis.failures import tell_failure
+from servicekit.tracing import start_tracing, stop_tracing
+
+_log = get_logger(__name__)
+
+
+def install_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets; further signals change nothing, since Ctrl-C reaches a process twice
+    (from the terminal and from the launcher)."""
+    stop = asyncio.Event()
+
+    def on_signal(received: signal.Signals) -> None:
+        if not stop.is_set():
+            _log.info("stop requested", signal=received.name)
+        stop.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, on_signal, each)
+    return stop
+
+
+def watch(task: "asyncio.Task[Any]", on_failure: Callable[[BaseException], None]) -> None:
+    """Calls `on_failure(error)` if the task raises; being cancelled or returning is no failure."""
+
+    def done(ended: "asyncio.Task[Any]") -> None:
+        if ended.cancelled():
+            return
+        error = ended.exception()
+        if error is not None:
+            _log.error("task failed", task=ended.get_name(), error=str(error), exc_info=error)
+            on_failure(error)
+
+    task.add_done_callback(done)
+
+
+async def run_until_stopped(stop: asyncio.Event, tasks: Collection["asyncio.Task[Any]"] = ()) -> None:
+    """Waits for `stop`; the tasks are to outlive it, and are cancelled when this returns.
+
+    Raises: the error of the first task that fails; Internal: a task returned although nobody asked it to stop.
+    """
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        done, _ = await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopped}:
+            await task  # raises its error
+        if stopped not in done:
+            names = ", ".join(sorted(task.get_name() for task in done))
+            raise Internal(f"task {names} ended although the service was not stopped")
+    finally:
+        for task in (stopped, *tasks):
+            task.cancel()
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+
+
+def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]], *, name: str = "") -> int:
+    """Runs `main(stop)` on an event loop to its end; returns the process's exit code (None of main counts as 0).
+
+    Logging is configured for `service` first; main may configure it again, with more fields. What the process fails
+    with is logged, and left in Redis under `name` (the service's, if it is the only one of its kind).
+
+    `sys.exit(run_main("trainer", serve))` is all that a service's __main__ needs.
+    """
+
+    async def with_signals() -> int | None:
+        return await main(install_stop_signals(asyncio.get_running_loop()))
+
+    configure_logging(service)
+    try:
+        start_tracing(service)
+        code = asyncio.run(with_signals())
+    except ConfigError as error:
+        _log.error("bad configuration", error=str(error))
+        tell_failure(service, name or service, str(error))
+        return EXIT_BAD_CONFIG
+    except (Unavailable, ReleaseSkew) as error:  # not our bug: the sentence says more than a traceback
+        _log.error("service failed", error=str(error))
+        tell_failure(service, name or service, str(error))
+        return EXIT_FAILED
+    except Exception as error:  # the boundary of the process
+        _log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+        tell_failure(service, name or service, f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
+    finally:
+        stop_tracing()
+    return EXIT_OK if code is None else code
+
+
+async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancels tasks and waits until they have ended, whatever they end with."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,75 @@
+"""What Tandem's user may do in Redis, as data; `python -m servicekit.redis.acl` prints it as an ACL file.
+
+    TANDEM_REDIS_PASSWORD=... python -m servicekit.redis.acl > users.acl
+
+The file holds the password's SHA-256 only. Everybody else may say PING (probes do), and nothing else.
+"""
+
+import hashlib
+import os
+import sys
+
+from servicekit.errors import ConfigError
+
+USER = "tandem"
+PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
+# The registry's keys, and those of weight groups in one hash slot each.
+KEY_PATTERNS = ("tandem:*", "{tandem:*}:*")
+# By hand, or from our Lua scripts, in which the same rules hold. No KEYS, SCAN, FLUSH*, CONFIG, MONITOR, no channels.
+COMMANDS = (
+    "ping",
+    "evalsha",
+    "script|load",
+    "time",
+    "get",
+    "set",
+    "mget",
+    "del",
+    "expire",
+    "sadd",
+    "srem",
+    "smembers",
+    "hget",
+    "hset",
+    "hsetnx",
+    "hmget",
+    "hgetall",
+    "hdel",
+    "hincrby",
+    "zadd",
+    "zrem",
+    "zrangebyscore",
+)
+
+
+def rules() -> str:
+    """The rules of the user, without name and password.
+
+    >>> rules().split()[:4]
+    ['resetchannels', '~tandem:*', '~{tandem:*}:*', '-@all']
+    """
+    keys = " ".join(f"~{pattern}" for pattern in KEY_PATTERNS)
+    # Redis 6.2 knows subcommands only on top of a command that is denied as a whole, as here.
+    return f"resetchannels {keys} -@all {' '.join(f'+{command}' for command in COMMANDS)}"
+
+
+def acl_file(password: str, user: str = USER) -> str:
+    """The text of users.acl. Raises: ConfigError: the password is empty."""
+    if not password:
+        raise ConfigError(f"the password of Redis user {user!r} is empty; set {PASSWORD_VARIABLE}")
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    return f"user default on nopass resetkeys resetchannels -@all +ping\nuser {user} on #{digest} {rules()}\n"
+
+
+def main() -> int:
+    """Prints the file. Returns: 0, or 2 if there is no password."""
+    try:
+        sys.stdout.write(acl_file(os.environ.get(PASSWORD_VARIABLE, "")))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

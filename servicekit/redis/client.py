@@ -1,0 +1,179 @@
+"""One way to connect to Redis: with timeouts, and with errors that a person can act on."""
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from servicekit.errors import ConfigError, Unavailable
+from servicekit.logs import get_logger
+
+_log = get_logger(__name__)
+# Control messages only: an answer takes milliseconds.
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
+SCHEMES = ("redis", "rediss", "unix")
+# Variables that become options of the URL: files in PEM, read at every new connection.
+TLS_OPTIONS = {
+    "TANDEM_REDIS_CA": "ssl_ca_certs",
+    "TANDEM_REDIS_CERT": "ssl_certfile",
+    "TANDEM_REDIS_KEY": "ssl_keyfile",
+}
+_RETRY_S = 0.5
+
+
+class AccessRefused(Unavailable):
+    """Redis does not let this user do that. It may pass: rules are changed, and loaded anew, while runs go on."""
+
+
+def connect(url: str, *, decode_responses: bool = True, wait_s: float = 0.0) -> redis.Redis:
+    """A client that has seen the server answer; thread-safe. Replies are str unless `decode_responses` is False.
+
+    Args:
+        wait_s: seconds for which a server that does not answer is tried again; said once, at the beginning.
+    Raises: ConfigError: wrong or missing password, a certificate, not allowed, or a URL that is none; Unavailable: the
+        server cannot be reached, or loads its data.
+    """
+    deadline_s = time.monotonic() + wait_s
+    told = False
+    while True:
+        try:
+            return _connect(url, decode_responses)
+        except Unavailable as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not told:
+                _log.error("waiting for Redis", error=str(error), seconds=wait_s)
+            told = True
+        time.sleep(_RETRY_S)
+
+
+def _connect(url: str, decode_responses: bool) -> redis.Redis:
+    shown, has_password = redact(url).partition("?ssl_")[0], redact(url) != url
+    check_scheme(url)
+    _check_files(url)
+    try:
+        client = redis.Redis.from_url(
+            url,
+            decode_responses=decode_responses,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=ANSWER_TIMEOUT_S,
+            health_check_interval=30,
+            retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
+        )
+        client.ping()
+    except ValueError as error:
+        raise ConfigError(
+            f"Redis URL {shown} is malformed: {error}; expected redis://[user:password@]host:port"
+        ) from None
+    except redis.RedisError as error:
+        kind = Unavailable if _may_pass(error) else ConfigError
+        raise kind(f"Redis at {shown} {_explain(error, has_password=has_password)}") from error
+    return client
+
+
+def with_tls_files(url: str, environ: Mapping[str, str]) -> str:
+    """The URL with the files that TANDEM_REDIS_CA, TANDEM_REDIS_CERT and TANDEM_REDIS_KEY name.
+
+    >>> with_tls_files("rediss://ann:pw@db:6379/0", {"TANDEM_REDIS_CA": "/tls/ca.crt"})
+    'rediss://ann:pw@db:6379/0?ssl_ca_certs=%2Ftls%2Fca.crt'
+
+    Raises: ConfigError: files for a server that is spoken to without TLS, or half of a certificate and its key.
+    """
+    given = {option: environ[name] for name, option in TLS_OPTIONS.items() if environ.get(name)}
+    parts = urlsplit(url)
+    if not given or parts.scheme == "unix":
+        return url
+    if parts.scheme == "redis":
+        raise ConfigError(f"TANDEM_REDIS_CA asks for TLS, and REDIS_URL {redact(url)} is without; write rediss://")
+    if ("ssl_certfile" in given) != ("ssl_keyfile" in given):
+        raise ConfigError("TANDEM_REDIS_CERT and TANDEM_REDIS_KEY are one certificate and its key; set both or none")
+    options = given | dict(parse_qsl(parts.query))
+    return urlunsplit(parts._replace(query=urlencode(options)))
+
+
+@contextlib.contextmanager
+def redis_errors() -> Iterator[None]:
+    """Turns errors of Redis commands inside into Unavailable: outages, fail-overs and full memory all may pass.
+
+    Raises: AccessRefused, an Unavailable: the user may not do that now. Registry() finds out at the start whether it
+        ever may.
+    """
+    try:
+        yield
+    except redis.exceptions.NoPermissionError as error:
+        raise AccessRefused(
+            f"Redis does not let us do that ({error}); are user and password in REDIS_URL, and has the user the rules "
+            "that `python -m servicekit.redis.acl` prints?"
+        ) from error
+    except redis.RedisError as error:
+        raise Unavailable(f"Redis does not do its part: {error}") from error
+
+
+def redact(url: str) -> str:
+    """The URL without its password, for messages.
+
+    >>> redact("redis://ann:secret@db:6379/0")
+    'redis://ann:***@db:6379/0'
+    >>> redact("unix:///run/redis.sock?db=1&password=secret")
+    'unix:///run/redis.sock?db=1&password=***'
+    """
+    url = re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
+    # Greedy up to the last @ before the path: a password may hold an unescaped one.
+    return re.sub(r"^([a-z]+://[^:@/]*):[^/]*@", r"\1:***@", url, flags=re.IGNORECASE)
+
+
+def check_scheme(url: str) -> None:
+    """Raises: ConfigError: not a redis://, rediss:// or unix:// URL."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"Redis URL {redact(url)!r} has the scheme {scheme!r}; "
+            "expected redis://host:port, rediss://host:port or unix:///path.sock"
+        )
+
+
+def _check_files(url: str) -> None:
+    """Raises: ConfigError: a file for TLS cannot be read; redis-py would tell neither its name nor the variable's."""
+    options = dict(parse_qsl(urlsplit(url).query))
+    for variable, option in TLS_OPTIONS.items():
+        if option not in options:
+            continue
+        try:
+            Path(options[option]).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{variable}={options[option]} cannot be read: {error.strerror}") from None
+
+
+def _may_pass(error: redis.RedisError) -> bool:
+    """Whether the same attempt may succeed later: nobody there, or not yet; a bad certificate stays bad."""
+    if isinstance(error, redis.AuthenticationError) or "SSL" in str(error):
+        return False
+    return isinstance(error, redis.ConnectionError | redis.TimeoutError)
+
+
+def _explain(error: redis.RedisError, *, has_password: bool) -> str:
+    text = str(error)
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthenticationWrongNumberOfArgsError):
+        if not has_password:
+            return f"wants a password ({text}); put it into REDIS_URL: redis://:PASSWORD@host:port"
+        return f"refuses the user or the password ({text}); correct them in REDIS_URL"
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        if not has_password:
+            return f"does not let strangers do that ({text}); put user and password into REDIS_URL"
+        return f"does not let this user do that ({text}); `python -m servicekit.redis.acl` prints what Tandem needs"
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return f"is still loading its data ({text}); try again in a moment"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"shows a certificate that is not believed ({text}); is TANDEM_REDIS_CA its authority?"
+    if "SSL" in text or "violation of protocol" in text:
+        return f"refuses the TLS handshake ({text}); TANDEM_REDIS_CERT and TANDEM_REDIS_KEY are what it may ask for"
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return f"is unreachable ({text}); is the server running, and is REDIS_URL its address?"
+    return f"answered with an error: {text}"

@@ -1,0 +1,388 @@
+"""Who serves where in a run: records in Redis that live as long as their owner renews them.
+
+    tandem:<run_id>:service:<role>:<name>   JSON of a ServiceRecord, with a time to live (the lease)
+    tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is dead
+    tandem:<run_id>:value:<key>             small values that processes of a run agree on
+    tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended the last time
+    tandem:<run_id>:failures                "<role>:<name>" of those
+
+What a run leaves there goes by itself, a week after the last word of those who wrote it.
+
+Redis is the only clock: a record is alive as long as Redis has it. A live record belongs to its worker_id, and nobody
+else may replace or remove it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+
+from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, ReleaseSkew, Unavailable
+from servicekit.logs import get_logger
+from servicekit.redis import client as redis_client
+from servicekit.redis.client import AccessRefused, redis_errors
+from servicekit.redis.lease import Lease
+from servicekit.versions import release
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+# Key of the value that says where the run's web page is.
+PAGE_URL = "page_url"
+# The role that conducts the run, and the name of its only process.
+COORDINATOR = "coordinator"
+_FIRST_POLL_S = 0.02
+_CONNECT_TIMEOUT_S = 1.0
+_LONGEST_POLL_S = 0.1
+_ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
+# Longer than any run waits for its Redis or its processes; renewed with each lease.
+_KEPT_S = 7 * 86_400
+_RIGHTS_RETRY_S = 0.5
+_NAME_RETRY_S = 0.25
+
+_WITHDRAW = """
+local current = redis.call('GET', KEYS[1])
+if current and cjson.decode(current)['worker_id'] == ARGV[2] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[1])
+  return 1
+end
+return 0
+"""
+
+# Returns the record of the worker that holds the name, or nil when it is ours now. Keys from the second on, values that
+# we have published among them, are kept for ARGV[5] seconds more.
+_CLAIM = """
+local current = redis.call('GET', KEYS[1])
+if current and cjson.decode(current)['worker_id'] ~= ARGV[2] then
+  return current
+end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[1])
+for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
+return nil
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceRecord:
+    """One running service.
+
+    role: "trainer", "rollout", "rollout-worker" (a further host of a rollout's engine) or "coordinator"; name: unique
+    within the role ("rollout-0"); address: gRPC `host:port`; metrics_address: `host:port` of /metrics, "" for none;
+    worker_id: unique per process start; release: of the software that it runs.
+    """
+
+    role: str
+    name: str
+    address: str
+    metrics_address: str = ""
+    worker_id: str
+    release: str = dataclasses.field(default_factory=release)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a service ended. unix_s: when."""
+
+    role: str
+    name: str
+    reason: str
+    unix_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ended {max(0.0, time.time() - self.unix_s):.0f} s ago: {self.reason}"
+
+
+Records = list[ServiceRecord]
+Failures = list[Failure]
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens at host:port, and its host says so."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+class Registry:
+    """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
+
+    Args:
+        wait_s: seconds that the constructor waits for a Redis that does not answer, or refuses what we need.
+    Raises (constructor): ConfigError: Redis refuses us; Unavailable: it does not answer.
+    """
+
+    def __init__(self, redis_url: str, run_id: str, *, wait_s: float = 0.0) -> None:
+        deadline_s = time.monotonic() + wait_s
+        self._redis: redis.Redis = redis_client.connect(redis_url, wait_s=wait_s)
+        self._prefix = f"tandem:{run_id}"
+        self._claim = self._redis.register_script(_CLAIM)
+        self._remove = self._redis.register_script(_WITHDRAW)
+        self._record: ServiceRecord | None = None
+        self._lease: Lease | None = None
+        self._values: set[str] = set()  # keys of those that we have published for as long as we live
+        self._closed = threading.Event()
+        self._check_rights(deadline_s)
+
+    def _check_rights(self, deadline_s: float) -> None:
+        """Raises: ConfigError: what a registry does is refused until the deadline; Unavailable: Redis is gone again."""
+        told = False
+        while True:
+            try:
+                with redis_errors():  # reads, a script, and no change: nothing has this name
+                    self._remove(keys=[self._service_key("", ""), f"{self._prefix}:names:"], args=["", ""])
+                return
+            except AccessRefused as error:
+                if time.monotonic() >= deadline_s:
+                    raise ConfigError(str(error)) from error
+                if not told:
+                    _log.error("waiting for rights in Redis", error=str(error))
+                told = True
+            time.sleep(_RIGHTS_RETRY_S)
+
+    def announce(self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None) -> None:
+        """Publishes our record and keeps it alive from a daemon thread until withdraw() or close().
+
+        Announcing again (a new address, say) replaces our own record.
+
+        Args:
+            ttl_s: seconds that the record outlives us; renewed every third of it.
+            on_lost: called once, from the thread, with a sentence, if another worker has taken the name while
+                Redis had lost our record.
+        Raises: AlreadyExists: a live record of another worker has this name; ReleaseSkew: a service of the run is of
+            another release; Unavailable: Redis does not answer.
+        """
+        if ttl_s <= 0:
+            raise ValueError(f"ttl_s must be positive, got {ttl_s}")
+        if self._record is not None and self._keys(self._record) != self._keys(record):
+            raise ValueError(f"this registry has announced {self._record.name!r} already; withdraw it first")
+        if self._lease is not None:
+            self._lease.stop()
+        self._put(record, ttl_s)
+        self._record = record
+        self._refuse_other_releases(record)
+        self._forget_failures(record.role, record.name)
+        self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
+        self._lease.start()
+
+    def announce_when_free(
+        self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None
+    ) -> None:
+        """Takes the name of a predecessor that was killed; waits for one that may live, or for a Redis that is away.
+
+        See announce() for the rest. Raises: AlreadyExists, Unavailable: after two leases; Aborted: close() was called.
+        """
+        deadline_s = time.monotonic() + 2 * ttl_s
+        told = False
+        while True:
+            try:
+                self.announce(record, ttl_s, on_lost)
+                return
+            except (AlreadyExists, Unavailable) as error:
+                with contextlib.suppress(Unavailable):
+                    if self.remove_refusing(record.role, record.name):
+                        continue
+                if time.monotonic() >= deadline_s:
+                    raise
+                if not told:
+                    _log.info("waiting for the name", why=str(error))
+                told = True
+            if self._closed.wait(_NAME_RETRY_S):
+                raise Aborted("the registry was closed while waiting for the name")
+
+    def _refuse_other_releases(self, record: ServiceRecord) -> None:
+        """Our record is there already: of two that come at once, at least one sees the other."""
+        for role in _ROLES:
+            for other in self.list(role):
+                if other.release == record.release or self._keys(other) == self._keys(record):
+                    continue
+                self.withdraw()
+                raise ReleaseSkew(
+                    f"{record.name} is {record.release}, and {other.name} at {other.address}, of the same run, is "
+                    f"{other.release}: use images of one release"
+                )
+
+    def withdraw(self) -> None:
+        """Removes our own record, if there is one; a record of another worker stays."""
+        if self._lease is not None:
+            self._lease.stop()
+        record, self._lease, self._record = self._record, None, None
+        if record is None:
+            return
+        with redis_errors():
+            self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
+
+    def remove_refusing(self, role: str, name: str) -> bool:
+        """Removes a record whose address refuses connections: its owner was killed, and its lease need not run out.
+
+        One that is frozen, or on a host that is away, does not refuse; only its lease says that it is gone.
+        Returns: whether there was one.
+        """
+        for record in self.list(role):
+            if record.name == name and _refuses(record.address):
+                with redis_errors():
+                    return bool(self._remove(keys=self._keys(record), args=[record.name, record.worker_id]))
+        return False
+
+    def close(self) -> None:
+        """Withdraws, ends waits in other threads with Aborted, and disconnects. Safe when Redis is away."""
+        self._closed.set()
+        try:
+            self.withdraw()
+        except Unavailable as error:
+            _log.warning("record not withdrawn, its lease will expire", error=str(error))
+        self._redis.close()
+
+    def list(self, role: str) -> Records:
+        """Live records of a role, by name."""
+        with redis_errors():
+            names: Any = self._redis.smembers(f"{self._prefix}:names:{role}")
+            if not names:
+                return []
+            texts: Any = self._redis.mget([self._service_key(role, name) for name in sorted(names)])
+        return [_parse(text) for text in texts if text is not None]
+
+    def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
+        """Waits until services are announced.
+
+        Args:
+            names: the names to wait for, or how many of the role.
+        Returns: their records in the order of `names`; for a number, all of the role by name.
+        Raises: DeadlineExceeded: naming those that are missing; Aborted: close() was called meanwhile.
+        """
+        if isinstance(names, str):
+            raise ValueError(f"names must be a list of names or a number, got the string {names!r}")
+
+        def look() -> Records | None:
+            found = {record.name: record for record in self.list(role)}
+            if isinstance(names, int):
+                return list(found.values()) if len(found) >= names else None
+            return [found[name] for name in names] if all(name in found for name in names) else None
+
+        def missing() -> str:
+            found = [record.name for record in self.list(role)]
+            there = f"there is {', '.join(found) or 'none'}"
+            there += "".join(f"; {each}" for each in self.failures() if each.role == role and each.name not in found)
+            if isinstance(names, int):
+                return f"{names - len(found)} of {names} {role} services; {there}"
+            return f"{role} {', '.join(name for name in names if name not in found)}; {there}"
+
+        return self._poll(look, missing, timeout_s)
+
+    def set_value(self, key: str, value: str, ttl_s: float | None = None) -> None:
+        """Publishes a small value of the run; replaces an older one.
+
+        ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
+        """
+        with redis_errors():
+            self._redis.set(
+                self._value_key(key), value, px=round(1000 * _KEPT_S) if ttl_s is None else max(1, round(ttl_s * 1000))
+            )
+        if ttl_s is None:
+            self._values.add(self._value_key(key))
+
+    def get_value(self, key: str) -> str | None:
+        with redis_errors():
+            found: Any = self._redis.get(self._value_key(key))
+        return None if found is None else str(found)
+
+    def wait_value(self, key: str, timeout_s: float) -> str:
+        """Raises: DeadlineExceeded: nobody has set `key`; Aborted: close() was called meanwhile."""
+        return self._poll(lambda: self.get_value(key), lambda: f"value {key!r}", timeout_s)
+
+    def delete_value(self, key: str) -> None:
+        self._values.discard(self._value_key(key))
+        with redis_errors():
+            self._redis.delete(self._value_key(key))
+
+    def report_failure(self, role: str, name: str, reason: str) -> None:
+        """Leaves word of why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service takes it
+        back.
+        """
+        failure = Failure(role=role, name=name, reason=reason, unix_s=time.time())
+        with redis_errors():
+            self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_KEPT_S)
+            self._redis.sadd(f"{self._prefix}:failures", f"{role}:{name}")
+            self._redis.expire(f"{self._prefix}:failures", _KEPT_S)
+
+    def failures(self) -> Failures:
+        """Of all services that have ended and not come back, by role and name."""
+        with redis_errors():
+            members: Any = self._redis.smembers(f"{self._prefix}:failures")
+            if not members:
+                return []
+            texts: Any = self._redis.mget([self._failure_key(*member.split(":", 1)) for member in sorted(members)])
+        return [Failure(**json.loads(text)) for text in texts if text is not None]
+
+    def _forget_failures(self, role: str, name: str) -> None:
+        for failure in self.failures():
+            if failure.role == role and (failure.name == name or failure.name.startswith(f"{name}-rank-")):
+                with redis_errors():
+                    self._redis.delete(self._failure_key(role, failure.name))
+                    self._redis.srem(f"{self._prefix}:failures", f"{role}:{failure.name}")
+
+    def _poll(self, look: Callable[[], T | None], missing: Callable[[], str], timeout_s: float) -> T:
+        """Looks again and again, at growing intervals, until there is something."""
+        deadline_s = time.monotonic() + timeout_s
+        interval_s = _FIRST_POLL_S
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                found = look()
+                if found is not None:
+                    return found
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"waited {timeout_s:g} s for {missing()}")
+            except Unavailable as error:  # Redis may come back before the deadline
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"waited {timeout_s:g} s for Redis: {error}") from error
+            if self._closed.wait(min(interval_s, max(left_s, 0.0))):
+                raise Aborted("the registry was closed while waiting")
+            interval_s = min(interval_s * 1.5, _LONGEST_POLL_S)
+
+    def _put(self, record: ServiceRecord, ttl_s: float) -> None:
+        text = json.dumps(dataclasses.asdict(record))
+        arguments: tuple[str | int, ...] = (record.name, record.worker_id, text, max(1, round(ttl_s * 1000)), _KEPT_S)
+        with redis_errors():
+            held_by: Any = self._claim(keys=[*self._keys(record), *sorted(self._values)], args=arguments)
+        if held_by is not None:
+            other = _parse(held_by)
+            raise AlreadyExists(
+                f"{record.role} {record.name!r} is held by worker {other.worker_id!r} at {other.address}; "
+                "stop it, or wait until its lease has expired"
+            )
+
+    def _keys(self, record: ServiceRecord) -> tuple[str, str]:
+        return self._service_key(record.role, record.name), f"{self._prefix}:names:{record.role}"
+
+    def _service_key(self, role: str, name: str) -> str:
+        return f"{self._prefix}:service:{role}:{name}"
+
+    def _failure_key(self, role: str, name: str) -> str:
+        return f"{self._prefix}:failure:{role}:{name}"
+
+    def _value_key(self, key: str) -> str:
+        return f"{self._prefix}:value:{key}"
+
+
+def _parse(text: str) -> ServiceRecord:
+    try:
+        fields = {"release": "of a release that does not say", **json.loads(text)}
+        # A newer release may tell more; that it is another one is said by name.
+        return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"a service record in Redis is not ours to read ({error}): {text[:200]}; is the run id shared?"
+        ) from error

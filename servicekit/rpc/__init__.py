@@ -1,0 +1,1 @@
+"""gRPC servers and channels: one error mapping, bounds for every request, deadlines, health."""

@@ -1,0 +1,268 @@
+"""The server's interceptor: errors become statuses, every RPC is counted and timed, a deadline is demanded."""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from servicekit.errors import InvalidRequest, Status, to_status
+from servicekit.logs import get_logger
+from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
+from servicekit.rpc.limits import LONGEST_DEADLINE_S
+from servicekit.rpc.request_bounds import check_request
+from servicekit.security.run_token import check_token
+from servicekit.tracing import served
+
+_log = get_logger(__name__)
+# Tools and probes call these without a deadline, and cannot harm.
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
+
+CallerCheck = Callable[[str, list[str]], None]
+Boundary = Callable[[str, Any, Any], contextlib.AbstractAsyncContextManager[None]]
+
+# Longer than a client takes between two writes of a stream that it has at hand.
+_QUIET_S = 1.0
+# Lines about refused calls of one method and reason, per so many seconds: a client in a loop must not fill the disk.
+_LINES, _LINES_S = 10, 60.0
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Stands for a request that could not be read, until the boundary can answer it: gRPC itself would say UNKNOWN."""
+
+    why: str
+
+
+class RpcBoundary(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of all four kinds of RPC.
+
+    Args:
+        check_caller: called with the method and the names in the caller's certificate; raises what it does not admit.
+        token: the run's, that calls must carry, but those of health; "": none.
+    """
+
+    def __init__(self, check_caller: CallerCheck | None = None, token: str = "") -> None:
+        self._boundary = functools.partial(_boundary, check_caller, token)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        wrap = functools.partial(_wrap, self._boundary)
+        return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
+
+
+def wrap_handler(handler: Any, method: str, wrap: Callable[[Any, str, bool], Any]) -> Any:
+    """The same handler around `wrap(behaviour, method, replies are streamed)`."""
+    kinds = {
+        (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
+        (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+        (True, False): (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
+        (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
+    }
+    behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
+    return make(
+        wrap(behaviour, method, handler.response_streaming),
+        request_deserializer=_lenient(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return Malformed(f"{len(data)} bytes that are no request of this method: {error}")
+
+    return read
+
+
+def checked(request: Any) -> Any:
+    """A request, or the requests of a stream as they are read, that are well-formed and within their bounds.
+
+    Raises: InvalidRequest: at once, or when it is read.
+    """
+    if isinstance(request, AsyncIterator):
+        return _checked_each(request)
+    if isinstance(request, Iterator):
+        return map(_checked_one, request)
+    return _checked_one(request)
+
+
+def _checked_one(request: Any) -> Any:
+    if isinstance(request, Malformed):
+        raise InvalidRequest(request.why)
+    check_request(request)
+    return request
+
+
+async def _checked_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked_one(request)
+
+
+def check_deadline(method: str, remaining_s: float | None) -> None:
+    """Raises: InvalidRequest: the call carries no deadline and its service needs one."""
+    if method.lstrip("/").startswith(_NO_DEADLINE_NEEDED):
+        return
+    if remaining_s is None or remaining_s > LONGEST_DEADLINE_S:
+        raise InvalidRequest(f"call of {method} without a deadline; set one (grpcurl: -max-time, buf curl: --timeout)")
+
+
+def record(method: str, code: str, started_s: float) -> None:
+    """Counts one finished RPC; `started_s` is from time.perf_counter()."""
+    service, _, name = method.lstrip("/").rpartition("/")
+    RPC_TOTAL.labels(service, name, code).inc()
+    RPC_SECONDS.labels(service, name).observe(time.perf_counter() - started_s)
+
+
+def status_of(method: str, error: Exception) -> Status:
+    """The status of a handler's error; an error that has no name of its own is logged with its traceback."""
+    status = to_status(error)
+    if not _lines.take(f"{method} {status.reason}"):
+        return status
+    if status.code is grpc.StatusCode.INTERNAL:
+        _log.error("rpc failed", method=method, error=status.message, exc_info=error)
+    else:
+        _log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
+    return status
+
+
+class Lines:
+    """Lets so many lines of each kind through per period. Used from any thread: a line too many does not matter."""
+
+    def __init__(self, most: int, period_s: float) -> None:
+        self._most = most
+        self._period_s = period_s
+        self._taken: Counter[str] = Counter()
+        self._began_s = time.monotonic()
+
+    def take(self, kind: str) -> bool:
+        """Whether a line of this kind may be written; says how many were not, once per period."""
+        now_s = time.monotonic()
+        if now_s - self._began_s > self._period_s:
+            left_out = {each: count - self._most for each, count in self._taken.items() if count > self._most}
+            self._taken, self._began_s = Counter(), now_s
+            if left_out:
+                _log.info("more rpcs failed than were logged", period_s=self._period_s, left_out=left_out)
+        self._taken[kind] += 1
+        return self._taken[kind] <= self._most
+
+
+_lines = Lines(_LINES, _LINES_S)
+
+
+def _not_of_gone_callers(record: logging.LogRecord) -> bool:
+    """Leaves out what gRPC says of a reply whose caller has just gone: an error with a traceback.
+
+    It is silent where it has heard of that before the reply fails, so callers in a hurry cause a few in ten thousand.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__name__ != "ExecuteBatchError" or not str(error).startswith('Failed "execute_batch"'):
+        return True
+    if _lines.take("caller gone"):
+        _log.info("reply not sent, the caller is gone", grpc=record.getMessage())
+    return False
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_not_of_gone_callers)
+
+
+@contextlib.asynccontextmanager
+async def _boundary(
+    check_caller: CallerCheck | None, token: str, method: str, request: Any, context: grpc.aio.ServicerContext
+) -> AsyncIterator[None]:
+    started_s = time.perf_counter()
+    code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
+    try:
+        if token and not method.lstrip("/").startswith(_HEALTH):
+            check_token(token, method, context.invocation_metadata())
+        if check_caller is not None:
+            check_caller(method, _names(context))
+        check_deadline(method, context.time_remaining())
+        with served(method, context.invocation_metadata()):
+            yield
+        code = _set_code(context)
+    except grpc.aio.AbortError:
+        code = _set_code(context)
+        raise
+    except Exception as error:  # the boundary of the RPC's task
+        status = status_of(method, error)
+        code = status.code.name
+        if isinstance(request, AsyncIterator):
+            await _read_to_end(request)
+        await context.abort(status.code, status.message, trailing_metadata=status.trailing_metadata)
+    finally:
+        record(method, code, started_s)
+
+
+async def _read_to_end(requests: AsyncIterator[Any]) -> None:
+    """Reads what the client still sends before it is told that the call has failed.
+
+    An asyncio client whose write meets a call that has ended reports "INTERNAL: Internal error from Core" instead of
+    the status (https://github.com/grpc/grpc/issues/36066): a malformed sample in a train step would look like our bug.
+    A client that waits for a reply before it writes on is told after a pause of _QUIET_S.
+    """
+    with contextlib.suppress(TimeoutError, StopAsyncIteration):
+        while True:
+            async with asyncio.timeout(_QUIET_S):
+                await anext(requests)
+
+
+def _names(context: grpc.aio.ServicerContext) -> list[str]:
+    """DNS names in the certificate of the caller, which the handshake has verified."""
+    return [name.decode("utf-8", errors="replace") for name in context.auth_context().get("peer_dns", ())]
+
+
+def _set_code(context: grpc.aio.ServicerContext) -> str:
+    """Name of the status that the handler itself has set, OK by default."""
+    code = context.code()
+    name: str = code.name if isinstance(code, grpc.StatusCode) else grpc.StatusCode.OK.name
+    return name
+
+
+def _wrap(boundary: Boundary, behaviour: Any, method: str, streams_replies: bool) -> Any:
+    if not streams_replies:
+        return _wrap_single(boundary, behaviour, method)
+    if inspect.isasyncgenfunction(behaviour):
+        return _wrap_generator(boundary, behaviour, method)
+    return _wrap_single(boundary, behaviour, method)  # a coroutine that writes its replies by context.write()
+
+
+def _wrap_single(boundary: Boundary, behaviour: Any, method: str) -> Any:
+    async def single(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with boundary(method, request, context):
+            if not inspect.iscoroutinefunction(behaviour):
+                raise NotImplementedError(f"{method} is not implemented here (as an async method)")
+            return await behaviour(checked(request), context)
+
+    return single
+
+
+def _wrap_generator(boundary: Boundary, behaviour: Any, method: str) -> Any:
+    async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with (
+            boundary(method, request, context),
+            contextlib.aclosing(behaviour(checked(request), context)) as replies,
+        ):
+            async for reply in replies:
+                yield reply
+
+    return generator

@@ -1,0 +1,145 @@
+"""Client channels: every call must carry a deadline, or it is refused before anything is sent."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import grpc
+
+from servicekit.rpc.limits import CHANNEL_OPTIONS
+from servicekit.security.run_token import METADATA_KEY, own_token
+from servicekit.security.tls import Identity, channel_credentials, name_option
+from servicekit.tracing import outgoing
+
+
+def open_channel(
+    address: str, *, identity: Identity | None = None, peer: str = "", token: str | None = None
+) -> "DeadlineChannel":
+    """A channel to `host:port` or `unix:/path.sock`; connects lazily and reconnects by itself.
+
+    Args:
+        token: the run's, that every call carries, except on Unix sockets; None: this process's own.
+        identity: mutual TLS with it, except on Unix sockets; None: plain.
+        peer: role that the certificate at the other end must name ("trainer"); needed with `identity`.
+    Raises: ValueError: TLS without a peer; at the call: when a call is made without `timeout=` seconds.
+    """
+    if address.startswith("unix:"):
+        return DeadlineChannel(_PlainSource(address))
+    token = own_token() if token is None else token
+    if identity is None:
+        return DeadlineChannel(_PlainSource(address), token)
+    if not peer:
+        raise ValueError(f"channel to {address} with TLS, but without the role of the peer")
+    return DeadlineChannel(_TlsSource(address, identity, peer), token)
+
+
+class ChannelSource(Protocol):
+    """Where a DeadlineChannel takes its connection from."""
+
+    def current(self) -> grpc.aio.Channel:
+        """The channel for the next call."""
+
+    async def close(self, grace_s: float | None) -> None:
+        """Closes what current() has ever returned."""
+
+
+class _PlainSource:
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def current(self) -> grpc.aio.Channel:
+        return self._channel
+
+    async def close(self, grace_s: float | None) -> None:
+        await self._channel.close(grace_s)
+
+
+class _TlsSource:
+    """A channel's credentials are fixed for good, so that a new certificate needs a new channel.
+
+    Calls that run on the old one go on there; it is kept until the next change.
+    """
+
+    def __init__(self, address: str, identity: Identity, peer: str) -> None:
+        self._address = address
+        self._identity = identity
+        self._options = (*CHANNEL_OPTIONS, name_option(peer))
+        self._material = identity.material()
+        self._channels = [self._open()]
+
+    def current(self) -> grpc.aio.Channel:
+        newest = self._identity.material()
+        if newest is not self._material:
+            self._material = newest
+            self._channels = [self._open(), self._channels[0]]
+        return self._channels[0]
+
+    async def close(self, grace_s: float | None) -> None:
+        for channel in self._channels:
+            await channel.close(grace_s)
+
+    def _open(self) -> grpc.aio.Channel:
+        credentials = channel_credentials(self._material)
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+
+class DeadlineChannel(grpc.aio.Channel):
+    """Wraps a channel so that its calls demand `timeout=`.
+
+    Not a gRPC interceptor: those raise only once the call is awaited or iterated, and put a queue into every stream.
+    """
+
+    def __init__(self, source: ChannelSource, token: str = "") -> None:
+        self._source = source
+        self._metadata = ((METADATA_KEY, token),) if token else ()
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._with_deadline(method, lambda channel: channel.unary_unary(method, *args, **kwargs))
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._with_deadline(method, lambda channel: channel.unary_stream(method, *args, **kwargs))
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._with_deadline(method, lambda channel: channel.stream_unary(method, *args, **kwargs))
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._with_deadline(method, lambda channel: channel.stream_stream(method, *args, **kwargs))
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._source.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._source.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._source.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._source.current().channel_ready()
+
+    def _with_deadline(
+        self, method: str, make_call: Callable[[grpc.aio.Channel], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        channel = self._source.current()
+        call = make_call(channel)
+
+        def checked(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+            nonlocal channel, call
+            if timeout is None:
+                raise ValueError(f"call of {method} without a deadline: pass timeout=<seconds>")
+            newest = self._source.current()
+            if newest is not channel:
+                channel, call = newest, make_call(newest)
+            if added := (*self._metadata, *outgoing()):
+                kwargs["metadata"] = (*(kwargs.get("metadata") or ()), *added)
+            return call(*args, timeout=timeout, **kwargs)
+
+        return checked
+
+    async def __aenter__(self) -> "DeadlineChannel":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,152 @@
+"""Mutual TLS of a process: its certificate, followed when its files change, as gRPC credentials."""
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+
+from servicekit.errors import ConfigError, PermissionDenied
+from servicekit.logs import get_logger
+from servicekit.metrics import TLS_EXPIRY
+from servicekit.security.certificates import CA, CERT, KEY, Material, TlsFiles, read_material, role_name
+
+# Roles whose calls a server admits unless it says otherwise: the one that conducts, and people with their tools.
+OPERATOR = "operator"
+CALLERS = ("coordinator", OPERATOR)
+# A look at three files takes 10 us; certificates change every few weeks.
+_LOOK_EVERY_S = 1.0
+
+_log = get_logger(__name__)
+
+
+def _utc_now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+class Identity:
+    """Who this process is to its peers. Thread-safe.
+
+    Files that are replaced are taken over at the next handshake; new ones that are wrong are refused, with one line in
+    the log, and the old ones stay in use.
+
+    Args:
+        role: the certificate must hold the name of this role.
+        clock: seconds, only ever growing; now: the date.
+    Raises: ConfigError: what is wrong with the files.
+    """
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        role: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime.datetime] = _utc_now,
+    ) -> None:
+        self._files = files
+        self._role = role
+        self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
+        self._looked_s = clock()
+        self._stamp = _stamp(files)
+        self._material = read_material(files, role, now())
+        self._told_expired = False
+        TLS_EXPIRY.set_function(lambda: self.material().expires.timestamp())
+
+    def material(self, *, at_once: bool = False) -> Material:
+        """The newest good files; as they were within the last second unless `at_once`."""
+        with self._lock:
+            if at_once or self._clock() - self._looked_s >= _LOOK_EVERY_S:
+                self._looked_s = self._clock()
+                self._look()
+            return self._material
+
+    def _look(self) -> None:
+        stamp = _stamp(self._files)
+        if stamp is not None and stamp != self._stamp:
+            self._stamp = stamp
+            self._read_again()
+        if self._now() > self._material.expires and not self._told_expired:
+            self._told_expired = True
+            _log.error(
+                "certificate expired, peers refuse it",
+                file=f"{CERT}={self._files.certificate}",
+                subject=self._material.subject,
+                expired=self._material.expires.isoformat(),
+            )
+
+    def _read_again(self) -> None:
+        try:
+            found = read_material(self._files, self._role, self._now())
+        except ConfigError as error:
+            _log.error("new certificate refused, the old one stays in use", error=str(error))
+            return
+        if found.fingerprint != self._material.fingerprint:
+            self._material, self._told_expired = found, False
+            _log.info("certificate changed", subject=found.subject, expires=found.expires.isoformat())
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Credentials that demand a certificate of every client; each handshake uses the newest files."""
+        told = self.material()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal told
+            # Handshakes are rare, and a peer that has renewed its own certificate makes no second one soon.
+            newest = self.material(at_once=True)
+            if newest is told:
+                return None
+            told = newest
+            return _server_configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(told), changed, require_client_authentication=True
+        )
+
+
+def operator_identity(environ: Mapping[str, str] = os.environ) -> Identity | None:
+    """Who a person's command is to the services; None: no TLS. Raises: ConfigError: what is wrong with the files."""
+    files = TlsFiles.of(*(environ.get(name, "") for name in (CERT, KEY, CA)))
+    if files is None:
+        return None
+    try:
+        return Identity(files, OPERATOR)
+    except ConfigError:
+        with contextlib.suppress(ConfigError):  # in the coordinator's own container
+            return Identity(files, "coordinator")
+        raise
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Credentials of a channel that shows our certificate."""
+    return grpc.ssl_channel_credentials(material.authorities, material.key, material.chain)
+
+
+def name_option(role: str) -> tuple[str, str]:
+    """The channel option by which the peer must hold the name of `role`, whatever address it is reached at."""
+    return ("grpc.ssl_target_name_override", role_name(role))
+
+
+def check_caller(method: str, names: list[str], callers: Sequence[str] = CALLERS) -> None:
+    """Raises: PermissionDenied: none of the caller's names (of its certificate) is of a role in `callers`."""
+    admitted = [role_name(role) for role in callers]
+    if not set(names) & set(admitted):
+        raise PermissionDenied(
+            f"call of {method} by {', '.join(names) or 'a certificate without DNS names'}; "
+            f"certificates for {' or '.join(admitted)} are admitted"
+        )
+
+
+def _server_configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.chain)], material.authorities)
+
+
+def _stamp(files: TlsFiles) -> tuple[tuple[int, int, int], ...] | None:
+    try:
+        return files.stamp()
+    except OSError:  # reading says which; while files are swapped, the next look finds them
+        return None

@@ -1,0 +1,1 @@
+"""What lies on disk, known to launcher and services alike: model folder, data rows, run folder, checkpoints."""

@@ -1,0 +1,246 @@
+"""Where checkpoints are, which of them are complete, and which of those are still what was written.
+
+<run_dir>/checkpoints/step-00000012/trainer/...        written by the trainer, with a manifest (digests.py)
+                                    coordinator.json   written by the coordinator
+                                    complete.json      written last: without it the folder does not count
+                      damaged-step-00000016/           complete once, then found damaged, and stepped over
+
+complete.json holds digests: its own, and of every file of the checkpoint that no manifest beside it covers.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from tandem_files.atomic import nothing_more, sync_folder, write_json_atomic
+from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
+
+COMPLETE = "complete.json"
+COORDINATOR_FILE = "coordinator.json"
+TRAINER_FOLDER = "trainer"
+FOLDER = "checkpoints"
+_STEP = re.compile(r"step-(\d{8,})")
+_SET_ASIDE = "damaged-"
+_FILES, _SELF = "files", "digest"
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint's files are not what was written; nothing was read from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A checkpoint that cannot be used: its folder, and what is wrong with it. unfinished: it never was complete."""
+
+    iteration: int
+    folder: Path
+    what: str
+    unfinished: bool = False
+
+    def __str__(self) -> str:
+        """For a person: `the checkpoint of iteration 8 is damaged (...)`."""
+        is_so = "was not finished" if self.unfinished else "is damaged"
+        return f"the checkpoint of iteration {self.iteration} {is_so} ({self.what})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """The newest checkpoint that is as it was written, and the newer ones that were stepped over, newest first."""
+
+    iteration: int
+    folder: Path
+    stepped_over: list[Damage]
+
+    def complaints(self) -> list[str]:
+        """What must be said about going on from this one."""
+        return [f"{damage}: going on from iteration {self.iteration}" for damage in self.stepped_over]
+
+
+def step_folder(run_dir: Path, iteration: int) -> Path:
+    """Folder of the checkpoint after `iteration`; not created.
+
+    >>> str(step_folder(Path("runs/a"), 12))
+    'runs/a/checkpoints/step-00000012'
+    """
+    if iteration < 0:
+        raise ValueError(f"iteration must not be negative, got {iteration}")
+    return run_dir / FOLDER / f"step-{iteration:08d}"
+
+
+def mark_complete(folder: Path, last_look: Callable[[], None] = nothing_more, **fields: Any) -> None:
+    """Declares a checkpoint complete and records `fields` (JSON values) about it. Call when all files are on disk.
+
+    last_look: as of files.write_bytes_atomic.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint folder {folder} does not exist; write the checkpoint before marking it")
+    mark: dict[str, Any] = {**fields, _FILES: {name: file_digest(folder / name) for name in _uncovered(folder)}}
+    write_json_atomic(folder / COMPLETE, {**mark, _SELF: _digest_of(mark)}, last_look)
+    for parent in (folder.parent, folder.parent.parent):
+        sync_folder(parent)
+
+
+def _uncovered(folder: Path) -> list[str]:
+    """Files of a checkpoint, by path below it, that are not in a manifest of its folders; manifests themselves are."""
+    manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
+    covered = {parent / name for parent in manifests for name in read_manifest(parent)}
+    files = (path for path in folder.rglob("*") if path.is_file() and path not in covered and path.name != COMPLETE)
+    return sorted(str(path.relative_to(folder)) for path in files)
+
+
+def _digest_of(mark: dict[str, Any]) -> str:
+    return text_digest(json.dumps(mark, sort_keys=True))
+
+
+def read_complete(folder: Path) -> dict[str, Any]:
+    """The fields given to mark_complete.
+
+    Raises: ConfigError: the checkpoint is not complete, or its mark is damaged.
+    """
+    mark = _read_mark(folder)
+    return {name: value for name, value in mark.items() if name != _FILES}
+
+
+def _read_mark(folder: Path) -> dict[str, Any]:
+    path = folder / COMPLETE
+    try:
+        mark = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{folder} is not a complete checkpoint ({error}); choose another one") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error})") from error
+    if not isinstance(mark, dict):
+        raise ConfigError(f"{path} is damaged: it holds {type(mark).__name__}, expected an object")
+    digest = mark.pop(_SELF, None)
+    if digest is None or _FILES not in mark:
+        raise ConfigError(f"{path} has no digests: it is damaged, or of a release before there were any")
+    if digest != _digest_of(mark):
+        raise ConfigError(f"{path} is damaged: it has other content than was written")
+    return mark
+
+
+def inspect(folder: Path, *, deep: bool) -> str:
+    """What is wrong with a complete checkpoint; "" if nothing is.
+
+    Args:
+        deep: read every file. Else only those that complete.json lists itself: not the trainer's shards.
+    """
+    try:
+        found = damages(folder, _read_mark(folder)[_FILES])
+        if deep and not found:
+            for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
+                texts = damages(manifest.parent, read_manifest(manifest.parent))
+                found += [f"{manifest.parent.name}/{text}" for text in texts]
+    except (ConfigError, OSError, ValueError) as error:
+        return str(error)
+    return "; ".join(found)
+
+
+def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
+    """The newest checkpoint that is as it was written; None if the run has no complete one.
+
+    Args:
+        deep: see `inspect`.
+    Raises: ConfigError: there are some, and all are damaged; each is named.
+    """
+    stepped_over: list[Damage] = []
+    for iteration, folder in reversed(_list_all(run_dir)):
+        damage = _damage(iteration, folder, deep=deep)
+        if damage is None:
+            return Sound(iteration=iteration, folder=folder, stepped_over=stepped_over)
+        stepped_over.append(damage)
+    if all(damage.unfinished for damage in stepped_over):
+        return None
+    raise none_left(run_dir, stepped_over)
+
+
+def usable(run_dir: Path) -> tuple[list[tuple[int, Path]], list[Damage]]:
+    """(iteration, folder) of complete checkpoints whose small files are as written, newest first, and the others.
+
+    Raises: DamagedCheckpoint: there are complete ones, and none of them is.
+    """
+    found: list[tuple[int, Path]] = []
+    over: list[Damage] = []
+    for iteration, folder in reversed(_list_all(run_dir)):
+        damage = _damage(iteration, folder, deep=False)
+        if damage is None:
+            found.append((iteration, folder))
+        else:
+            over.append(damage)
+    if not found and any(not damage.unfinished for damage in over):
+        raise none_left(run_dir, over)
+    return found, over
+
+
+def newest_iteration(run_dir: Path) -> int | None:
+    """Iteration of the newest checkpoint, as far as small files tell; None without one that is usable. For messages."""
+    try:
+        found, _ = usable(run_dir)
+    except DamagedCheckpoint:
+        return None
+    return found[0][0] if found else None
+
+
+def _damage(iteration: int, folder: Path, *, deep: bool) -> Damage | None:
+    if not (folder / COMPLETE).is_file():
+        return Damage(iteration=iteration, folder=folder, what=f"it has no {COMPLETE}", unfinished=True)
+    what = inspect(folder, deep=deep)
+    return Damage(iteration=iteration, folder=folder, what=what) if what else None
+
+
+def none_left(run_dir: Path, damages: Sequence[object]) -> DamagedCheckpoint:
+    """The error that every checkpoint of a run is damaged. damages: in words, or such that can be."""
+    return DamagedCheckpoint(
+        f"no checkpoint in {run_dir / FOLDER} can be used: {'; '.join(map(str, damages))}: "
+        "restore one from a copy of yours, or start a new run"
+    )
+
+
+def set_aside(damage: Damage) -> Path | None:
+    """Take a damaged checkpoint out of the way of new ones; it is kept for a look. Returns: where; None: it stays."""
+    aside = damage.folder.with_name(f"{_SET_ASIDE}{damage.folder.name}")
+    if damage.unfinished or not damage.folder.exists():
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    damage.folder.rename(aside)
+    sync_folder(aside.parent)
+    return aside
+
+
+def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
+    """(iteration, folder) of every complete checkpoint, oldest first; empty if there are none."""
+    return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
+
+
+def prune(run_dir: Path, keep: int) -> list[Path]:
+    """Removes all but the `keep` newest complete checkpoints, and what a crash left unfinished before the newest.
+
+    Never touches an unfinished folder newer than every complete one: it is being written.
+    Returns: the folders that were removed.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    complete = list_complete(run_dir)
+    if not complete:
+        return []
+    kept = {folder for _, folder in complete[-keep:]}
+    newest = complete[-1][0]
+    removed = [folder for iteration, folder in _list_all(run_dir) if iteration <= newest and folder not in kept]
+    for folder in removed:
+        # The mark goes first, so that a crash in between leaves no half checkpoint that counts as complete.
+        (folder / COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    return removed
+
+
+def _list_all(run_dir: Path) -> list[tuple[int, Path]]:
+    root = run_dir / FOLDER
+    if not root.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(folder.name), folder) for folder in root.iterdir() if folder.is_dir())
+    return sorted((int(match[1]), folder) for match, folder in matches if match is not None)

@@ -1,0 +1,73 @@
+"""Digests of files: what was written, so that a reader can tell that it reads the same bytes. Pure but for the reading.
+
+A folder's manifest, `digests.json`, holds {file's path below the folder: {"bytes": n, "xxh3_128": hex}}. Accidents are
+what it finds: torn writes, bad memory, bad disks. It is no signature.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tandem_files.atomic import write_json_atomic
+
+MANIFEST = "digests.json"
+# {"bytes": n, "xxh3_128": hex}
+Digest = Mapping[str, Any]
+_CHUNK_BYTES = 8 << 20
+_MAX_THREADS = 8
+
+
+def file_digest(path: Path) -> dict[str, Any]:
+    """Digest of a file as it is on disk now. Raises: OSError."""
+    state, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            state.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "xxh3_128": state.hexdigest()}
+
+
+def text_digest(text: str) -> str:
+    """xxh3-128 in hex."""
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
+    """Write a folder's manifest. digests: by path below the folder."""
+    write_json_atomic(folder / MANIFEST, dict(digests))
+
+
+def read_manifest(folder: Path) -> dict[str, Digest]:
+    """A folder's manifest. Raises: OSError; ValueError: it is not one."""
+    digests = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(digests, dict) or not all(isinstance(each, dict) for each in digests.values()):
+        raise ValueError(f"{folder / MANIFEST} is no table of digests")
+    return digests
+
+
+def damages(folder: Path, digests: Mapping[str, Digest]) -> list[str]:
+    """What is wrong with the files of a manifest, a sentence each; none: they are as they were written."""
+    if not digests:
+        return []
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(digests), os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda item: _damage(folder, *item), sorted(digests.items()))
+        return [text for text in found if text]
+
+
+def _damage(folder: Path, name: str, digest: Digest) -> str:
+    try:
+        size = (folder / name).stat().st_size
+        if size != digest.get("bytes"):
+            return f"{name} has {size} bytes, {digest.get('bytes')} were written"
+        if file_digest(folder / name) != digest:
+            return f"{name} has other bytes than were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return ""

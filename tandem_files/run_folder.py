@@ -1,0 +1,179 @@
+"""The folder of a run: its name, its lock, what the launcher notes in it, and what the coordinator left there."""
+
+import fcntl
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from servicekit.security.run_token import own_token
+from tandem_files.atomic import write_json_atomic
+from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
+from tandem_files.run_config import NEXT_CONFIG
+
+# The run so far, after every iteration; and the run in one object, when it is over.
+STATE_FILE = "state.json"
+SUMMARY_FILE = "summary.json"
+_LOCK = ".lock"
+_NOTES = "launcher.json"
+_TOKEN = ".token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherNotes:
+    """What `tandem status` needs to find a running run. No secrets: the Redis URL is not in it."""
+
+    pid: int
+    run_id: str
+    started_unix_s: float
+    coordinator: str = ""
+
+
+@contextmanager
+def claimed(output_dir: Path, name: str) -> Iterator[Path]:
+    """Make and lock the folder of a new run: `name`, or `name-2`, `name-3`, ... if that one is in use or has results.
+
+    Earlier results are never touched. An existing empty folder is used as it is.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = output_dir / (name if number == 1 else f"{name}-{number}")
+        with ExitStack() as stack:
+            # The lock is taken before the second look: two launchers at once must not both find it empty.
+            if _is_free(folder) and _try_lock(folder, stack) and _is_free(folder):
+                yield folder
+                return
+
+
+def _is_free(folder: Path) -> bool:
+    """Nothing there, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and all(entry.name == _LOCK for entry in folder.iterdir()))
+
+
+def _try_lock(folder: Path, stack: ExitStack) -> bool:
+    try:
+        folder.mkdir(exist_ok=True)
+        stack.enter_context(locked(folder))
+    except (ConfigError, FileExistsError):
+        return False
+    return True
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder; the kernel lets go of it if this process dies.
+
+    Raises: ConfigError: another launcher holds it.
+    """
+    with (run_dir / _LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(busy_message(run_dir)) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher is running this run now."""
+    try:
+        with (run_dir / _LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def busy_message(run_dir: Path) -> str:
+    """Who holds the folder and what to do."""
+    try:
+        owner = (run_dir / _LOCK).read_text(encoding="utf-8").strip()
+    except OSError:
+        owner = ""
+    who = f"process {owner}" if owner else "another process"
+    return f"{run_dir} is being run by {who}; watch it with `tandem status {run_dir}`, or stop it first"
+
+
+def write_notes(run_dir: Path, notes: LauncherNotes) -> None:
+    """Replace the notes atomically."""
+    write_json_atomic(run_dir / _NOTES, asdict(notes), durable=False)
+
+
+def read_notes(run_dir: Path) -> LauncherNotes | None:
+    """The notes of the latest launch, if they can be read."""
+    noted = _read_object(run_dir / _NOTES)
+    try:
+        return None if noted is None else LauncherNotes(**noted)
+    except TypeError:
+        return None
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether the launch under way has trained an iteration; of a resumed run, one of its own."""
+    return not (run_dir / NEXT_CONFIG).exists() and bool(metrics_rows(run_dir))
+
+
+def make_token(run_dir: Path) -> str:
+    """A new word that opens this launch's services, kept where only the folder's owner can read it."""
+    token = secrets.token_hex(32)
+    path = run_dir / _TOKEN
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(token)
+    return token
+
+
+def read_token(run_dir: Path) -> str:
+    """The token of the latest launch; this process's own where there is none.
+
+    Raises: ConfigError: it is not ours to read.
+    """
+    try:
+        return (run_dir / _TOKEN).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return own_token()
+    except OSError as error:
+        raise ConfigError(f"{run_dir / _TOKEN}: {error}; a run is open to the user who started it") from None
+
+
+def metrics_rows(run_dir: Path) -> list[Row]:
+    """The whole rows of metrics.jsonl; none if it cannot be read."""
+    try:
+        return MetricsFile(run_dir / METRICS_FILE).rows()
+    except OSError:
+        return []
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """What the coordinator noted last about the run; empty if nothing can be read."""
+    return _read_object(run_dir / STATE_FILE) or {}
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """summary.json, or None if the run has none (yet)."""
+    return _read_object(run_dir / SUMMARY_FILE)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """A file's JSON object; None if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def noted_troubles(run_dir: Path) -> tuple[str, ...]:
+    """What was wrong with the training after the last iteration, in words."""
+    noted = read_state(run_dir).get("troubles")
+    return tuple(str(text) for text in noted) if isinstance(noted, list) else ()

@@ -1,0 +1,219 @@
+"""A run's folder: nobody's results are overwritten, one launcher at a time, and resuming only what fits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.data.prompts import CursorState, load_prompts
+from coordinator.record.resuming import order_of
+from coordinator.record.state import RunState
+from launcher.check.resume import check_resume, note_model
+from servicekit.errors import ConfigError
+from tandem_config.loading import dump_resolved, load_config
+from tandem_config.problems import ConfigProblem
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_folder import (
+    LauncherNotes,
+    claimed,
+    is_locked,
+    locked,
+    metrics_rows,
+    read_notes,
+    write_notes,
+)
+from tandem_files.tokenizer import TextCodec
+from tests.unit.launcher.model_folder import write_config, write_model
+from trainer_service.identity import identity
+from weightsync.model.spec import ModelSpec
+
+
+def claim(output_dir: Path, name: str) -> Path:
+    """A new run's folder, with something in it."""
+    with claimed(output_dir, name) as folder:
+        (folder / "summary.json").write_text("{}")
+    return folder
+
+
+def test_a_name_with_results_gets_the_next_number(tmp_path: Path) -> None:
+    names = [claim(tmp_path / "runs", "a").name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+    assert (tmp_path / "runs" / "a" / "summary.json").read_text() == "{}"
+
+
+def test_an_empty_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert claim(tmp_path, "a") == tmp_path / "a"
+
+
+def test_a_folder_that_is_still_empty_but_claimed_is_left_alone(tmp_path: Path) -> None:
+    with claimed(tmp_path, "a") as first, claimed(tmp_path, "a") as second:
+        assert (first.name, second.name) == ("a", "a-2")
+
+
+def test_a_file_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    assert claim(tmp_path, "a").name == "a-2"
+
+
+def test_a_second_launcher_is_refused_by_name(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    with locked(tmp_path):
+        assert is_locked(tmp_path)
+        with (
+            pytest.raises(ConfigError, match=f"is being run by process {os.getpid()}; watch it with"),
+            locked(tmp_path),
+        ):
+            pass
+    assert not is_locked(tmp_path)
+
+
+def test_the_lock_of_a_killed_launcher_is_free(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys\nfrom pathlib import Path\nfrom tandem_files.run_folder import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    signal.pause()\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert is_locked(tmp_path)
+    holder.kill()
+    holder.communicate(timeout=10)
+    assert not is_locked(tmp_path)
+
+
+def test_notes_round_trip_and_damaged_ones_are_none(tmp_path: Path) -> None:
+    notes = LauncherNotes(pid=1, run_id="a-1", started_unix_s=2.0, coordinator="127.0.0.1:1")
+    write_notes(tmp_path, notes)
+    assert read_notes(tmp_path) == notes
+    (tmp_path / "launcher.json").write_text('{"pid"')
+    assert read_notes(tmp_path) is None
+
+
+def test_a_half_written_row_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iterat')
+    assert metrics_rows(tmp_path) == [{"iteration": 1}]
+    assert metrics_rows(tmp_path / "nothing") == []
+
+
+def make_run(tmp_path: Path, iteration: int | None = 1) -> tuple[Path, Path]:
+    """A run folder with a checkpoint, and its configuration file."""
+    file = write_config(tmp_path)
+    config = load_config(file)
+    run_dir = tmp_path / "runs" / "tiny"
+    run_dir.mkdir(parents=True)
+    (run_dir / RESOLVED_CONFIG).write_text(dump_resolved(config))
+    note_model(run_dir, ModelSpec.from_folder(config.model.path))
+    if iteration is not None:
+        folder = step_folder(run_dir, iteration)
+        folder.mkdir(parents=True)
+        mark_complete(folder, model=str(config.model.path), model_fingerprint=model_fingerprint(config.model.path))
+    return run_dir, file
+
+
+def resume(run_dir: Path, file: Path, *overrides: str) -> list[ConfigProblem]:
+    config = load_config(file, list(overrides))
+    return list(check_resume(run_dir, config, ModelSpec.from_folder(config.model.path)))
+
+
+def test_a_run_with_a_checkpoint_can_be_resumed(tmp_path: Path) -> None:
+    assert resume(*make_run(tmp_path)) == []
+
+
+def test_a_run_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    write_model(tmp_path / "other", rms_norm_eps=1e-5, max_position_embeddings=64)
+    (problem,) = resume(run_dir, file, f"model.path={tmp_path / 'other'}")
+    assert problem.key == "--resume"
+    assert f"another model ({tmp_path / 'model'}) than {tmp_path / 'other'}" in problem.message
+    assert "max_positions 32 there, 64 here" in problem.message
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (problem,) = resume(*make_run(tmp_path, iteration=None))
+    assert problem.message == "has no complete checkpoint to go on from"
+
+
+def test_a_finished_run_needs_more_iterations(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path, iteration=2)
+    (problem,) = resume(run_dir, file)
+    assert problem.message == "has already finished its 2 iterations"
+    assert problem.suggestion.startswith("--set run.iterations=12")
+    assert resume(run_dir, file, "run.iterations=12") == []
+
+
+def test_a_running_run_cannot_be_resumed(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    with locked(run_dir):
+        (problem,) = resume(run_dir, file)
+    assert "is being run by process" in problem.message
+
+
+def test_a_folder_that_is_no_run_lists_those_beside_it(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    (problem,) = resume(run_dir.parent / "tinny", file)
+    assert (problem.message, problem.suggestion) == ("no such folder", "runs there: tiny")
+
+
+def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    (step_folder(run_dir, 1) / "complete.json").write_text(json.dumps([1]))
+    (problem,) = resume(run_dir, file)
+    assert "complete.json is damaged: it holds list" in problem.message
+
+
+def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path, iteration=None)
+    config = load_config(file)
+    codec = TextCodec.from_folders(config.model.path, None)
+    train = load_prompts(config.data, "train", codec)
+    folder = step_folder(run_dir, 1)
+    (folder / "trainer").mkdir(parents=True)
+    spec = ModelSpec.from_folder(config.model.path)
+    (folder / "trainer" / "meta.json").write_text(json.dumps(identity(config, spec)))
+    cursor = CursorState(epoch=0, position=1, num_prompts=len(train.prompts))
+    order = order_of(config, train)
+    state = RunState(iteration=1, cursor=cursor, batch_rng={}, model_fingerprint="", order=order)
+    state.save(folder / "coordinator.json")
+    mark_complete(folder, model_fingerprint=model_fingerprint(config.model.path))
+    changes = ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=3", "model.dtype=bfloat16", "run.seed=5"]
+    changes += ["data.shuffle=false"]
+    assert list(check_resume(run_dir, config, spec, codec)) == []
+    (problem,) = check_resume(run_dir, load_config(file, changes), spec, codec)
+    for part in (
+        "trainer.tensor_parallel: 1 in the checkpoint, 2 in the run",
+        "trainer.pipeline_parallel: 1 in the checkpoint, 3 in the run",
+        "model.dtype: float32 in the checkpoint, bfloat16 in the run",
+        "run.seed: 0 in the checkpoint, 5 in the run",
+        "data.shuffle: True in the checkpoint, False in the run",
+    ):
+        assert part in problem.message
+    assert "may change" in problem.suggestion
+    rows = config.data.train.read_text().splitlines(keepends=True)
+    config.data.train.write_text("".join([rows[0].replace("1", "2"), *rows[1:]]))
+    (problem,) = check_resume(run_dir, config, spec, codec)
+    assert "data.train: other prompts than those of the checkpoint" in problem.message
+
+
+def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_error(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path, iteration=1)
+    newer = step_folder(run_dir, 2)
+    newer.mkdir()
+    (newer / "coordinator.json").write_text("{}")
+    mark_complete(newer)
+    (newer / "coordinator.json").write_text("[]")
+    (problem,) = resume(run_dir, file)
+    assert problem.severity == "warning"
+    assert problem.message == (
+        "the checkpoint of iteration 2 is damaged (coordinator.json has other bytes than were written): "
+        "going on from iteration 1"
+    )
+    (step_folder(run_dir, 1) / "complete.json").write_text("")
+    (problem,) = resume(run_dir, file)
+    assert problem.severity == "error"
+    assert "iteration 1 is damaged" in problem.message

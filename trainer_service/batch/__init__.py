@@ -1,0 +1,1 @@
+"""Samples in: received, checked, dealt to ranks and cut into micro-batches."""

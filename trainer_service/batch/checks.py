@@ -1,0 +1,122 @@
+"""What makes a sample trainable, or not: every error names the sample, its value and the limit."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servicekit.errors import InvalidRequest
+from trainer_service.batch.samples import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the loaded model and the settings allow."""
+
+    vocab_size: int
+    max_positions: int  # tokens of the longest sequence
+    max_tokens: int  # padded tokens in one micro-batch
+
+
+def _first(bad: NDArray[np.bool_]) -> int | None:
+    """Index of the first True, or None."""
+    index = int(bad.argmax()) if bad.size else 0
+    return index if bad.size and bad[index] else None
+
+
+def check(samples: Samples, limits: Limits) -> None:
+    """Every sample can be trained on.
+
+    Raises: InvalidRequest: naming the first sample for which one of the rules fails.
+    """
+    _check_names(samples)
+    _check_lengths(samples, limits)
+    _check_ids(samples, limits)
+    _check_finite(samples)
+
+
+def _check_names(samples: Samples) -> None:
+    if len(set(samples.sample_ids)) == len(samples):
+        return
+    seen: set[str] = set()
+    for name in samples.sample_ids:
+        if name in seen:
+            raise InvalidRequest(f"sample id {name!r} occurs more than once in the step; ids must be unique")
+        seen.add(name)
+
+
+def _check_lengths(samples: Samples, limits: Limits) -> None:
+    longest = min(limits.max_positions, limits.max_tokens)
+    rules: list[tuple[NDArray[np.bool_], Callable[[int], str]]] = [
+        (samples.prompt_lengths == 0, lambda i: "has an empty prompt; the first token needs something before it"),
+        (samples.completion_lengths == 0, lambda i: "has an empty completion; leave the sample out"),
+        (
+            samples.lengths > longest,
+            lambda i: (
+                f"has {samples.lengths[i]} tokens; the limit is {longest} (the model's {limits.max_positions} "
+                f"positions, trainer.max_tokens_per_micro_batch {limits.max_tokens})"
+            ),
+        ),
+    ]
+    for bad, message in rules:
+        index = _first(bad)
+        if index is not None:
+            raise InvalidRequest(f"sample {samples.sample_ids[index]!r} {message(index)}")
+
+
+def _check_ids(samples: Samples, limits: Limits) -> None:
+    index = _first(samples.token_ids >= limits.vocab_size)
+    if index is None:
+        return
+    owner = int(np.searchsorted(samples.token_starts, index, side="right")) - 1
+    raise InvalidRequest(
+        f"sample {samples.sample_ids[owner]!r}: token id {samples.token_ids[index]} at position "
+        f"{index - samples.token_starts[owner]} is beyond the vocabulary of {limits.vocab_size}; "
+        "check that rollout and trainer use the same tokenizer"
+    )
+
+
+def _check_finite(samples: Samples) -> None:
+    index = _first(~np.isfinite(samples.advantages))
+    if index is not None:
+        raise InvalidRequest(
+            f"sample {samples.sample_ids[index]!r}: advantage {samples.advantages[index]} is not finite"
+        )
+    index = _first(~np.isfinite(samples.rollout_logprobs))
+    if index is not None:
+        owner = int(np.searchsorted(samples.completion_starts, index, side="right")) - 1
+        raise InvalidRequest(
+            f"sample {samples.sample_ids[owner]!r}: rollout log-prob {samples.rollout_logprobs[index]} of completion "
+            f"token {index - samples.completion_starts[owner]} is not finite"
+        )
+
+
+def check_updates(samples: Samples, num_updates: int, num_samples: int) -> None:
+    """The step has the announced samples, and samples for each update, in ascending order.
+
+    Raises: InvalidRequest
+    """
+    if num_updates < 1:
+        raise InvalidRequest("num_updates is 0; a train step has at least 1 update")
+    if len(samples) != num_samples:
+        raise InvalidRequest(
+            f"the header announces {num_samples} samples, {len(samples)} came; was the stream cut off?"
+        )
+    if np.any(np.diff(samples.update_index) < 0):
+        raise InvalidRequest(f"update_index must ascend; got {_distinct(samples.update_index)}")
+    present = set(samples.update_index.tolist())
+    wrong = sorted(present - set(range(num_updates)))
+    if wrong:
+        raise InvalidRequest(f"update_index {wrong[0]} is not below num_updates {num_updates}")
+    missing = sorted(set(range(num_updates)) - present)
+    if missing:
+        raise InvalidRequest(f"updates {missing} of {num_updates} have no samples")
+
+
+def _distinct(values: Iterable[int]) -> list[int]:
+    out: list[int] = []
+    for value in values:
+        if not out or out[-1] != value:
+            out.append(int(value))
+    return out[:16]

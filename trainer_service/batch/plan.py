@@ -1,0 +1,118 @@
+"""Which samples of a step go forward only and which are trained on, as micro-batches of this data-parallel rank."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem_config.schema import GrpoSection
+from trainer_service.batch.cuts import cut, deal
+from trainer_service.batch.padded import Padded, context_share, pad
+from trainer_service.batch.samples import BoolArray, IntArray, Samples
+from weightsync.layouts.layout import Parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This rank's place and what a micro-batch may be."""
+
+    data_rank: int
+    data_parallel: int
+    pipeline_parallel: int
+    width_multiple: int  # S must divide by this: TP under sequence parallelism, 2 * CP under context parallelism
+    max_tokens: int
+    context_rank: int = 0
+    context_parallel: int = 1
+    count_multiple: int = 1  # micro-batches come in multiples of this: of the stages, if they have virtual ones
+    in_step: bool = False  # all data-parallel ranks run equally many: in each, their experts exchange tokens
+
+    @classmethod
+    def of(
+        cls, parallel: Parallel, *, sequence_parallel: bool, max_tokens: int, data_rank: int, context_rank: int
+    ) -> "Ranks":
+        """What the parallel sizes ask of micro-batches."""
+        experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+        return cls(
+            data_rank=data_rank,
+            data_parallel=parallel.data,
+            pipeline_parallel=parallel.pipeline,
+            width_multiple=(parallel.tensor if sequence_parallel else 1)
+            * (2 * parallel.context if parallel.context > 1 else 1),
+            max_tokens=max_tokens,
+            context_rank=context_rank,
+            context_parallel=parallel.context,
+            count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            # else every expert group lies within one data-parallel rank
+            in_step=parallel.data > 1 and model % experts != 0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Micro-batches of this data-parallel rank.
+
+    measured: forward without gradients at the start of the step, for log-probs and entropies of the policy that the
+    step starts from. updates: by optimizer update; empty where no sample of the update has a gradient.
+    """
+
+    measured: list[Padded]
+    updates: list[list[Padded]]
+
+
+def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Ranks) -> StepPlan:
+    """Lay a step out.
+
+    A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus); the others
+    are left out of training, which changes no number: they keep their place in the denominators. With recomputed old
+    log-probs they go forward with the rest. The first update's samples do not: before the first optimizer step
+    pi_old *is* pi_theta, so their training forward yields it.
+    """
+    active = has_gradient(samples, grpo)
+    owner = deal(samples, active, ranks.data_parallel)
+    measured = np.zeros(len(samples), np.bool_)
+    if grpo.old_logprobs == "recompute":
+        measured = ~(active & (samples.update_index == 0))
+    trained = [active & (samples.update_index == update) for update in range(num_updates)]
+    return StepPlan(
+        measured=_micro_batches(samples, measured, owner, ranks),
+        # data-parallel ranks reduce gradients together, so a rank without samples runs one that does not count
+        updates=[_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained],
+    )
+
+
+def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
+    """[S] whether a sample can change the weights."""
+    if grpo.entropy_coefficient != 0:
+        return samples.trainable
+    return samples.trainable & (samples.advantages != 0)
+
+
+def measure_all(samples: Samples, ranks: Ranks) -> list[Padded]:
+    """This rank's share of all samples, for a forward pass."""
+    owner = deal(samples, samples.trainable, ranks.data_parallel)
+    return _micro_batches(samples, np.ones(len(samples), np.bool_), owner, ranks)
+
+
+def _micro_batches(
+    samples: Samples, chosen: BoolArray, owner: IntArray, ranks: Ranks, at_least: int = 0
+) -> list[Padded]:
+    """The chosen samples of this rank, and stand-ins that fill up the count that the ranks must agree on."""
+    parts = _cut(samples, chosen & (owner == ranks.data_rank), ranks)
+    count = max(at_least, len(parts))
+    if ranks.in_step:
+        others = range(ranks.data_parallel)
+        count = max(count, *(len(_cut(samples, chosen & (owner == other), ranks)) for other in others))
+    count = -(-count // ranks.count_multiple) * ranks.count_multiple
+    batches = [pad(samples, part, multiple=ranks.width_multiple) for part in parts]
+    if count > len(parts):
+        rows = np.flatnonzero(chosen)
+        shortest = rows[[np.argmin(samples.lengths[rows])]]
+        stand_in = pad(samples, shortest, multiple=ranks.width_multiple, counted=False)
+        batches += [stand_in] * (count - len(parts))
+    if ranks.context_parallel == 1:
+        return batches
+    return [context_share(batch, ranks.context_rank, ranks.context_parallel) for batch in batches]
+
+
+def _cut(samples: Samples, chosen: BoolArray, ranks: Ranks) -> list[IntArray]:
+    rows = np.flatnonzero(chosen)
+    return cut(rows, samples.lengths[rows], max_tokens=ranks.max_tokens, pipeline_parallel=ranks.pipeline_parallel)

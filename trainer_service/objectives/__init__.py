@@ -1,0 +1,1 @@
+"""What is optimized: the loss, its weights, the step size, and the metrics of a step."""

@@ -1,0 +1,94 @@
+"""What each command does on each rank: protobuf bytes in, engine call, protobuf bytes out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from servicekit.errors import TandemError, WrongVersion
+from tandem_api.trainer.v1 import trainer_pb2 as pb
+from trainer_service.batch.checks import check_updates
+from trainer_service.batch.merge import merge
+from trainer_service.engine import TrainerEngine
+from trainer_service.ranks.commands import Command, Handlers
+from trainer_service.ranks.publish import Publisher
+from trainer_service.stopwatch import Stopwatch
+
+
+class CommandHandlers:
+    """The engine and the weight-sync member of this rank, behind commands. model: folder of the initial model."""
+
+    def __init__(self, engine: TrainerEngine, publisher: Publisher, model: Path) -> None:
+        self._engine, self._publisher, self._model = engine, publisher, model
+
+    def table(self) -> Handlers:
+        """Handler of each command that does something."""
+        return {
+            Command.TRAIN_STEP: self.train_step,
+            Command.LOGPROBS: self.logprobs,
+            Command.PUBLISH: self.publish,
+            Command.SAVE: self.save,
+            Command.EXPORT: self.export,
+            Command.RESTORE: self.restore,
+            Command.CHECK_CHECKPOINT: self.check_checkpoint,
+        }
+
+    def train_step(self, parts: Sequence[bytes]) -> bytes:
+        """parts: TrainStepHeader, then MicroBatches. Every check is made alike on every rank, before any collective."""
+        watch = Stopwatch()
+        with watch.part("pack"):
+            header = pb.TrainStepHeader.FromString(parts[0])
+            check_version(header.policy_version, self._engine.policy_version)
+            samples = merge([pb.MicroBatch.FromString(part) for part in parts[1:]], self._engine.limits)
+            check_updates(samples, header.num_updates, header.num_samples)
+        result = self._engine.train_step(samples, header.num_updates)
+        response = pb.TrainStepResponse(policy_version=self._engine.policy_version)
+        response.metrics.update(result.metrics)
+        response.seconds.update(result.seconds)
+        response.seconds["pack"] += watch.seconds["pack"]
+        return response.SerializeToString()
+
+    def logprobs(self, parts: Sequence[bytes]) -> bytes:
+        """parts: one MicroBatch."""
+        samples = merge([pb.MicroBatch.FromString(parts[0])], self._engine.limits)
+        logprobs, entropies = self._engine.logprobs(samples)
+        return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
+
+    def publish(self, parts: Sequence[bytes]) -> bytes:
+        """parts: PublishWeightsRequest."""
+        request = pb.PublishWeightsRequest.FromString(parts[0])
+        return self._publisher.run(request.phase, request.round, self._engine.policy_version).SerializeToString()
+
+    def save(self, parts: Sequence[bytes]) -> bytes:
+        """parts: SaveCheckpointRequest."""
+        size = self._engine.save(Path(pb.SaveCheckpointRequest.FromString(parts[0]).path))
+        return pb.SaveCheckpointResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
+
+    def export(self, parts: Sequence[bytes]) -> bytes:
+        """parts: ExportModelRequest."""
+        size = self._engine.export(Path(pb.ExportModelRequest.FromString(parts[0]).path))
+        return pb.ExportModelResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
+
+    def check_checkpoint(self, parts: Sequence[bytes]) -> bytes:
+        """parts: RestorePolicyRequest. Raises: ConfigError: restoring it would fail; nothing has changed."""
+        path = pb.RestorePolicyRequest.FromString(parts[0]).path
+        if path:
+            self._engine.check_checkpoint(Path(path))
+        return b""
+
+    def restore(self, parts: Sequence[bytes]) -> bytes:
+        """parts: RestorePolicyRequest. Raises: RuntimeError, which ends the trainer: half a policy is none."""
+        request = pb.RestorePolicyRequest.FromString(parts[0])
+        try:
+            if request.path:
+                self._engine.load_checkpoint(Path(request.path))
+            else:
+                self._engine.load(self._model)
+        except TandemError as error:
+            raise RuntimeError(f"the policy was not restored: {error}") from error
+        self._engine.renumber(request.policy_version)
+        return pb.RestorePolicyResponse(policy_version=self._engine.policy_version).SerializeToString()
+
+
+def check_version(asked: int, current: int) -> None:
+    """Raises: WrongVersion"""
+    if asked != current:
+        raise WrongVersion(f"the step starts from policy version {asked}, the trainer has {current}")

@@ -1,0 +1,46 @@
+"""This rank's part in weight-sync rounds."""
+
+from typing import Protocol
+
+from servicekit.errors import Internal, TandemError, WrongVersion
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2
+
+log = get_logger(__name__)
+
+# From here on the round's version is sent; COMMIT and ABORT must work whatever the trainer has meanwhile.
+_NEEDS_VERSION = (weights_pb2.ROUND_PHASE_PREPARE, weights_pb2.ROUND_PHASE_TRANSFER)
+
+
+class Member(Protocol):
+    """What a publisher needs of `weightsync.transfer.session.SyncMember`."""
+
+    def run_phase(self, phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
+        """Blocks until the phase is done, at most the round's deadlines."""
+
+
+class Publisher:
+    """Runs phases; sending reads the weights only, so no failure of a round is a failure of the trainer."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def run(
+        self, phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round, policy_version: int
+    ) -> weights_pb2.PhaseReport:
+        """One phase.
+
+        Raises: WrongVersion: the round announces another version than the trainer has; a TandemError of the member.
+        """
+        if phase in _NEEDS_VERSION and round_.policy_version != policy_version:
+            raise WrongVersion(
+                f"round {round_.round_id} announces policy version {round_.policy_version}, "
+                f"the trainer has {policy_version}"
+            )
+        try:
+            return self._member.run_phase(phase, round_)
+        except TandemError:
+            raise
+        except Exception as error:  # the boundary of the round: the trainer goes on
+            log.error("sync phase failed", round_id=round_.round_id, phase=phase, exc_info=error)
+            raise Internal(f"phase {phase} of round {round_.round_id}: {type(error).__name__}: {error}") from error

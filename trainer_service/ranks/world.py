@@ -1,0 +1,173 @@
+"""How the trainer's ranks find each other: environment, a TCP store, the process groups."""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError, DeadlineExceeded
+from servicekit.logs import get_logger
+from servicekit.redis.registry import Registry
+from weightsync.transfer.communicators.tcp_store import bound_store
+
+STORE_KEY = "trainer/store"
+CONNECT_TIMEOUT_S = 3.0
+RETRY_S = 0.2
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank this process is, in torchrun's terms."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master: tuple[str, int] | None  # MASTER_ADDR and MASTER_PORT, if they were given
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Place":
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK (unset: one rank), MASTER_ADDR and MASTER_PORT.
+
+        Raises: ConfigError: a value is no number, or out of range.
+        """
+        rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
+        master = None
+        if "MASTER_ADDR" in environ:
+            master = (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 0))
+            if master[1] == 0:
+                raise ConfigError("MASTER_ADDR is set and MASTER_PORT is not; set both or neither")
+        return cls(rank=rank, world_size=world_size, local_rank=_number(environ, "LOCAL_RANK", rank), master=master)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environ.get(name, default))
+    except ValueError:
+        raise ConfigError(f"environment variable {name}={environ[name]!r} is not a whole number") from None
+
+
+def device_of(place: Place) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"LOCAL_RANK {place.local_rank} has no GPU; this host has {torch.cuda.device_count()}")
+    return torch.device("cuda", place.local_rank)
+
+
+def meet(place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float) -> dist.TCPStore:
+    """The store that all ranks share: at MASTER_ADDR, or at an address that rank 0 publishes in the registry.
+
+    Raises: DeadlineExceeded: rank 0 did not come within timeout_s.
+    """
+    if place.master is not None:
+        return _torchrun_store(place, timeout_s)
+    if place.rank == 0:
+        return _publish_store(place, registry, environment, timeout_s)
+    return _find_store(place, registry, timeout_s)
+
+
+def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
+    """Rank 0 serves the store at MASTER_ADDR, unless torchrun's agent does (then no rank may)."""
+    address, port = place.master or ("", 0)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 or by_agent:
+        if not by_agent:
+            return bound_store(address, timeout_s, port=port, world_size=place.world_size)[0]
+        timeout = timedelta(seconds=timeout_s)
+        return dist.TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
+    return _retry(
+        lambda _: _try_store(place, address, port, timeout_s), timeout_s, f"rank {place.rank}: {address}:{port}"
+    )
+
+
+def _publish_store(
+    place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float
+) -> dist.TCPStore:
+    """Binds a free port here, then publishes it: no other process can take it in between."""
+    store, port = bound_store(environment.bind_host, timeout_s, world_size=place.world_size)
+    incarnation = secrets.token_hex(8)
+    store.set("incarnation", incarnation)
+    registry.set_value(STORE_KEY, f"{environment.advertise_host} {port} {incarnation}")
+    return store
+
+
+def _find_store(place: Place, registry: Registry, timeout_s: float) -> dist.TCPStore:
+    """Follows the published address until it leads to rank 0 of *this* start of the trainer."""
+
+    def look(left_s: float) -> dist.TCPStore | None:
+        address, port, incarnation = registry.wait_value(STORE_KEY, left_s).split(" ")
+        return _try_store(place, address, int(port), timeout_s, incarnation)
+
+    return _retry(look, timeout_s, f"rank {place.rank}: the address in the registry")
+
+
+def _retry(look: Callable[[float], dist.TCPStore | None], timeout_s: float, where: str) -> dist.TCPStore:
+    """Looks, with the seconds left, until there is a store."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        store = look(max(0.0, deadline - time.monotonic()))
+        if store is not None:
+            return store
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{where} leads to no rank 0 of this start within {timeout_s:g} s")
+        time.sleep(RETRY_S)
+
+
+def _try_store(
+    place: Place, address: str, port: int, timeout_s: float, incarnation: str | None = None
+) -> dist.TCPStore | None:
+    """None if nobody listens there, or rank 0 of an earlier start does, which is about to end.
+
+    That start's incarnation differs from the one that was announced (None: none was), or our rank was taken in it.
+    """
+    try:
+        # TCPStore logs a stack trace for every refused connection
+        socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
+        store = dist.TCPStore(
+            address, port, place.world_size, False, timedelta(seconds=CONNECT_TIMEOUT_S), wait_for_workers=False
+        )
+        if incarnation is not None and store.get("incarnation").decode() != incarnation:
+            return None
+        if store.add(f"joined/{place.rank}", 1) != 1:
+            return None
+    except (OSError, RuntimeError):
+        return None
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def connect(place: Place, store: dist.TCPStore, device: torch.device, host: str, timeout_s: float) -> dist.ProcessGroup:
+    """Initialises torch.distributed (NCCL with CUDA, else gloo).
+
+    Returns: a gloo group of all ranks for commands; it shares no stream and no tag with the engine's groups.
+    """
+    if host in LOOPBACK:
+        # without it gloo listens on the address that the host's name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"tandem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    if group is None:
+        raise RuntimeError("torch.distributed made no control group")
+    return group

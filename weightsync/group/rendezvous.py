@@ -1,0 +1,288 @@
+"""Who is in a weight group: slots, leases and epochs in Redis, changed by one Lua script."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTaken, TandemError, Unavailable
+from servicekit.logs import get_logger
+from servicekit.metrics import LEASE_FAILURES
+from servicekit.redis.client import connect, redis_errors
+from tandem_api.common.v1 import common_pb2
+
+POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
+COORDINATOR_SLOT = "coordinator"  # held by the one that may begin rounds
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A group at one moment. endpoint: "host:port" of the epoch's TCP store, None until it is bound."""
+
+    epoch: int
+    members: dict[str, str]
+    endpoint: str | None
+
+
+class Evicted(SlotTaken):
+    """This worker's slot was taken by another incarnation; it must not act in the group. Its callers hear SlotTaken."""
+
+
+class LeaseExpired(Aborted):
+    """Nobody holds this worker's slot: its lease ran out, or Redis lost its data. It may take the slot again."""
+
+    reason = "LEASE_EXPIRED"
+
+
+class Rendezvous:
+    """A view of a group, and its operations. Thread-safe (redis-py connections are pooled)."""
+
+    def __init__(self, redis_url: str, group: str) -> None:
+        self.group = group
+        self._redis = connect(redis_url)
+        source = resources.files("weightsync.group").joinpath("lua/group.lua").read_text(encoding="utf-8")
+        self._script = self._redis.register_script(source)
+        # One hash tag: all keys of a group live in one Redis Cluster slot.
+        self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state", "facts")]
+
+    def _call(self, *args: str | int) -> list[Any]:
+        with redis_errors():
+            reply = self._script(keys=self._keys, args=list(args))
+        return [item.decode() if isinstance(item, bytes) else item for item in reply]
+
+    def join(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
+        """Takes a slot (from an older incarnation too). facts: what the others may read of us. Returns: the epoch."""
+        return int(self._call("join", slot, worker_id, int(ttl_s * 1000), facts)[1])
+
+    def claim(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
+        """Takes a slot that is empty (or ours). Returns: the epoch. Raises: AlreadyExists: naming the holder."""
+        return int(self._taken(slot, self._call("claim", slot, worker_id, int(ttl_s * 1000), facts))[1])
+
+    def lead(self, slot: str, worker_id: str, ttl_s: float, token: int = 0) -> int:
+        """Takes the coordinator's slot if it is empty (or ours).
+
+        Args:
+            token: that of an earlier claim of this worker, which it keeps; 0: it had none.
+        Returns: the token, greater than those of all workers that had the slot before.
+        Raises: AlreadyExists: naming the holder; Evicted: another worker has had the slot since.
+        """
+        answer = self._taken(slot, self._call("lead", slot, worker_id, int(ttl_s * 1000), token))
+        if answer[0] == "evicted":
+            raise Evicted(f"{slot}: another worker has held this slot of {self.group} since worker {worker_id} lost it")
+        return int(answer[2])
+
+    def leader(self) -> common_pb2.CoordinatorFence:
+        """The newest coordinator, alive or not: what a service that starts must not forget. Token 0: there was none."""
+        token, worker_id = self._call("leader")[2:]
+        return common_pb2.CoordinatorFence(worker_id=str(worker_id), token=int(token))
+
+    def _taken(self, slot: str, answer: list[Any]) -> list[Any]:
+        if answer[0] == "held":
+            raise AlreadyExists(f"slot {slot} of {self.group} is held by worker {answer[2]}; its lease is alive")
+        return answer
+
+    def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
+        """Renews the lease. Returns: "ok", "unknown" (the lease ran out) or "evicted" (another worker has the slot)."""
+        return str(self._call("heartbeat", slot, worker_id, int(ttl_s * 1000))[0])
+
+    def leave(self, slot: str, worker_id: str) -> None:
+        """Gives the slot up; does nothing if another worker has it."""
+        self._call("leave", slot, worker_id)
+
+    def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
+        """Publishes the TCP store of an epoch. Raises: as confirm()."""
+        self._check(slot, worker_id, epoch, self._call("bind", slot, worker_id, epoch, endpoint))
+
+    def confirm(self, slot: str, worker_id: str, epoch: int) -> None:
+        """Asks whether the worker may act in the epoch.
+
+        Raises: Evicted: another one has its slot; LeaseExpired: nobody has; Aborted: the epoch is over.
+        """
+        self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch))
+
+    def _check(self, slot: str, worker_id: str, epoch: int, answer: list[Any]) -> None:
+        status, now = answer[:2]
+        if status == "unknown":
+            raise LeaseExpired(f"{slot}: the lease of worker {worker_id} in {self.group} has run out")
+        if status == "evicted":
+            raise Evicted(f"{slot}: worker {worker_id} no longer holds this slot of {self.group}")
+        if status == "stale":
+            raise Aborted(f"{slot}: epoch {epoch} of {self.group} is over, it is {now}")
+
+    def snapshot(self) -> Membership:
+        """The group now; expired leases are swept first."""
+        _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
+        bound = endpoint_epoch != "" and int(endpoint_epoch) == int(epoch)
+        return Membership(
+            epoch=int(epoch),
+            members=_pairs(flat),
+            endpoint=str(endpoint) if bound else None,
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What the members have told of themselves when they came, by slot."""
+        return _pairs(self._call("facts")[2])
+
+    def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
+        """Waits until all slots are taken, but no longer. Returns: the group then, complete or not."""
+        wanted, deadline = set(slots), time.monotonic() + timeout_s
+        while not wanted <= set((now := self.snapshot()).members) and time.monotonic() < deadline:
+            threading.Event().wait(POLL_S)
+        return now
+
+    def wait_for(self, slots: Iterable[str], timeout_s: float) -> Membership:
+        """Waits until all slots are taken. Raises: DeadlineExceeded, naming the missing slots."""
+        wanted = set(slots)
+        return self.wait_until(
+            lambda now: wanted <= set(now.members),
+            timeout_s,
+            lambda now: f"slots missing from {self.group}: {', '.join(sorted(wanted - set(now.members)))}",
+        )
+
+    def wait_until(
+        self,
+        condition: Callable[[Membership], bool],
+        timeout_s: float,
+        complaint: Callable[[Membership], str],
+    ) -> Membership:
+        """Polls until the condition holds. Raises: DeadlineExceeded with the complaint."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(now := self.snapshot()):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{complaint(now)} (waited {timeout_s:g} s)")
+            threading.Event().wait(POLL_S)
+        return now
+
+
+def _pairs(flat: list[Any]) -> dict[str, str]:
+    words = [item.decode() if isinstance(item, bytes) else str(item) for item in flat]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+class Lease:
+    """Holds a slot: a thread renews the lease, takes an empty slot again, and notices another holder.
+
+        the slot is empty            taken again: after a long stop, or when Redis has lost its data
+        another holds it             nothing: `evicted`; taken again once that one's lease has run out
+        another renews it for long   lost for good: on_lost, and the thread ends
+
+    Args:
+        facts: JSON that the other members may read.
+        on_lost: called once, from the thread, with a sentence; None: the slot is waited for as long as it takes.
+    """
+
+    # Leases for which another may hold the slot: one that does not renew it was no replacement of us.
+    patience_ttls = 2.0
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        slot: str,
+        ttl_s: float,
+        facts: str = "{}",
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rendezvous = rendezvous
+        self.slot = slot
+        self.worker_id = uuid.uuid4().hex
+        self.evicted = False
+        self._ttl_s = ttl_s
+        self._facts = facts
+        self._on_lost = on_lost
+        self._evicted_s = 0.0  # since when
+        self._beating = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lease-{slot}", daemon=True)
+
+    def start(self) -> None:
+        """Joins the group and keeps the lease alive.
+
+        Raises: Unavailable: Redis has not answered for two leases' time.
+        """
+        deadline_s = time.monotonic() + 2 * self._ttl_s
+        while True:
+            try:
+                epoch = self.rendezvous.join(self.slot, self.worker_id, self._ttl_s, self._facts)
+                break
+            except Unavailable as error:  # what was loaded for minutes is not given up for a moment's outage
+                if time.monotonic() >= deadline_s:
+                    raise
+                log.warning("not joined yet", slot=self.slot, error=str(error))
+            self._stop.wait(min(1.0, self._ttl_s / 3))
+        log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises: Evicted: another incarnation has the slot."""
+        if self.evicted:
+            raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
+
+    def confirm(self, epoch: int) -> None:
+        """Asks Redis whether this worker may act in the epoch; takes an empty slot again, which is another epoch.
+
+        Raises: Evicted: another one has the slot; Aborted: the epoch is over.
+        """
+        self.check()
+        try:
+            self.rendezvous.confirm(self.slot, self.worker_id, epoch)
+        except LeaseExpired:
+            self._beat()
+            self.check()
+            raise
+
+    def close(self) -> None:
+        """Stops renewing and leaves the group."""
+        self._stop.set()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout=5.0)
+        try:
+            self.rendezvous.leave(self.slot, self.worker_id)
+        except Unavailable as error:
+            log.warning("could not leave weight group", slot=self.slot, error=str(error))
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._ttl_s / 3):
+            try:
+                self._beat()
+            except TandemError as error:  # whatever Redis refuses: it may do it later
+                LEASE_FAILURES.labels("slot", "unavailable").inc()
+                log.warning("heartbeat failed", slot=self.slot, error=str(error))
+            if self._is_lost():
+                log.error("slot is lost for good", slot=self.slot)
+                if self._on_lost is not None:
+                    self._on_lost(f"another worker holds the slot {self.slot} of {self.rendezvous.group}")
+                return
+
+    def _is_lost(self) -> bool:
+        patience_s = self.patience_ttls * self._ttl_s
+        return self.evicted and self._on_lost is not None and time.monotonic() - self._evicted_s >= patience_s
+
+    def _beat(self) -> None:
+        with self._beating:
+            status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
+            if status == "unknown":
+                status = self._come_back()
+            if status == "evicted" and not self.evicted:
+                self._evicted_s = time.monotonic()
+                LEASE_FAILURES.labels("slot", "lost").inc()
+                log.error("evicted from weight group", slot=self.slot)
+            self.evicted = status == "evicted"
+
+    def _come_back(self) -> str:
+        """After a long stop, or when Redis lost its data: under a new epoch, unless another has come meanwhile."""
+        try:
+            self._take_again()
+        except (AlreadyExists, Evicted):
+            return "evicted"
+        LEASE_FAILURES.labels("slot", "expired").inc()
+        log.warning("lease had expired, joined again", slot=self.slot)
+        return "ok"
+
+    def _take_again(self) -> None:
+        """Raises: AlreadyExists: another one has the slot."""
+        self.rendezvous.claim(self.slot, self.worker_id, self._ttl_s, self._facts)

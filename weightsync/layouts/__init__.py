@@ -1,0 +1,1 @@
+"""Where each engine keeps which slice of which parameter, as data. NumPy, no torch."""

@@ -1,0 +1,198 @@
+"""What weight sync must know of a model: the sizes that its parameters' shapes are made of."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from weightsync.model.config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
+from weightsync.model.rope import read_rope
+
+# Beyond any model; what is tried or listed one by one stays short.
+_MOST_LAYERS, _MOST_HEADS, _MOST_EXPERTS = 2**14, 2**14, 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a model_type says of its parameters that its config.json does not."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+# By model_type. Its mapping rules are in mapping/__init__.py; docs/adding-a-model.md has the steps.
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "llama": Family(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes and switches of a decoder, from its Hugging Face config.json.
+
+    `head_dim` is stated, not derived: it need not be hidden_size / num_heads (Qwen3-0.6B: 128, not 64).
+    num_experts is 0 for a dense model; dense_layers are a mixture-of-experts model's layers without experts;
+    norm_topk_prob: the chosen experts' weights of a token add up to 1. rope_factor: how much Llama 3's rope scaling
+    stretches the low frequencies; 1.0 is no scaling.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    norm_topk_prob: bool = False
+    rope_factor: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
+        """Reads a config.json.
+
+        Raises: ConfigError: the model_type is not supported, a size is missing or none, or the model computes something
+            that our engines do not (UnsupportedModel).
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json holds a {type(config).__name__}, not a table")
+        family = str(config.get("model_type"))
+        if family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UnsupportedModel(
+                f"model_type {family!r} is not supported; supported: {known}",
+                "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 3",
+            )
+        try:
+            return cls._from_supported(family, config)
+        except KeyError as missing:
+            raise ConfigError(f"config.json of this {family} model has no {missing}") from None
+
+    @classmethod
+    def _from_supported(cls, family: str, config: Mapping[str, Any]) -> "ModelSpec":
+        check_computation(config, qkv_bias=FAMILIES[family].qkv_bias)
+        rope_theta, rope_factor = read_rope(config)
+        heads, hidden = whole(config, "num_attention_heads", most=_MOST_HEADS), whole(config, "hidden_size")
+        kv_heads = heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
+        if heads % kv_heads != 0:
+            raise ConfigError(
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        return cls(
+            family=family,
+            num_layers=whole(config, "num_hidden_layers", most=_MOST_LAYERS),
+            hidden_size=hidden,
+            ffn_size=whole(config, "intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=_head_dim(config, hidden, heads),
+            vocab_size=whole(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=FAMILIES[family].qkv_bias,
+            qk_norm=FAMILIES[family].qk_norm,
+            norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            max_positions=whole(config, "max_position_embeddings"),
+            rope_factor=rope_factor,
+            **(_experts(config) if FAMILIES[family].experts else {}),
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> "ModelSpec":
+        """Reads `folder`/config.json. Raises: ConfigError: it is missing, no JSON, or not supported."""
+        path = Path(folder) / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist; give a Hugging Face model folder") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        return cls.from_config(config)
+
+    def size(self, symbol: str) -> int:
+        """The number behind a symbol of the mapping rules: hidden, q, ... (see the table below)."""
+        sizes = {
+            "hidden": self.hidden_size,
+            "ffn": self.ffn_size,
+            "expert_ffn": self.expert_ffn_size,
+            "experts": self.num_experts,
+            "vocab": self.vocab_size,
+            "q": self.num_heads * self.head_dim,
+            "kv": self.num_kv_heads * self.head_dim,
+            "head_dim": self.head_dim,
+            "one": 1,
+        }
+        return sizes[symbol]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def num_elements(self) -> int:
+        """Parameters of the model, without norms and biases."""
+        hidden = self.hidden_size
+        attention = 2 * hidden * (self.size("q") + self.size("kv"))
+        dense = 3 * hidden * self.ffn_size
+        mixture = self.num_experts * hidden * (1 + 3 * self.expert_ffn_size)
+        sparse = 0 if self.num_experts == 0 else self.num_layers - len(self.dense_layers)
+        layers = self.num_layers * attention + sparse * mixture + (self.num_layers - sparse) * dense
+        return layers + self.vocab_size * hidden * (1 if self.tied else 2)
+
+    def fingerprint(self) -> str:
+        """A canonical text of everything above; equal texts have equal layouts."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        head_dim = whole(config, "head_dim")
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise ConfigError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if head_dim % 2 != 0:
+        raise ConfigError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
+    return head_dim
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer has experts unless it is listed, or is left out by the step (every step-th layer has them)."""
+    step = whole(config, "decoder_sparse_step", default=1)
+    listed = [layer for layer in entries(config, "mlp_only_layers") if is_whole(layer)]
+    layers = range(whole(config, "num_hidden_layers", most=_MOST_LAYERS))
+    # transformers 5 writes num_local_experts
+    experts = whole(config, "num_experts" if "num_experts" in config else "num_local_experts", most=_MOST_EXPERTS)
+    chosen = whole(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than the {experts} experts")
+    norm_topk_prob = bool(config.get("norm_topk_prob", False))
+    if chosen == 1 and norm_topk_prob:
+        raise UnsupportedModel(
+            "num_experts_per_tok 1 with norm_topk_prob: true is not supported (the one expert's weight is always 1, so "
+            "nothing trains the router)",
+            "use a model that chooses several experts, or does not normalise",
+        )
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": whole(config, "moe_intermediate_size"),
+        "dense_layers": tuple(i for i in layers if i in listed or (i + 1) % step != 0),
+        "norm_topk_prob": norm_topk_prob,
+    }

@@ -1,0 +1,75 @@
+"""Who sends: distinct source boxes, the ranks that hold each, and an equal share of the bytes for each of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.layouts.layout import Ids, ShardArray
+from weightsync.plans.ops import OpArray, cut_rows, elements
+
+BOX = ("tensor", "row", "rows", "col", "cols")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offers:
+    """Distinct source boxes, sorted by tensor.
+
+    boxes: one shard per distinct box. ranks: holders of all boxes, ascending within a box. first, count: [boxes] where
+    a box's holders are in `ranks`. crowd: [boxes] id of the set of holders; boxes of one crowd share one set.
+    """
+
+    boxes: ShardArray
+    ranks: Ids
+    first: Ids
+    count: Ids
+    crowd: Ids
+
+    @classmethod
+    def of(cls, shards: ShardArray) -> "Offers":
+        """Groups shards by box."""
+        ordered = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(BOX))])]
+        change = np.zeros(len(ordered), dtype=bool)
+        change[:1] = True
+        for name in BOX:
+            change[1:] |= ordered[name][1:] != ordered[name][:-1]
+        first = np.flatnonzero(change)
+        count = np.diff(np.append(first, len(ordered)))
+        ranks = np.ascontiguousarray(ordered["rank"])
+        # A set of ranks is recognised by the sum of 64-bit codes of its members, drawn once from a fixed seed.
+        codes = np.random.default_rng(0).integers(0, 2**63, int(ranks.max()) + 1, dtype=np.uint64)
+        sums = np.add.reduceat(codes[ranks], first) if len(first) > 0 else np.zeros(0, dtype=np.uint64)
+        crowd = np.unique(sums, return_inverse=True)[1].astype(np.int64)
+        return cls(boxes=ordered[first], ranks=ranks, first=first, count=count, crowd=crowd)
+
+
+def share_load(ops: OpArray, offer: Ids, offers: Offers) -> OpArray:
+    """Gives every op its sender.
+
+    The ops of one crowd, laid end to end, are cut into as many equal shares as it has members; an op that lies across
+    a cut is split by rows. Loads within a crowd then differ by less than a row of a split op.
+
+    Args:
+        offer: [ops] index of each op's box.
+    """
+    order = np.lexsort((np.arange(len(ops)), offers.crowd[offer]))
+    ops, offer = ops[order], offer[order]
+    size = elements(ops)
+    crowd = offers.crowd[offer]
+    start = np.cumsum(size) - size
+    leader = np.flatnonzero(np.append(True, crowd[1:] != crowd[:-1])) if len(ops) > 0 else np.zeros(0, np.int64)
+    length = np.diff(np.append(leader, len(ops)))
+    start = start - np.repeat(start[leader], length)  # within the crowd
+    total = np.repeat(np.add.reduceat(size, leader), length) if len(ops) > 0 else size
+    members = offers.count[offer]
+    share = total / members
+    lowest = np.minimum((start / share).astype(np.int64), members - 1)
+    highest = np.minimum(((start + size - 1) / share).astype(np.int64), members - 1)
+    counts = highest - lowest + 1
+    op = np.repeat(np.arange(len(ops)), counts)
+    step = np.arange(len(op)) - np.repeat(np.cumsum(counts) - counts, counts)
+    member = lowest[op] + step
+    begins = np.rint((member * share[op] - start[op]) / ops["cols"][op]).astype(np.int64)
+    begins = np.where(step == 0, 0, np.clip(begins, 0, ops["rows"][op]))
+    pieces, kept = cut_rows(ops, counts, begins)
+    pieces["src"] = offers.ranks[offers.first[offer[op[kept]]] + member[kept]]
+    return pieces

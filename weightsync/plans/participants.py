@@ -1,0 +1,51 @@
+"""The ranks of a round's communicator: the trainer's first, then each replica's in chain order."""
+
+from dataclasses import dataclass
+
+from tandem_api.weights.v1 import weights_pb2
+from weightsync.layouts.layout import Parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participants:
+    """slots: slot of each communicator rank. first_rank: communicator rank of TP rank 0, by replica name."""
+
+    trainer: Parallel
+    replicas: dict[str, Parallel]
+    slots: tuple[str, ...]
+    first_rank: dict[str, int]
+
+    @classmethod
+    def of_round(cls, round_: weights_pb2.Round) -> "Participants":
+        """Reads a round."""
+        trainer = Parallel.from_proto(round_.trainer)
+        slots = [trainer_slot(rank) for rank in range(trainer.world_size)]
+        replicas, first_rank = {}, {}
+        for replica in round_.replicas:
+            parallel = Parallel.from_proto(replica.parallel)
+            replicas[replica.name] = parallel
+            first_rank[replica.name] = len(slots)
+            slots += [rollout_slot(replica.name, rank) for rank in range(parallel.world_size)]
+        return cls(trainer=trainer, replicas=replicas, slots=tuple(slots), first_rank=first_rank)
+
+    def chains(self) -> dict[Parallel, list[str]]:
+        """Replica names by layout, in chain order: the first of each is fed by the trainer."""
+        chains: dict[Parallel, list[str]] = {}
+        for name, parallel in self.replicas.items():
+            chains.setdefault(parallel, []).append(name)
+        return chains
+
+    @property
+    def longest_chain(self) -> int:
+        """Replicas of the layout that has most."""
+        return max((len(names) for names in self.chains().values()), default=0)
+
+
+def trainer_slot(rank: int) -> str:
+    """The slot of a trainer rank."""
+    return f"trainer/{rank}"
+
+
+def rollout_slot(replica: str, tp_rank: int) -> str:
+    """The slot of a rollout rank."""
+    return f"{replica}/{tp_rank}"

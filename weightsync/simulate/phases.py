@@ -1,0 +1,117 @@
+"""What each phase of a simulated round takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+
+from weightsync.plans.cost import MessageSizes, Speeds
+from weightsync.plans.messages import Message
+from weightsync.plans.plan import TransferPlan
+from weightsync.simulate.clock import Clock, Link, Machine
+from weightsync.simulate.ranks import Rank, Walk, Weights, steps_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A replica whose links and cores are `factor` times slower."""
+
+    replica: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Plan, replicas and machines. prepare_s (planning, coverage) and pause_s (draining) are what those phases take
+    beyond the call; staged: COMMIT copies the shard; device: what ranks hold their parameters on."""
+
+    plan: TransferPlan
+    messages: Sequence[Message]
+    dtype_bytes: int
+    replicas: int
+    speeds: Speeds
+    slow: tuple[Slow, ...] = ()
+    staged: bool = False
+    prepare_s: float = 0.0
+    pause_s: float = 0.0
+    device: str = "cuda"
+
+    @cached_property
+    def sizes(self) -> MessageSizes:
+        """Of every message."""
+        return MessageSizes.of(self.plan, self.messages, self.dtype_bytes, self.device)
+
+    def speed_of(self, replica: int) -> float:
+        """1.0: as `speeds` says."""
+        return 1 / max((slow.factor for slow in self.slow if slow.replica == replica), default=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """Seconds of a phase, and when each replica was done, counted from its beginning; what TRANSFER moved."""
+
+    seconds: float
+    ends_s: dict[int, float]
+    num_events: int = 0
+    trainer_egress_bytes: int = 0
+    received_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def run_phase(stage: Stage, phase: str, replicas: Sequence[int], until_s: float | None) -> Took:
+    """One phase, with a call to everybody; TRANSFER is broken off after until_s."""
+    if phase == "transfer":
+        return _transfer(stage, replicas, float("inf") if until_s is None else until_s)
+    if phase in ("verify", "commit"):
+        return _local_work(stage, phase, replicas)
+    seconds = stage.speeds.rpc_s + {"prepare": stage.prepare_s, "pause": stage.pause_s}[phase]
+    return Took(seconds=seconds, ends_s=dict.fromkeys(replicas, seconds))
+
+
+def _transfer(stage: Stage, replicas: Sequence[int], until_s: float) -> Took:
+    clock = Clock()
+    speeds, trainers, width = stage.speeds, stage.plan.source.num_ranks, stage.plan.target.num_ranks
+    ranks = [_rank(speeds.trainer_link, 1.0) for _ in range(trainers)]
+    for replica in replicas:
+        ranks += [_rank(speeds.rollout_link, stage.speed_of(replica)) for _ in range(width)]
+    machine, weights = Machine(clock, speeds.cores), Weights.of(stage.sizes, speeds)
+    walk = Walk(clock=clock, machine=machine, speeds=speeds, ranks=ranks, weights=weights)
+    for rank, steps in enumerate(steps_of(stage.messages, trainers, width, len(replicas))):
+        clock.after(speeds.rpc_s, partial(walk.start, rank, steps))
+    clock.run(until_s)
+    ends = [clock.now if rank.finished_s is None else rank.finished_s for rank in ranks]
+    first = {replica: trainers + place * width for place, replica in enumerate(replicas)}
+    return Took(
+        seconds=max(ends),
+        ends_s={replica: max(ends[begin : begin + width]) for replica, begin in first.items()},
+        num_events=clock.num_events,
+        trainer_egress_bytes=sum(rank.sent_bytes for rank in ranks[:trainers]),
+        received_bytes={
+            replica: sum(rank.received_bytes for rank in ranks[begin : begin + width])
+            for replica, begin in first.items()
+        },
+    )
+
+
+def _local_work(stage: Stage, phase: str, replicas: Sequence[int]) -> Took:
+    """VERIFY packs and digests every message once more; COMMIT copies the staging memory, if there is any."""
+    clock = Clock()
+    machine = Machine(clock, stage.speeds.cores)
+    per_message = stage.sizes.verify_s(stage.speeds)
+    if phase == "commit":
+        per_message = stage.sizes.num_bytes / stage.speeds.copy * stage.staged
+    ends = dict.fromkeys(replicas, 0.0)
+
+    def ended(replica: int) -> None:
+        ends[replica] = clock.now
+
+    for replica in replicas:
+        for seconds in np.bincount(stage.sizes.dst, per_message, stage.plan.target.num_ranks).tolist():
+            machine.compute(seconds, partial(ended, replica), stage.speed_of(replica))
+    clock.run()
+    ends = {replica: seconds + stage.speeds.rpc_s for replica, seconds in ends.items()}
+    return Took(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
+
+
+def _rank(link: float, speed: float) -> Rank:
+    return Rank(out=Link(link * speed), into=Link(link * speed), speed=speed)

@@ -1,0 +1,169 @@
+"""The communicator of the current epoch: built under a deadline, kept across rounds, dropped with its epoch."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import torch
+import torch.distributed as dist
+
+from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
+from servicekit.logs import get_logger
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.group.rendezvous import Evicted, Lease, LeaseExpired, Membership
+from weightsync.plans.participants import Participants, trainer_slot
+from weightsync.transfer.communicators.communicator import Communicator, form, join_store
+from weightsync.transfer.communicators.tcp_store import bound_store
+from weightsync.transfer.communicators.watched import LOOK_S
+from weightsync.transfer.devices import on_device
+from weightsync.transfer.facts import check_facts
+
+log = get_logger(__name__)
+
+
+class CommunicatorCache:
+    """Holds at most one communicator: the old one is dropped before the next is built."""
+
+    def __init__(self, lease: Lease, host: str, device: torch.device) -> None:
+        self._lease = lease
+        self._host = host
+        self._device = device
+        self._key: tuple[int, int, tuple[str, ...]] | None = None
+        self._current: Communicator | None = None
+        self._interrupting = threading.Lock()
+        self._under_way = ""
+        self._given_up = ""
+
+    @property
+    def under_way(self) -> str:
+        """The round that may be interrupted; empty for none."""
+        return self._under_way
+
+    @under_way.setter
+    def under_way(self, round_id: str) -> None:
+        with self._interrupting:
+            self._under_way = round_id
+
+    def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
+        """The communicator of the round's epoch and participants; another one after each round that failed.
+
+        Raises: Aborted: the epoch is over; ConfigError: ranks that cannot work together, by name and values;
+            DeadlineExceeded: a rank did not come, by name.
+        """
+        now = self._lease.rendezvous.snapshot()
+        self._check_epoch(now, round_)
+        key = (round_.epoch, round_.failed_rounds, participants.slots)
+        if self._current is not None and self._key == key and not self._current.closed:
+            return self._current
+        self.drop()
+        self._compare(round_, participants)
+        self._current = self._build(
+            lambda: form(
+                self._store(round_),
+                # The round's id, too: a second attempt in the same epoch must not meet leftovers of the first.
+                name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
+                rank=rank,
+                slots=participants.slots,
+                host=self._host,
+                device=self._device,
+                timeout_s=round_.formation_timeout_s,
+            ),
+            round_,
+        )
+        self._key = key
+        log.info("communicator formed", slot=self._lease.slot, epoch=round_.epoch, ranks=len(participants.slots))
+        return self._current
+
+    def _build(self, build: Callable[[], Communicator], round_: pb.Round) -> Communicator:
+        """Builds it in a thread, which is left behind if the round is given up: nothing else ends a wait of gloo's, or
+        of NCCL's, for a rank that never comes.
+
+        Raises: PeerLost: the round was given up; DeadlineExceeded; what `build` raises.
+        """
+        built: Future[Communicator] = Future()
+        threading.Thread(target=self._carry_out, args=(build, built), name="formation", daemon=True).start()
+        # gloo's wait for the store, its connections and the proof have a deadline each; NCCL has none.
+        deadline = time.monotonic() + 3 * round_.formation_timeout_s
+        while not wait([built], LOOK_S).done:
+            late = time.monotonic() >= deadline
+            if late or self._given_up == round_.round_id:
+                built.add_done_callback(_close)
+                what = f"{self._lease.slot}: round {round_.round_id}"
+                raise DeadlineExceeded(f"{what} was not formed") if late else PeerLost(f"{what} was given up")
+        return built.result()
+
+    def _carry_out(self, build: Callable[[], Communicator], built: "Future[Communicator]") -> None:
+        try:
+            with on_device(self._device):
+                built.set_result(build())
+        except BaseException as error:  # the boundary of the thread
+            built.set_exception(error)
+
+    def drop(self) -> None:
+        """Aborts and forgets the communicator."""
+        if self._current is not None:
+            self._current.abort()
+        self._current, self._key = None, None
+
+    def interrupt(self, round_id: str) -> None:
+        """Ends the waits of a phase that another thread is in, if it is of this round: its owner drops what we have."""
+        with self._interrupting:  # no other round begins between the look and the deed
+            if not round_id or round_id != self._under_way:
+                return
+            self._given_up = round_id
+            if self._current is not None:
+                self._current.abort(f"round {round_id} was given up")
+
+    def close(self) -> None:
+        """The same, at the end of the process."""
+        self.drop()
+
+    def _compare(self, round_: pb.Round, participants: Participants) -> None:
+        """Before anybody connects: ranks that do not fit may not even get to the point where they could say so."""
+        rendezvous = self._lease.rendezvous
+        told = rendezvous.facts()
+        self._check_epoch(rendezvous.snapshot(), round_)  # what was read is of this epoch's members
+        check_facts(told, participants.slots)
+
+    def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
+        if now.epoch != round_.epoch:
+            raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
+        holder = now.members.get(self._lease.slot)
+        if holder is None:
+            raise LeaseExpired(f"{self._lease.slot}: nobody holds this slot of {round_.group}; it is taken again soon")
+        if holder != self._lease.worker_id:
+            raise Evicted(f"{self._lease.slot}: another worker holds this slot of {round_.group}")
+
+    def _store(self, round_: pb.Round) -> dist.Store:
+        """The epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
+        rendezvous = self._lease.rendezvous
+        if self._lease.slot == trainer_slot(0):
+            store, port = bound_store(self._host, round_.formation_timeout_s)
+            endpoint = f"{self._host}:{port} {round_.round_id}"
+            rendezvous.bind_endpoint(self._lease.slot, self._lease.worker_id, round_.epoch, endpoint)
+            return store
+        bound = rendezvous.wait_until(
+            lambda now: _endpoint_of(now, round_) is not None or now.epoch != round_.epoch,
+            round_.formation_timeout_s,
+            lambda now: f"{self._lease.slot}: {trainer_slot(0)} has not bound a store for epoch {round_.epoch}",
+        )
+        self._check_epoch(bound, round_)
+        endpoint_now = _endpoint_of(bound, round_)
+        if endpoint_now is None:
+            raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} vanished")
+        return join_store(endpoint_now, round_.formation_timeout_s)
+
+
+def _close(late: "Future[Communicator]") -> None:
+    """What a formation that was left behind has come to."""
+    if late.exception() is None:
+        late.result().abort("formed too late")
+
+
+def _endpoint_of(now: Membership, round_: pb.Round) -> str | None:
+    """host:port of the store that was bound for this very round; a store of an earlier attempt does not count."""
+    if now.endpoint is None:
+        return None
+    address, _, round_id = now.endpoint.partition(" ")
+    return address if round_id == round_.round_id else None

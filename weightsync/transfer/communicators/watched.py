@@ -1,0 +1,60 @@
+"""Work on a communicator, watched: it ends when a peer is lost or the communicator is closed, whatever gloo does.
+
+A rank whose work fails closes the communicator at once: the others do not wait for it until their deadline.
+
+The work runs in a thread of its own. Where one of its waits never ends (communicator.py says why), the thread is left
+there: its connections are closed, so nothing arrives any more, and it touches nothing when its wait reaches its
+deadline. Until then it holds its buffers, at most two messages.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+import torch
+
+from servicekit.errors import PeerLost
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.devices import on_device
+
+# Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
+# peer is posted.
+LOOK_S = 0.1
+# After the deadline, so that waits that keep it say for whom they waited.
+GRACE_S = 1.0
+
+T = TypeVar("T")
+
+
+def run_watched(communicator: Communicator, work: Callable[[], T], deadline: float, late: Callable[[], str]) -> T:
+    """The result of `work`, all of whose waits are on the communicator.
+
+    Args:
+        deadline: time.monotonic() seconds, for waits that have none: NCCL's for a peer, before it has begun to send.
+        late: what is wrong then.
+    Raises: PeerLost: a peer is gone, time is over, or the communicator was aborted; what `work` raises.
+    """
+    result: Future[T] = Future()
+    name = f"work-{communicator.slots[communicator.rank]}"
+    threading.Thread(target=_carry_out, args=(communicator.device, work, result), name=name, daemon=True).start()
+    try:
+        while not wait([result], LOOK_S).done:
+            communicator.probe(LOOK_S)
+            if time.monotonic() >= deadline + GRACE_S and not communicator.closed:
+                communicator.abort(late())
+            if communicator.give_up():
+                raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")
+        return result.result()
+    except BaseException as error:
+        communicator.abort(f"failed: {error}")
+        raise
+
+
+def _carry_out(device: torch.device, work: Callable[[], T], result: "Future[T]") -> None:
+    try:
+        with on_device(device):
+            result.set_result(work())
+    except BaseException as error:  # the boundary of the thread: it is the caller's
+        result.set_exception(error)

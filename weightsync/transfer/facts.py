@@ -1,0 +1,78 @@
+"""What the ranks of a weight group must have in common; told when they join, compared before they connect.
+
+| fact              | why ranks that differ must not meet                                                              |
+|-------------------|--------------------------------------------------------------------------------------------------|
+| tandem            | one release: the rounds' messages, headers and digests                                           |
+| plan format       | both sides plan for themselves, and must come to the same plan                                   |
+| torch             | gloo's and the TCP store's own protocols, and CUDA's memory handles, are torch's (major.minor)   |
+| C++ ABI           | of torch's build: the handles are structures of its C++ library                                  |
+| byte order        | tensors travel as their bytes                                                                    |
+| device            | NCCL needs a GPU on both sides; with one on the CPU, the other would wait for ever               |
+| NCCL              | one version: NCCL promises no mixed ones                                                         |
+| NCCL_...          | settings that both ends of a connection act by; where they differ, NCCL hangs or fails elsewhere |
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from servicekit.errors import ConfigError, SlotTaken
+from servicekit.versions import software_versions
+from weightsync.group.nccl_settings import NCCL_SETTINGS
+from weightsync.plans.plan import PLAN_FORMAT
+
+_UNSET = "unset"
+
+
+def own_facts(device: torch.device, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What this process is, by name of the fact."""
+    facts = {
+        "tandem": software_versions(["tandem"]).get("tandem", "not installed"),
+        "plan format": str(PLAN_FORMAT),
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "C++ ABI": str(int(torch.compiled_with_cxx11_abi())),
+        "byte order": sys.byteorder,
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        facts["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        facts |= {name: environ.get(name, _UNSET) for name in NCCL_SETTINGS}
+    return facts
+
+
+def check_facts(told: Mapping[str, str], slots: Sequence[str]) -> None:
+    """Compares what the slots have told (JSON, by slot) with the first one's.
+
+    All ranks judge by the same rule, and so come to the same error.
+
+    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has told nothing; SlotTaken: what
+        holds a slot is no rank.
+    """
+    first = _read(told, slots[0])
+    differences: dict[tuple[str, str, str], list[str]] = {}
+    for slot in slots[1:]:
+        facts = _read(told, slot)
+        for name in sorted(first.keys() | facts.keys()):
+            mine, theirs = facts.get(name, "nothing"), first.get(name, "nothing")
+            if mine != theirs:
+                differences.setdefault((name, mine, theirs), []).append(slot)
+    if differences:
+        raise ConfigError("; ".join(_sentence(slots[0], *key, who) for key, who in differences.items()))
+
+
+def _sentence(first: str, name: str, mine: str, theirs: str, who: Sequence[str]) -> str:
+    more = f" and {len(who) - 3} more" if len(who) > 3 else ""
+    where = "set the same in both" if name.startswith("NCCL_") else "use images of the same release"
+    return f"{name} must match: {', '.join(who[:3])}{more} has {mine}, {first} has {theirs} ({where})"
+
+
+def _read(told: Mapping[str, str], slot: str) -> dict[str, str]:
+    if slot not in told:
+        raise ConfigError(f"{slot} does not tell what it runs: is it of another Tandem release?")
+    facts = dict(json.loads(told[slot]))
+    if not facts:
+        raise SlotTaken(f"{slot} is held by a process that tells nothing of itself, so by none of ours")
+    return facts

@@ -1,0 +1,69 @@
+"""The spare shard of staged rounds: filled while the engine generates, it then changes places with the served one."""
+
+from collections.abc import Mapping
+
+import torch
+
+from servicekit.errors import ConfigError
+from weightsync.transfer.capacity import free_bytes
+
+
+class SpareShard:
+    """Memory for one more shard, made at the first use and kept: fresh memory costs a page fault per 4 KiB.
+
+    Args:
+        served: the engine's own tensors, by name. One changes its memory in `install` if it lies on a CPU and nothing
+            else refers to its memory now; of any other (a view that the engine keeps would go stale, a CUDA graph
+            holds addresses) the bytes are copied.
+    """
+
+    def __init__(self, served: Mapping[str, torch.Tensor]) -> None:
+        self._served = served
+        self._movable = _movable(served)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a staged round fills. After `install` it holds the version that was served before."""
+        if not self._tensors:
+            self._tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in self._served.items()}
+        return self._tensors
+
+    def reserve(self, slot: str) -> None:
+        """Makes the memory now, before anybody relies on it.
+
+        Raises: ConfigError: there is no room for it beside the served shard.
+        """
+        if self._tensors:
+            return
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in self._served.values())
+        device = next(iter(self._served.values())).device
+        try:
+            fits = needed <= (free := free_bytes(device)) and bool(self.tensors)
+        except torch.OutOfMemoryError:  # of pieces too small
+            fits = False
+        if not fits:
+            raise ConfigError(
+                f"{slot}: no room for the spare shard of a staged round: it takes {needed / 2**30:.2f} GiB, "
+                f"{device.type} memory has {free / 2**30:.2f} GiB free (sync.install: in_place needs none)"
+            )
+
+    def install(self) -> None:
+        """The served tensors get what was staged; nobody may read them meanwhile."""
+        for name, staged in self.tensors.items():
+            served = self._served[name]
+            if name in self._movable:
+                served.data, staged.data = staged.data, served.data
+            else:
+                served.detach().copy_(staged)
+
+
+def _movable(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of tensors whose memory nobody else knows."""
+    return frozenset(name for name, each in tensors.items() if each.device.type == "cpu" and _references(each) == 1)
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """Tensors on the tensor's memory, in Python or not."""
+    storage = tensor.untyped_storage()  # itself a reference
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]

@@ -1,0 +1,241 @@
+"""Point-to-point transfer of messages, several under way, in the plan's global order, from replica to replica.
+
+A message travels as its segments, then its header: contiguous blocks go from parameter to parameter without a copy,
+the rest through a buffer. Each segment is hashed right after it was handed over (by the sender) or has come (by who
+passes it on): it is in the core's cache then.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from servicekit.errors import DigestMismatch, PeerLost
+from weightsync.plans.limits import RECEIVES, SENDS
+from weightsync.plans.messages import Hop, Link, Message, links_of
+from weightsync.plans.participants import Participants
+from weightsync.plans.round_plan import RoundPlan
+from weightsync.transfer.communicators.communicator import Communicator, Pending
+from weightsync.transfer.communicators.watched import run_watched
+from weightsync.transfer.digest import HEADER_BYTES, PayloadDigest
+from weightsync.transfer.transports.buffers import Buffers
+from weightsync.transfer.transports.packing import Packer, Segment
+from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A message on its way: the bytes of each segment, and its header. buffer: None where no segment needs one."""
+
+    hop: Hop
+    segments: Sequence[Segment]
+    parts: list[torch.Tensor]
+    head: torch.Tensor
+    buffer: torch.Tensor | None
+    works: list[Pending]
+
+    @property
+    def message(self) -> Message:
+        return self.hop.message
+
+
+class CollectiveTransport:
+    """Messages over a communicator (gloo or NCCL)."""
+
+    name = "collective"
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._comm = communicator
+        self._buffers = Buffers(device)
+        self._hops: tuple[str, list[Hop]] = ("", [])
+        self._connected = ""  # digest of the plan whose links are
+
+    def connect(self, plan: RoundPlan, participants: Participants, deadline: float) -> None:
+        """Connects this rank with those that the plan pairs it with, and with no others. Every rank calls it.
+
+        In PREPARE, while generation goes on: no message of TRANSFER waits for a connection, nor for who does not come.
+
+        Args:
+            deadline: time.monotonic() seconds.
+        Raises: PeerLost: naming both ranks of a link that was not connected; the communicator is closed then.
+        """
+        if plan.digest == self._connected:
+            return
+        walk = _Connecting(self._comm, links_of(self._hops_of(plan, participants), len(self._comm.slots)), deadline)
+        run_watched(self._comm, walk.run, deadline, walk.late)
+        self._connected = plan.digest
+
+    def run(self, job: TransferJob) -> TransferStats:
+        """See Transport."""
+        return _Walk(self._comm, job, self._hops_of(job.plan, job.participants), self._buffers).run()
+
+    def _hops_of(self, plan: RoundPlan, participants: Participants) -> list[Hop]:
+        if self._hops[0] != plan.digest:
+            self._hops = (plan.digest, plan.hops_of(self._comm.rank, participants))
+        return self._hops[1]
+
+    def close(self) -> None:
+        """See Transport."""
+
+
+class _Connecting:
+    """One rank's walk over its links, each to its end: whoever waits knows for whom."""
+
+    def __init__(self, communicator: Communicator, links: Sequence[Link], deadline: float) -> None:
+        self._comm = communicator
+        self._links = links
+        self._deadline = deadline
+        self._now = ""
+
+    def run(self) -> None:
+        slots = self._comm.slots
+        for link in self._links:
+            self._now = f"{slots[link.sender]} and {slots[link.receiver]} did not connect"
+            left_s = self._deadline - time.monotonic()
+            try:
+                self._comm.connect(link.sender, link.receiver, link.hop, left_s)
+            except PeerLost as error:
+                raise PeerLost(f"{self._now}: {error}") from error
+
+    def late(self) -> str:
+        return f"{self._now} in time"
+
+
+class _Walk:
+    """One rank's walk over its hops.
+
+    It waits for the oldest message only, whose both ends are ready or will be: the order is the same on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
+        self._comm = communicator
+        self._job = job
+        self._waits = Waits(communicator, job)
+        self._packer: Packer = job.packer
+        self._buffers = buffers
+        self._outgoing: deque[_Flight] = deque()
+        self._incoming: deque[_Flight] = deque()
+        self._to_send = [hop for hop in hops if hop.sender == communicator.rank and hop.hop == 0]
+        self._to_receive = deque(hop for hop in hops if hop.receiver == communicator.rank)
+        self._relays = {hop.message.sequence: hop for hop in hops if hop.sender == communicator.rank and hop.hop > 0}
+        self._stats = TransferStats()
+        buffers.resize(
+            max((self._packer.staged_bytes(hop.message) for hop in hops), default=0),
+            max((self._packer.payload_bytes(hop.message) for hop in hops), default=0),
+        )
+
+    def run(self) -> TransferStats:
+        start = time.monotonic()
+        for hop in self._to_send:
+            self._make_room()
+            self._send(hop)
+        while self._to_receive or self._incoming:
+            self._receive_ahead()
+            self._accept(self._incoming.popleft())
+        while self._outgoing:
+            self._finish_send()
+        self._stats.seconds = time.monotonic() - start
+        self._stats.staging_bytes = self._buffers.peak_bytes
+        return self._stats
+
+    # ---- out ----
+
+    def _make_room(self) -> None:
+        while len(self._outgoing) >= SENDS:
+            self._finish_send()
+
+    def _send(self, hop: Hop) -> None:
+        flight = self._flight(hop)
+        digest = PayloadDigest()
+        for segment, part in zip(flight.segments, flight.parts, strict=True):
+            if segment.lent is None:
+                self._packer.pack_segment(segment, part)
+            flight.works.append(self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop))
+            digest.update(part)
+        flight.head = self._job.header(hop.message, digest.digest())
+        flight.works.append(self._comm.send(flight.head, hop.receiver, hop.message.sequence))
+        self._outgoing.append(flight)
+
+    def _relay(self, flight: _Flight, hop: Hop) -> None:
+        self._make_room()
+        flight.hop = hop
+        parts = (*flight.parts, flight.head)
+        flight.works = [self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop) for part in parts]
+        self._outgoing.append(flight)
+
+    def _finish_send(self) -> None:
+        flight = self._outgoing.popleft()
+        for work in flight.works:
+            self._waits.wait(work, flight.hop.receiver)
+        self._stats.num_messages += 1
+        self._stats.bytes_sent += self._packer.payload_bytes(flight.message)
+        self._release(flight)
+
+    # ---- in ----
+
+    def _receive_ahead(self) -> None:
+        """Makes ready for the next messages; for one at least, though a buffer must be waited for."""
+        while self._to_receive and len(self._incoming) < RECEIVES:
+            hop = self._to_receive[0]
+            while self._needs_buffer(hop) and not self._buffers.are_left():
+                if self._incoming:
+                    return
+                self._finish_send()  # what is neither coming nor going has given its buffer back
+            self._to_receive.popleft()
+            flight = self._flight(hop)
+            for part in (*flight.parts, flight.head):
+                flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence, lane=hop.hop))
+            self._incoming.append(flight)
+
+    def _needs_buffer(self, hop: Hop) -> bool:
+        return self._packer.staged_bytes(hop.message) > 0
+
+    def _accept(self, flight: _Flight) -> None:
+        """Waits for a message, checks its header, passes it on if it must, and unpacks it."""
+        message, sender = flight.message, flight.hop.sender
+        onward = self._relays.get(message.sequence)
+        digest = PayloadDigest()
+        for part, work in zip(flight.parts, flight.works[:-1], strict=True):
+            self._waits.wait(work, sender)
+            if onward is not None:
+                digest.update(part)
+        self._waits.wait(flight.works[-1], sender)
+        expected = self._job.digest_in(flight.head, message)
+        if onward is not None and digest.digest() != expected:  # what is not verified is no source
+            raise DigestMismatch(
+                f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
+                f"{self._comm.slots[sender]} is not what the trainer sent; it is not passed on"
+            )
+        self._stats.num_messages += 1
+        self._stats.bytes_received += self._packer.payload_bytes(message)
+        self._stats.received.append((message, expected))
+        if onward is not None:
+            self._relay(flight, onward)
+        for segment, part in zip(flight.segments, flight.parts, strict=True):
+            if segment.lent is None:
+                self._packer.unpack_segment(segment, part)
+        if onward is None:
+            self._release(flight)
+
+    # ---- both ----
+
+    def _flight(self, hop: Hop) -> _Flight:
+        """Where the message's bytes are, or will be."""
+        segments = self._packer.segments(hop.message)
+        buffer = self._buffers.take() if self._needs_buffer(hop) else None
+        parts = []
+        begin = 0
+        for segment in segments:
+            if segment.lent is not None or buffer is None:
+                parts.append(segment.lent if segment.lent is not None else torch.empty(0))
+            else:
+                parts.append(buffer[begin : begin + segment.num_bytes])
+                begin += segment.num_bytes
+        head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        return _Flight(hop=hop, segments=segments, parts=parts, head=head, buffer=buffer, works=[])
+
+    def _release(self, flight: _Flight) -> None:
+        if flight.buffer is not None:
+            self._buffers.give(flight.buffer)

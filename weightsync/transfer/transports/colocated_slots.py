@@ -1,0 +1,130 @@
+"""Same host, where the parameters themselves cannot be laid open (a cast at the source, no room in /dev/shm): the
+trainer packs messages into two slots of shared memory, filled in turn."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.plans.messages import Message
+from weightsync.transfer.communicators.communicator import Communicator, Pending
+from weightsync.transfer.devices import wait_for_stream
+from weightsync.transfer.digest import HEADER_BYTES
+from weightsync.transfer.transports.colocated import all_messages, messages_for, offers_of
+from weightsync.transfer.transports.shared_memory import Exposure, Opened
+from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
+
+SLOTS = 2
+WINDOW = 64  # messages whose header is awaited: 4 KiB of headers
+
+
+@dataclass(kw_only=True)
+class _Offered:
+    message: Message
+    works: list[tuple[Pending, int]]  # header sent, acknowledgement awaited; with the peer
+
+
+class SlotSource:
+    """The trainer's end."""
+
+    name = "colocated"
+
+    def __init__(self, communicator: Communicator, exposure: Exposure) -> None:
+        self._comm = communicator
+        self._exposure = exposure
+        self._slots = int(exposure.description.slots)
+        self._slot_bytes = int(exposure.description.slot_bytes)
+
+    def run(self, job: TransferJob) -> TransferStats:
+        """See Transport."""
+        start = time.monotonic()
+        waits = Waits(self._comm, job)
+        stats = TransferStats(staging_bytes=self._slots * self._slot_bytes)
+        offered: deque[_Offered] = deque()
+        for number, (message, readers) in enumerate(offers_of(job.plan, job.participants, self._comm.rank)):
+            while len(offered) >= self._slots:
+                self._finish(offered.popleft(), waits)
+            offered.append(self._offer(job, message, readers, number))
+            stats.num_messages += 1
+            stats.bytes_sent += job.packer.payload_bytes(message)
+        while offered:
+            self._finish(offered.popleft(), waits)
+        stats.seconds = time.monotonic() - start
+        return stats
+
+    def _offer(self, job: TransferJob, message: Message, readers: Sequence[int], number: int) -> _Offered:
+        begin = number % self._slots * self._slot_bytes
+        payload = self._exposure.tensors[0][begin : begin + job.packer.payload_bytes(message)]
+        job.packer.pack(message, payload)
+        digest = message_digest(job.packer, message, job.packer.split(message, payload))
+        head = job.header(message, digest)  # the digest has waited for the device: the bytes are there
+        works = []
+        for reader in readers:
+            acknowledgement = torch.empty(1, dtype=torch.uint8)
+            works.append((self._comm.receive(acknowledgement, reader, message.sequence), reader))
+            works.append((self._comm.send(head, reader, message.sequence), reader))
+        return _Offered(message=message, works=works)
+
+    def _finish(self, offered: _Offered, waits: Waits) -> None:
+        for pending, peer in offered.works:
+            waits.wait(pending, peer)
+
+    def close(self) -> None:
+        """See Transport."""
+        self._exposure.close()
+
+
+class SlotReader:
+    """A receiver's end. memories: by trainer rank."""
+
+    name = "colocated"
+
+    def __init__(self, communicator: Communicator, memories: Sequence[Opened]) -> None:
+        self._comm = communicator
+        self._memories = memories
+        self._numbers: tuple[str, dict[int, int]] = ("", {})
+
+    def run(self, job: TransferJob) -> TransferStats:
+        """See Transport."""
+        start = time.monotonic()
+        waits = Waits(self._comm, job)
+        stats = TransferStats()
+        numbers = self._numbered(job)
+        mine = messages_for(job.plan, job.participants, self._comm.rank)
+        heads: list[tuple[torch.Tensor, Pending]] = []
+        acknowledgements = []
+        for index, message in enumerate(mine):
+            for coming in mine[len(heads) : index + WINDOW]:
+                head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                heads.append((head, self._comm.receive(head, coming.src, coming.sequence)))
+            head, pending = heads[index]
+            waits.wait(pending, message.src)
+            stats.accept(job, message, head)
+            self._copy(job, message, numbers[message.sequence])
+            done = torch.ones(1, dtype=torch.uint8)
+            acknowledgements.append((self._comm.send(done, message.src, message.sequence), message.src))
+        for pending, peer in acknowledgements:
+            waits.wait(pending, peer)
+        stats.seconds = time.monotonic() - start
+        return stats
+
+    def _copy(self, job: TransferJob, message: Message, number: int) -> None:
+        job.packer.unpack(message, self._memories[message.src].slot(number)[: job.packer.payload_bytes(message)])
+        wait_for_stream(job.packer.device)  # the acknowledgement says that the memory was read
+
+    def _numbered(self, job: TransferJob) -> dict[int, int]:
+        """For each message, how many its sender has offered before it."""
+        if self._numbers[0] != job.plan.digest:
+            numbers: dict[int, int] = {}
+            offered = [0] * job.participants.trainer.world_size
+            for message in all_messages(job.plan):
+                numbers[message.sequence] = offered[message.src]
+                offered[message.src] += 1
+            self._numbers = (job.plan.digest, numbers)
+        return self._numbers[1]
+
+    def close(self) -> None:
+        """See Transport."""
+        self._memories = ()

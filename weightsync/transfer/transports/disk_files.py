@@ -1,0 +1,282 @@
+"""Published weights in a folder: safetensors files of boxes of canonical tensors, and manifests with their digests.
+
+    <folder>/LATEST                       name of the newest complete version
+    <folder>/v7-<round>/rank-0.safetensors  boxes that trainer rank 0 holds, keyed "name|row+rows|col+cols"
+    <folder>/v7-<round>/rank-0.json       xxh3-128 of every block of rows of every box
+    <folder>/v7-<round>/manifest.json     written last: version, model, digest and size of every rank's files
+
+Files appear under their names when they are complete (written beside, then renamed), the manifest after all of them.
+"""
+
+import json
+import mmap
+import os
+import re
+import shutil
+import struct
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from servicekit.errors import ConfigError, DigestMismatch, NotReady, StaleVersion
+from tandem_files.atomic import SCRATCH_SUFFIX, write_bytes_atomic
+from tandem_files.run_paths import Written
+from tandem_files.safetensors_header import DamagedFile, TensorInfo, parse_header
+from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
+
+FORMAT = 1
+BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
+KEEP_VERSIONS = 2  # the one that a late joiner may be reading, and the newest
+VERSION = re.compile(r"v\d+-[\w.-]+")  # of one round: its version and its id
+# A version that a round has not finished has no manifest.
+PUBLISHED = Written(
+    name="published weights",
+    mark="",
+    entry=re.compile(rf"\.?(rank-\d+\.(json|safetensors)|manifest\.json)({SCRATCH_SUFFIX})?"),
+)
+_LENGTH = struct.Struct("<Q")
+_KEY = re.compile(r"^(.+)\|(\d+)\+(\d+)\|(\d+)\+(\d+)$")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A slice of a canonical tensor, and its block [rows, cols] in memory."""
+
+    tensor: str
+    row: int
+    col: int
+    values: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """The box's name in a file."""
+        rows, cols = self.values.shape
+        return f"{self.tensor}|{self.row}+{rows}|{self.col}+{cols}"
+
+
+def boxes_to_write(layout: Layout, rank: int, matrices: Mapping[str, torch.Tensor]) -> list[Box]:
+    """The boxes that are this rank's to write: of several holders the lowest rank."""
+    shards = layout.shards[~layout.shards["alias"]]
+    names = ("tensor", "row", "rows", "col", "cols")
+    shards = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(names))])]
+    first = np.ones(len(shards), dtype=bool)
+    first[1:] = np.any([shards[name][1:] != shards[name][:-1] for name in names], axis=0)
+    boxes = []
+    for shard in shards[first & (shards["rank"] == rank)]:
+        matrix = matrices[layout.params[shard["param"]]]
+        row, col = int(shard["param_row"]), int(shard["param_col"])
+        values = matrix[row : row + int(shard["rows"]), col : col + int(shard["cols"])]
+        boxes.append(
+            Box(tensor=layout.tensors[shard["tensor"]], row=int(shard["row"]), col=int(shard["col"]), values=values)
+        )
+    return boxes
+
+
+def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype) -> tuple[str, int]:
+    """Writes a rank's boxes, block by block. Returns: digest of its list of digests; bytes of the tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    size = 0
+    for box in boxes:
+        num_bytes = box.values.numel() * dtype.itemsize
+        header[box.key] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(box.values.shape),
+            "data_offsets": [size, size + num_bytes],
+        }
+        size += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digests: dict[str, list[str]] = {}
+    scratch = folder / f".rank-{rank}.safetensors"
+    with scratch.open("wb") as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for box in boxes:
+            digests[box.key] = []
+            for block in _row_blocks(box.values, dtype):
+                data = block.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8).numpy()
+                digests[box.key].append(xxhash.xxh3_128_hexdigest(data.data))
+                file.write(data.data)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(folder / f"rank-{rank}.safetensors")
+    listing = json.dumps({"format": FORMAT, "digests": digests}).encode()
+    write_bytes_atomic(folder / f"rank-{rank}.json", listing)
+    return xxhash.xxh3_128_hexdigest(listing), size
+
+
+def _row_blocks(values: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
+    return values.split(_rows_per_block(values.shape[1], dtype))
+
+
+def _rows_per_block(cols: int, dtype: torch.dtype) -> int:
+    return max(1, BLOCK_BYTES // (cols * dtype.itemsize))
+
+
+def write_manifest(
+    folder: Path, *, policy_version: int, round_id: str, model: str, rank_digests: Sequence[str]
+) -> None:
+    """Makes a version complete, points LATEST at it, and removes the versions before the last."""
+    manifest = {
+        "format": FORMAT,
+        "policy_version": policy_version,
+        "round_id": round_id,
+        "model": model,
+        "ranks": list(rank_digests),
+    }
+    write_bytes_atomic(folder / "manifest.json", json.dumps(manifest, indent=2).encode())
+    latest = folder.parent / "LATEST"
+    before = latest.read_text(encoding="utf-8").strip() if latest.exists() else ""
+    write_bytes_atomic(latest, folder.name.encode())
+    keep = {folder.name, before}
+    for old in folder.parent.glob("v*-*"):
+        # The folder may be anybody's besides; what is not ours stays.
+        if old.name not in keep and VERSION.fullmatch(old.name) and PUBLISHED.is_in(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def latest_folder(folder: Path) -> Path:
+    """Folder of the newest complete version. Raises: NotReady: nothing was published yet."""
+    try:
+        return folder / (folder / "LATEST").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise NotReady(f"{folder} holds no published weights (no LATEST)") from None
+
+
+class PublishedVersion:
+    """A version on disk, opened for reading. Every block that is read is checked first.
+
+    Args:
+        folder: of the version.
+        model: fingerprint of the reader's model.
+    Raises: ConfigError: another model; DigestMismatch: a file is torn or does not belong to the manifest, by name.
+    """
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder = folder
+        manifest = _read_json(folder / "manifest.json")
+        if manifest.get("format") != FORMAT:
+            raise ConfigError(f"{folder}: manifest format {manifest.get('format')}, this reads {FORMAT}")
+        if manifest["model"] != model:
+            raise ConfigError(f"{folder} holds another model: {manifest['model']}, not {model}")
+        self.policy_version = int(manifest["policy_version"])
+        self.round_id = str(manifest["round_id"])
+        self._files = [_RankFile(folder, rank, digest) for rank, digest in enumerate(manifest["ranks"])]
+
+    def require(self, *, at_least: int) -> None:
+        """Raises: StaleVersion: the version is older than that."""
+        if self.policy_version < at_least:
+            raise StaleVersion(f"{self.folder} holds version {self.policy_version}, at least {at_least} is needed")
+
+    def layout(self, target: Layout) -> Layout:
+        """Where the boxes are, in terms of the target's canonical tensors."""
+        ids = {name: i for i, name in enumerate(target.tensors)}
+        keys: list[str] = []
+        rows: list[tuple[int, ...]] = []
+        for rank, file in enumerate(self._files):
+            for key in file.keys:
+                name, *numbers = _split(key)
+                if name not in ids:
+                    raise ConfigError(f"{self.folder} holds {name}, which this model does not have")
+                row, height, col, width = map(int, numbers)
+                rows.append((rank, ids[name], len(keys), row, height, col, width, 0, 0, False))  # type: ignore[arg-type]
+                keys.append(key)
+        shards = np.array(rows, dtype=SHARD_DTYPE)
+        ranks: Ids = np.stack([shards["rank"], shards["param"]], axis=1)
+        return Layout(
+            num_ranks=len(self._files),
+            tensors=target.tensors,
+            tensor_shapes=target.tensor_shapes,
+            params=tuple(keys),
+            param_shapes=tuple((int(s["rows"]), int(s["cols"])) for s in shards),
+            rank_params=ranks,
+            shards=shards,
+        )
+
+    def read(self, rank: int, key: str, rows: slice, cols: slice) -> torch.Tensor:
+        """A block of a box. Raises: DigestMismatch: its bytes are not those that were written."""
+        return self._files[rank].read(key, rows, cols)
+
+
+class _RankFile:
+    """One rank's file, mapped."""
+
+    def __init__(self, folder: Path, rank: int, digest: str) -> None:
+        self._path = folder / f"rank-{rank}.safetensors"
+        listing = _read_bytes(folder / f"rank-{rank}.json")
+        if xxhash.xxh3_128_hexdigest(listing) != digest:
+            raise DigestMismatch(f"{folder / f'rank-{rank}.json'} does not belong to the manifest beside it")
+        self._digests: dict[str, list[str]] = json.loads(listing)["digests"]
+        self._data, self._header = _map(self._path)
+        missing = sorted(set(self._digests) ^ set(self._header))
+        if missing:
+            raise DigestMismatch(f"{self._path} and its list of digests differ in {missing[0]}")
+        self._checked: set[tuple[str, int]] = set()
+
+    @property
+    def keys(self) -> Iterable[str]:
+        return self._digests.keys()
+
+    def read(self, key: str, rows: slice, cols: slice) -> torch.Tensor:
+        entry = self._header[key]
+        dtype = _DTYPES[entry.dtype]
+        height, width = entry.shape
+        matrix = self._data[entry.begin : entry.end].view(dtype).view(height, width)
+        per_block = _rows_per_block(width, dtype)
+        for block in range(rows.start // per_block, -(-rows.stop // per_block)):
+            self._check(key, block, matrix[block * per_block : (block + 1) * per_block])
+        return matrix[rows, cols]
+
+    def _check(self, key: str, block: int, values: torch.Tensor) -> None:
+        if (key, block) in self._checked:
+            return
+        found = xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
+        if found != self._digests[key][block]:
+            raise DigestMismatch(f"{self._path}: block {block} of {key} is not what the trainer wrote")
+        self._checked.add((key, block))
+
+
+def _map(path: Path) -> tuple[torch.Tensor, dict[str, TensorInfo]]:
+    """The file's bytes and its header. Raises: DigestMismatch: the file is cut off or no safetensors file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = parse_header(file, size)
+            memory = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    except DamagedFile as error:
+        raise DigestMismatch(f"{path} {error}: it is torn") from None
+    except (OSError, ValueError) as error:
+        raise DigestMismatch(f"{path} cannot be read: {error}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch knows no read-only tensors, and says so
+        return torch.frombuffer(memory, dtype=torch.uint8), header
+
+
+def _split(key: str) -> tuple[str, ...]:
+    match = _KEY.match(key)
+    if match is None:
+        raise DigestMismatch(f"{key} is no name of a box")
+    return match.groups()
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DigestMismatch(f"{path} cannot be read: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise DigestMismatch(f"{path} is torn: {error}") from None
+    return value

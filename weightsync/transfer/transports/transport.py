@@ -1,0 +1,154 @@
+"""What every way of carrying a round has in common: the job, the figures, and the proof of what was installed."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from servicekit.errors import DeadlineExceeded, DigestMismatch
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.plans.messages import Message
+from weightsync.plans.participants import Participants
+from weightsync.plans.round_plan import RoundPlan
+from weightsync.transfer.communicators.communicator import Communicator, Pending
+from weightsync.transfer.digest import HEADER_BYTES, Header, PayloadDigest, check_header, read_header, write_header
+from weightsync.transfer.transports.packing import Packer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferJob:
+    """One rank's part of one transfer.
+
+    model: fingerprint. packer: of the memory that is read (a trainer rank) or written (a receiver). deadline:
+    time.monotonic() seconds.
+    """
+
+    model: str
+    round_id: str
+    plan: RoundPlan
+    participants: Participants
+    packer: Packer
+    policy_version: int
+    bucket_bytes: int
+    deadline: float
+    timeout_s: float
+
+    def header(self, message: Message, digest: bytes) -> torch.Tensor:
+        """The header of a message of this round, as bytes to send."""
+        head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        write_header(
+            head.numpy(),
+            Header(
+                plan_digest=self.plan.digest,
+                policy_version=self.policy_version,
+                sequence=message.sequence,
+                payload_bytes=self.packer.payload_bytes(message),
+                payload_digest=digest,
+            ),
+        )
+        return head
+
+    def digest_in(self, head: torch.Tensor, message: Message) -> bytes:
+        """The payload's digest. Raises: DigestMismatch: the header is of another message, plan or version."""
+        header = read_header(head.numpy())
+        check_header(
+            header,
+            plan_digest=self.plan.digest,
+            policy_version=self.policy_version,
+            sequence=message.sequence,
+            payload_bytes=self.packer.payload_bytes(message),
+        )
+        return header.payload_digest
+
+
+@dataclass(kw_only=True)
+class TransferStats:
+    """What one rank moved.
+
+    bytes_sent: a byte that several receivers read from shared memory, or from a file, counts once. staging_bytes: peak
+    of the buffers that are neither parameters nor their staged copy. received: with the sender's digest.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    num_messages: int = 0
+    staging_bytes: int = 0
+    seconds: float = 0.0
+    received: list[tuple[Message, bytes]] = field(default_factory=list)
+
+    def accept(self, job: TransferJob, message: Message, head: torch.Tensor) -> None:
+        """Counts a message that has come. Raises: DigestMismatch: the header is of another one."""
+        self.received.append((message, job.digest_in(head, message)))
+        self.num_messages += 1
+        self.bytes_received += job.packer.payload_bytes(message)
+
+    def report(self, shard_bytes: int) -> pb.PhaseReport:
+        """What TRANSFER answers."""
+        report = pb.PhaseReport(
+            bytes_sent=self.bytes_sent,
+            bytes_received=self.bytes_received,
+            shard_bytes=shard_bytes,
+            num_messages=self.num_messages,
+            staging_bytes=self.staging_bytes,
+        )
+        report.seconds["transfer"] = self.seconds
+        return report
+
+
+class Waits:
+    """Waits on a communicator within a job's deadline."""
+
+    def __init__(self, communicator: Communicator, job: TransferJob) -> None:
+        self._comm = communicator
+        self._job = job
+
+    def wait(self, pending: Pending, peer: int) -> None:
+        """Raises: DeadlineExceeded; PeerLost: naming the peer."""
+        remaining = self._job.deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded(
+                f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
+            )
+        self._comm.wait(pending, peer, remaining)
+
+
+class Transport(Protocol):
+    """Carries the bytes of rounds between the ranks of one communicator."""
+
+    @property
+    def name(self) -> str:
+        """ "collective", "colocated" or "disk"."""
+        ...
+
+    def run(self, job: TransferJob) -> TransferStats:
+        """Moves this rank's bytes; blocks until nobody reads or writes its memory any more.
+
+        Raises: PeerLost; DigestMismatch: a message is not the expected one; DeadlineExceeded.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives buffers and mappings back."""
+        ...
+
+
+def message_digest(packer: Packer, message: Message, parts: Iterable[torch.Tensor] | None = None) -> bytes:
+    """Digest of the message's payload: of `parts`, or of what lies in the packer's memory now."""
+    digest = PayloadDigest()
+    for part in packer.stored(message) if parts is None else parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def wrong_messages(received: Sequence[tuple[Message, bytes]], packer: Packer) -> list[Message]:
+    """Messages whose installed bytes do not have the digest that the sender recorded."""
+    return [message for message, digest in received if message_digest(packer, message) != digest]
+
+
+def check_complete(received: Sequence[tuple[Message, bytes]], elements: int) -> None:
+    """Raises: DigestMismatch: the messages are not the whole shard."""
+    got = sum(message.elements for message, _ in received)
+    if got != elements:
+        raise DigestMismatch(f"{got} elements were received, the shard has {elements}")
