@@ -95,6 +95,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
             keep=config.run.keep_checkpoints,
         ),
         control=app.control,
+        dropped_prompts=inputs.dropped_prompts(),
         leaving=app.leaving,
         events=app.events,
         state=inputs.state,

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.data.prompts import DataCursor, PromptSet, load_prompts
+from coordinator.flow import DataKey
 from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
@@ -34,6 +35,11 @@ class Inputs:
     resumed: bool
     checkpoint: Sound | None = None
     marks: dict[str, int] = field(default_factory=dict)
+
+    def dropped_prompts(self) -> dict[DataKey, int]:
+        """Prompts that are too long and were left out, by data file."""
+        heldout = 0 if self.heldout is None else self.heldout.num_dropped
+        return {"train": self.train.num_dropped, "heldout": heldout}
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

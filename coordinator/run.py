@@ -7,6 +7,7 @@ finish     checkpoint, Hugging Face export, summary
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +70,8 @@ class Run:
     control: RunControl
     events: EventLog
     state: RunState
+    # Prompts that are longer than data.max_prompt_tokens and were left out, by data file.
+    dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     resumed: bool = False
     checkpoint: Sound | None = None
@@ -121,6 +124,7 @@ class Run:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
             self._warn("lost_rows", f"{message}: a crash or a full disk has torn them")
         self._curves = [numeric(row) for row in self._rows.rows()]
+        self._note_dropped_prompts()
         self._announce("sync")
         await self._agree_on_version()
         self._step_over_damaged()
@@ -171,6 +175,15 @@ class Run:
             self.state.damaged_checkpoints.append(complaint)
             self._warn("damaged_checkpoint", complaint + ("" if aside is None else f"; it is kept as {aside.name}"))
         self.checkpoint = None
+
+    def _note_dropped_prompts(self) -> None:
+        """data.overlong_prompts: drop leaves data out; that changes what is trained."""
+        for data, count in self.dropped_prompts.items():
+            metrics.DROPPED_PROMPTS.labels(data=data).set(count)
+            if count:
+                self._warn(
+                    "dropped_prompts", f"{count} prompts of data.{data} are left out: longer than max_prompt_tokens"
+                )
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""

@@ -68,14 +68,6 @@ def span(name: str, **attributes: Attribute) -> AbstractContextManager[object]:
     return _Tracing.tracer.start_as_current_span(name, attributes=attributes)
 
 
-def annotate(**attributes: Attribute) -> None:
-    """Adds to the span that we are in."""
-    if _Tracing.tracer is not None:
-        from opentelemetry import trace
-
-        trace.get_current_span().set_attributes(attributes)
-
-
 def outgoing() -> Metadata:
     """Metadata of a call that is made in the span that we are in."""
     if _Tracing.tracer is None:

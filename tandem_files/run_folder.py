@@ -31,7 +31,6 @@ class LauncherNotes:
 
     pid: int
     run_id: str
-    started_unix_s: float
     coordinator: str = ""
 
 

@@ -18,7 +18,7 @@ from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import GIGABIT, MessageSizes, Speeds, predict
-from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.limits import bucket_bytes, largest_message
 from weightsync.plans.messages import cut_messages
 from weightsync.plans.participants import Participants
 from weightsync.plans.plan import make_plan
@@ -52,7 +52,7 @@ class Forecast:
     def __init__(self, model: str, dtype: str, settings: SyncSection) -> None:
         self._model = model
         self._dtype_bytes = _DTYPE_BYTES[dtype if settings.dtype == "same" else settings.dtype]
-        self._bucket_bytes = int((settings.bucket_mib or 0) * 2**20)
+        self._asked_bytes = bucket_bytes(settings.bucket_mib)
         link = settings.link_gbit * GIGABIT
         self._speeds = Speeds(trainer_link=link, rollout_link=link)
         self._fleet: Participants | None = None
@@ -79,19 +79,19 @@ class Forecast:
         Raises: ConfigError: a model or a layout that the planner does not know.
         """
         # The link speeds of a forecast are those between GPUs.
-        bucket_bytes = self._bucket_bytes or default_bucket_bytes("cuda", fleet.longest_chain)
+        message_bytes = largest_message(self._asked_bytes, "cuda", fleet.longest_chain)
         chains = [
-            self._predict_chain(fleet.trainer, layout, len(names), bucket_bytes)
+            self._predict_chain(fleet.trainer, layout, len(names), message_bytes)
             for layout, names in fleet.chains().items()
         ]
         return RoundForecast(
             seconds=max(chain.seconds for chain in chains), received_bytes=sum(chain.received_bytes for chain in chains)
         )
 
-    def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int, bucket_bytes: int) -> RoundForecast:
+    def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int, message_bytes: int) -> RoundForecast:
         spec = ModelSpec.from_folder(self._model)
         plan = make_plan(megatron_layout(spec, trainer), sglang_layout(spec, rollout))
-        messages = cut_messages(plan, max(1, bucket_bytes // self._dtype_bytes))
+        messages = cut_messages(plan, max(1, message_bytes // self._dtype_bytes))
         prediction = predict(plan, MessageSizes.of(plan, messages, self._dtype_bytes), replicas, self._speeds)
         received = int(plan.elements_sent().sum()) * self._dtype_bytes * replicas
         return RoundForecast(seconds=prediction.seconds, received_bytes=received)

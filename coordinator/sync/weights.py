@@ -38,6 +38,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.group.rendezvous import Evicted
+from weightsync.plans.limits import bucket_bytes
 
 # Rounds that one publication may take. What fails three times in a row is not an accident.
 MAX_ROUNDS = 3
@@ -355,7 +356,7 @@ class WeightSync:
                 epoch=present.epoch,
                 install_mode=_INSTALL[self._settings.install],
                 pause_mode=_PAUSE[self._settings.pause],
-                bucket_bytes=int((self._settings.bucket_mib or 0) * 2**20),
+                bucket_bytes=bucket_bytes(self._settings.bucket_mib),
                 formation_timeout_s=self._settings.formation_timeout_s,
                 transfer_timeout_s=self._settings.transfer_timeout_s,
                 transport=_TRANSPORT[self._settings.transport],

@@ -110,6 +110,9 @@ SYNC_REDUNDANCY = LateGauge(
 )
 GENERATED_TOKENS = Counter("tandem_generated_tokens_total", "Completion tokens sampled for training.")
 TRAINED_SAMPLES = Counter("tandem_trained_samples_total", "Samples sent to the trainer.")
+DROPPED_PROMPTS = Gauge(
+    "tandem_dropped_prompts", "Prompts left out of the data, longer than data.max_prompt_tokens.", ["data"]
+)
 DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
 RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were made up for.")
 DISPATCH_STALLS = Counter(
@@ -179,6 +182,7 @@ for _kind in (
     "generate_retry",
     "replicas",
     "kubernetes",
+    "dropped_prompts",
 ):
     WARNINGS.labels(kind=_kind)
 

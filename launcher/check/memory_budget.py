@@ -19,7 +19,7 @@ from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.layouts.stages import Chunk, chunks_of
 from weightsync.model.spec import ModelSpec
-from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.limits import bucket_bytes, largest_message
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT = 4
@@ -238,6 +238,4 @@ def _longest(config: RunConfig, tokens: int) -> int:
 
 
 def _bucket_bytes(config: RunConfig) -> int:
-    if config.sync.bucket_mib is not None:
-        return int(config.sync.bucket_mib * 2**20)
-    return default_bucket_bytes("cuda", config.rollout.replicas)
+    return largest_message(bucket_bytes(config.sync.bucket_mib), "cuda", config.rollout.replicas)

@@ -17,7 +17,7 @@ from launcher.view.run_view import make_console
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.problems import ConfigErrors
 from weightsync.plans.cost import Speeds
-from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.limits import bucket_bytes, largest_message
 
 
 def plan_command(
@@ -45,7 +45,7 @@ def plan_command(
             rollout=rollout_sizes(rollout),
             replicas=replicas,
             dtype=dtype,
-            bucket_bytes=default_bucket_bytes("cuda", replicas) if bucket_mib is None else int(bucket_mib * 2**20),
+            bucket_bytes=largest_message(bucket_bytes(bucket_mib), "cuda", replicas),
             speeds=speeds,
             notes=notes,
         )

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 from launcher.view.follow import follow
@@ -30,7 +29,7 @@ class Watching:
             "rollout": [f"rollout-{index}" for index in range(config.rollout.replicas)],
             COORDINATOR: [COORDINATOR],
         }
-        self._notes = LauncherNotes(pid=os.getpid(), run_id=launch_id, started_unix_s=time.time())
+        self._notes = LauncherNotes(pid=os.getpid(), run_id=launch_id)
         self._task: asyncio.Task[None] | None = None
         self._found_coordinator = False
 

@@ -302,11 +302,6 @@ class Registry:
         """Raises: DeadlineExceeded: nobody has set `key`; Aborted: close() was called meanwhile."""
         return self._poll(lambda: self.get_value(key), lambda: f"value {key!r}", timeout_s)
 
-    def delete_value(self, key: str) -> None:
-        self._values.discard(self._value_key(key))
-        with redis_errors():
-            self._redis.delete(self._value_key(key))
-
     def report_failure(self, role: str, name: str, reason: str) -> None:
         """Leaves word of why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service takes it
         back.

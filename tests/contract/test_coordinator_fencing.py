@@ -15,7 +15,6 @@ import yaml
 
 from coordinator.app import conduct
 from coordinator.clients.trainer import Trainer
-from coordinator.fleet.static import StaticFleet
 from coordinator.flow import Outcome
 from coordinator.lead import SoleLead
 from coordinator.sync.weights import WeightSync
@@ -27,6 +26,7 @@ from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until

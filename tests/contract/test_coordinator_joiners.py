@@ -8,7 +8,6 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
-from coordinator.fleet.static import StaticFleet
 from coordinator.flow import Generation, Prompt
 from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Order, Sampling
@@ -19,6 +18,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
+from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.fake_sync import FakeGroup
 from tests.fakes.tiny_task import EOS, encode
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from coordinator.fleet.static import StaticFleet
 from coordinator.flow import Prompt
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
@@ -13,6 +12,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_rollout import GenerateFault
+from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.tiny_task import EOS, encode
 
 ORDER = Order(

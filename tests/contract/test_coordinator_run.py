@@ -104,6 +104,23 @@ async def test_a_configuration_becomes_the_runs_when_it_has_trained_an_iteration
     assert (environment.run_dir / NEXT_CONFIG).exists() is not adopted
 
 
+@pytest.mark.parametrize("num_long", [0, 2])
+async def test_prompts_that_are_left_out_are_told(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture, num_long: int
+) -> None:
+    """In every way of running: in the log, as a metric, and as an event (test_coordinator_service.py watches those)."""
+    config = with_settings(config, data={"max_prompt_tokens": 7, "overlong_prompts": "drop"}, run={"iterations": 1})
+    with config.data.train.open("a", encoding="utf-8") as data:
+        data.writelines('{"prompt": "1111+2222=", "answer": "3333"}\n' for _ in range(num_long))
+    before = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "dropped_prompts"}) or 0.0
+    async with fleet_of(environment):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    warned = (REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "dropped_prompts"}) or 0.0) - before
+    assert (warned, "2 prompts of data.train are left out" in caplog.text) == ((1, True) if num_long else (0, False))
+    assert REGISTRY.get_sample_value("tandem_dropped_prompts", {"data": "train"}) == num_long
+    assert REGISTRY.get_sample_value("tandem_dropped_prompts", {"data": "heldout"}) == 0
+
+
 async def test_a_failing_service_ends_the_run_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
     async with fleet_of(environment, FakeTrainer(faults=failing_at(1))):
         code = await conduct(config, environment, resume=False, stop=asyncio.Event())

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.tracing import ENDPOINT, annotate, outgoing, served, span, start_tracing
+from servicekit.tracing import ENDPOINT, outgoing, served, span, start_tracing
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.test_coordinator_process import Start, end_of, fleet_arguments, write_config
@@ -118,7 +118,6 @@ def test_nothing_is_loaded_while_it_is_off() -> None:
 
 def test_while_it_is_off_nothing_is_said() -> None:
     with span("a", b=1), served("/x/y", (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),)):
-        annotate(c=2)
         assert outgoing() == ()
 
 

@@ -19,6 +19,19 @@ RECEIVES = 4
 SEGMENT_BYTES = {"cpu": 256 * 1024, "cuda": 4 * 2**20}
 
 
+def bucket_bytes(bucket_mib: float | None) -> int:
+    """The setting sync.bucket_mib as a round carries it, in bytes. Returns: 0 where it is unset."""
+    return 0 if bucket_mib is None else max(1, int(bucket_mib * 2**20))
+
+
+def largest_message(asked_bytes: int, device: str, replicas: int) -> int:
+    """Largest message of a round, in bytes: what it asks for; where that is 0, the default.
+
+    device, replicas: as in `default_bucket_bytes`.
+    """
+    return asked_bytes or default_bucket_bytes(device, replicas)
+
+
 def default_bucket_bytes(device: str, replicas: int) -> int:
     """Largest message where the run does not say, in bytes.
 

@@ -22,11 +22,6 @@ class TransferPlan:
     ops: OpArray
     digest: str
 
-    def elements_received(self, rank: int) -> int:
-        """Elements that target rank `rank` gets."""
-        mine = self.ops[self.ops["dst"] == rank]
-        return int((mine["rows"] * mine["cols"]).sum())
-
     def elements_sent(self) -> Ids:
         """[source ranks] elements that each source rank sends."""
         sent = np.bincount(self.ops["src"], self.ops["rows"] * self.ops["cols"], minlength=self.source.num_ranks)

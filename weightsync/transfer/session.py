@@ -34,7 +34,7 @@ from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
-from weightsync.plans.limits import default_bucket_bytes
+from weightsync.plans.limits import largest_message
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan, plan_round, source_layout
 from weightsync.transfer.communicators.cache import CommunicatorCache
@@ -345,7 +345,7 @@ class SyncMember:
 
     def _bucket_bytes(self, round_: pb.Round, participants: Participants) -> int:
         """All ranks of a round know its chains and are of one device (facts.py), and so come to the same size."""
-        return int(round_.bucket_bytes) or default_bucket_bytes(self._device.type, participants.longest_chain)
+        return largest_message(int(round_.bucket_bytes), self._device.type, participants.longest_chain)
 
     def _terms(self, round_: pb.Round) -> Terms:
         """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""

@@ -88,7 +88,7 @@ def test_the_lock_of_a_killed_launcher_is_free(tmp_path: Path) -> None:
 
 
 def test_notes_round_trip_and_damaged_ones_are_none(tmp_path: Path) -> None:
-    notes = LauncherNotes(pid=1, run_id="a-1", started_unix_s=2.0, coordinator="127.0.0.1:1")
+    notes = LauncherNotes(pid=1, run_id="a-1", coordinator="127.0.0.1:1")
     write_notes(tmp_path, notes)
     assert read_notes(tmp_path) == notes
     (tmp_path / "launcher.json").write_text('{"pid"')

@@ -41,7 +41,6 @@ def use_everything(url):
     assert [record.name for record in registry.list("rollout")] == ["rollout-0"]
     registry.set_value("store", "h:2")
     assert registry.wait_value("store", 1) == "h:2"
-    registry.delete_value("store")
     registry.withdraw()
     registry.close()
     group = Rendezvous(url, "tandem:demo.1")

@@ -166,9 +166,6 @@ def test_values_are_waited_for_and_expire(redis_server, open_registry):
         registry.set_value("store", "127.0.0.1:29500", ttl_s=TTL_S)
         assert waiting.result(10) == "127.0.0.1:29500"
     until(lambda: registry.get_value("store") is None)
-    registry.set_value("store", "x")
-    registry.delete_value("store")
-    assert registry.get_value("store") is None
 
 
 def test_a_service_of_another_release_is_refused_by_name(redis_server, open_registry):

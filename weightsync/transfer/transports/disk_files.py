@@ -32,7 +32,6 @@ from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
 
 FORMAT = 1
 BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
-KEEP_VERSIONS = 2  # the one that a late joiner may be reading, and the newest
 VERSION = re.compile(r"v\d+-[\w.-]+")  # of one round: its version and its id
 # A version that a round has not finished has no manifest.
 PUBLISHED = Written(
