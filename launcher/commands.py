@@ -155,7 +155,7 @@ def _run(request: "RunRequest", console: Console) -> int:
         plot_rewards(request.run_dir)
         if outcome.code == 0:
             print_summary(console, request.run_dir)
-    except Exception as error:  # a picture is not worth the outcome: the disk may be full, or matplotlib at odds
+    except Exception as error:  # noqa: BLE001 - a picture is not worth the outcome: the disk may be full, or matplotlib at odds
         view.warning(f"the curve or the summary could not be made: {error}")
     style = "bold red" if outcome.code else "bold yellow" if outcome.troubles else "bold green"
     view.say(outcome.text, style)

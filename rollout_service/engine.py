@@ -89,7 +89,9 @@ class EngineProcesses(Protocol):
 
     # Done with an exception as soon as they can no longer serve (a rank died); never done otherwise.
     @property
-    def failed(self) -> "asyncio.Future[None]": ...
+    def failed(self) -> "asyncio.Future[None]":
+        """Done with an error once a rank has died."""
+        ...
 
     # gRPC addresses of the ShardReceiverService of the ranks on this host, in rank order.
     rank_addresses: list[str]

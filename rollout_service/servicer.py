@@ -69,6 +69,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._draining = True
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
+        """End the round of an earlier coordinator and say which version is served."""
         self._fence.admit(request.fence)
         await self._updates.take_over()
         return pb.TakeOverResponse(policy_version=self._updates.policy_version)
@@ -76,6 +77,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GenerateGroups(
         self, request: pb.GenerateGroupsRequest, context: Any
     ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+        """Sample groups of completions; a reply per finished part."""
         groups, sampling = read_request(request, self._engine.limits, self._max_groups)
         self._check_serves(request.policy_version)
         start_s = time.perf_counter()
@@ -109,6 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._metrics.generated_tokens.inc(tokens)
 
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
+        """Run one phase of a weight-sync round on this replica."""
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
         self._fence.admit(request.round.fence)
@@ -118,6 +121,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any
     ) -> pb.LoadPublishedWeightsResponse:
+        """Load a version from the folder that the trainer published it in."""
         if not request.folder or not request.round_id:
             raise InvalidRequest("folder and round_id must be set")
         self._fence.admit(request.fence)
@@ -131,16 +135,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.LoadPublishedWeightsResponse(state=self._updates.state)
 
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
+        """Stop generation at a token boundary."""
         self._fence.admit(request.fence)
         await self._updates.pause(request.mode)
         return pb.PauseGenerationResponse(state=self._updates.state)
 
     async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
+        """Let generation go on."""
         self._fence.admit(request.fence)
         await self._updates.resume()
         return pb.ResumeGenerationResponse(state=self._updates.state)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        """State, served version and load of the replica."""
         # In a thread: a scheduler that hangs while it tells its load holds whoever reads it.
         load = await asyncio.to_thread(self._engine.load)
         return pb.GetStatusResponse(
@@ -155,6 +162,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
+        """Digest of every parameter of every rank."""
         checksums = await self._ranks.checksums()
         return pb.GetChecksumsResponse(ranks=[pb.RankChecksums(checksums=each) for each in checksums])
 

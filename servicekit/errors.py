@@ -219,6 +219,7 @@ class Status:
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        """The reason code, for the caller's error."""
         return ((REASON_KEY, self.reason),)
 
 

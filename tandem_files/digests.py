@@ -16,7 +16,7 @@ import xxhash
 from tandem_files.atomic import write_json_atomic
 
 MANIFEST = "digests.json"
-# {"bytes": n, "xxh3_128": hex}
+# Of one file: its size in "bytes", and "xxh3_128" in hex.
 Digest = Mapping[str, Any]
 _CHUNK_BYTES = 8 << 20
 _MAX_THREADS = 8

@@ -73,7 +73,7 @@ class Worker:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # the boundary of the thread
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread
             failure = self._explained(error)
             if not self.loaded.done():
                 self.loaded.set_exception(failure)

@@ -13,9 +13,13 @@ class Askable(Protocol):
     """A service that answers GetStatus at once whatever it works on."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The service, for errors."""
+        ...
 
-    async def status(self, *, timeout_s: float) -> Any: ...
+    async def status(self, *, timeout_s: float) -> Any:
+        """How it is. Raises: TandemError: it does not answer within timeout_s."""
+        ...
 
 
 async def while_alive(call: Coroutine[Any, Any, T], service: Askable, *, probe_timeout_s: float) -> T:

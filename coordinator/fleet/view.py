@@ -8,7 +8,9 @@ from coordinator.fleet.base import Fleet
 class HasTroubles(Protocol):
     """Something that may be wrong (fleet.kubernetes.cluster.Cluster)."""
 
-    def troubles(self) -> list[str]: ...
+    def troubles(self) -> list[str]:
+        """What is wrong now, a sentence each."""
+        ...
 
 
 class FleetView:

@@ -33,19 +33,30 @@ class Membership(Protocol):
     """Who is in the weight group at one moment (weightsync.group.rendezvous.Membership)."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Number of the membership; it grows with every change."""
+        ...
 
     @property
-    def members(self) -> dict[str, str]: ...
+    def members(self) -> dict[str, str]:
+        """Slot to the worker that holds it."""
+        ...
 
 
 class Group(Protocol):
     """The weight group (weightsync.group.rendezvous.Rendezvous); blocking."""
 
     @property
-    def group(self) -> str: ...
+    def group(self) -> str:
+        """Name of the weight group, as participants join it."""
+        ...
 
-    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership: ...
+    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership:
+        """The membership once all of `slots` are held.
+
+        Raises: DeadlineExceeded: naming those that are not, after timeout_s.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class Watching:
         try:
             token = read_token(self._run_dir)
             await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator, token)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong with the view is not worth the run
             rows = self._run_dir / METRICS_FILE
             self._view.warning(f"the progress view ended ({error}); the run goes on, see {rows}")
 

@@ -24,17 +24,23 @@ class WorkerRanks:
         self._name = name
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One phase on all ranks of the host.
+
+        Returns: a report per rank. Raises: TandemError: the first that failed.
+        """
         request = wpb.RunRankPhasesRequest(leader_id=self._leader_id, phase=phase, round=round_)
         with rpc_errors(self._name):
             reply = await self._stub.RunRankPhases(request, timeout=phase_timeout_s(phase, round_) + _MARGIN_S)
         return list(reply.reports)
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Load published weights from disk on all ranks. Raises: TandemError."""
         wrapped = wpb.LoadPublishedShardsRequest(leader_id=self._leader_id, published=request)
         with rpc_errors(self._name):
             await self._stub.LoadPublishedShards(wrapped, timeout=LOAD_TIMEOUT_S + _MARGIN_S)
 
     async def checksums(self) -> list[dict[str, str]]:
+        """Digest of every parameter, by its name, for each rank."""
         request = wpb.GetRankChecksumsRequest(leader_id=self._leader_id)
         with rpc_errors(self._name):
             reply = await self._stub.GetRankChecksums(request, timeout=CHECKSUM_TIMEOUT_S + _MARGIN_S)
@@ -49,15 +55,22 @@ class RankGroups:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of all hosts together."""
         return sum(host.num_ranks for host in self._hosts)
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One phase on all ranks of the host.
+
+        Returns: a report per rank. Raises: TandemError: the first that failed.
+        """
         parts = await all_of([host.run_phase(phase, round_) for host in self._hosts])
         return [report for part in parts for report in part]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Load published weights from disk on all ranks. Raises: TandemError."""
         await all_of([host.load_published(request) for host in self._hosts])
 
     async def checksums(self) -> list[dict[str, str]]:
+        """Digest of every parameter, by its name, for each rank."""
         parts = await all_of([host.checksums() for host in self._hosts])
         return [rank for part in parts for rank in part]

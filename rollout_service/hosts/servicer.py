@@ -23,10 +23,12 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
         self._ranks = ranks
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
+        """Bind this worker to a leader. Raises: AlreadyExists: it has another one."""
         self._membership.join(request)
         return pb.JoinResponse(worker_id=self._worker_id)
 
     async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
+        """Note that the leader lives; say how we are."""
         self._membership.beat(request.leader_id)
         return pb.BeatResponse(
             ready=self._membership.ready,
@@ -35,22 +37,26 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
         )
 
     async def RunRankPhases(self, request: pb.RunRankPhasesRequest, context: Any) -> pb.RunRankPhasesResponse:
+        """Run a phase of a round on this host's ranks."""
         ranks = self._ranks_for(request.leader_id)
         return pb.RunRankPhasesResponse(reports=await ranks.run_phase(request.phase, request.round))
 
     async def LoadPublishedShards(
         self, request: pb.LoadPublishedShardsRequest, context: Any
     ) -> pb.LoadPublishedShardsResponse:
+        """Load published weights on this host's ranks."""
         await self._ranks_for(request.leader_id).load_published(request.published)
         return pb.LoadPublishedShardsResponse()
 
     async def GetRankChecksums(self, request: pb.GetRankChecksumsRequest, context: Any) -> pb.GetRankChecksumsResponse:
+        """Digests of the parameters of this host's ranks."""
         checksums = await self._ranks_for(request.leader_id).checksums()
         return pb.GetRankChecksumsResponse(
             ranks=[weights_pb2.GetChecksumsResponse(checksums=each) for each in checksums]
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        """End with the leader."""
         self._membership.leave(request.leader_id, request.reason, failed=request.failed)
         return pb.LeaveResponse()
 

@@ -23,6 +23,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     """Decoder self-attention in padded chunks; everything else (sliding window, cross attention) is upstream's."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a forward pass; chunks are planned by its first layer."""
         super().init_forward_metadata(forward_batch)
         self.chunks: dict[bool, list[Chunk]] = {}  # is_extend -> chunks; the same for every layer of this forward
 

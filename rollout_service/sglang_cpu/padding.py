@@ -48,6 +48,7 @@ def plan_chunks(lengths: list[int], queries: list[int]) -> list[list[int]]:
 
 
 def decode_chunks(req_to_token: torch.Tensor, pool_index: torch.Tensor, seq_lens: torch.Tensor) -> list[Chunk]:
+    """Chunks of a decode step: N sequences, one query token each."""
     lengths = seq_lens.tolist()
     chunks = []
     for rows in plan_chunks(lengths, [1] * len(lengths)):
@@ -64,6 +65,7 @@ def extend_chunks(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
 ) -> list[Chunk]:
+    """Chunks of a prefill: N sequences of extend_lens new tokens after prefix_lens cached ones."""
     starts = extend_lens.cumsum(0) - extend_lens
     chunks = []
     for rows in plan_chunks(seq_lens.tolist(), extend_lens.tolist()):

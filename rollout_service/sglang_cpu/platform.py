@@ -14,12 +14,15 @@ class TandemCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()  # no triton, no graph capture
 
     def get_default_attention_backend(self) -> str:
+        """SGLang's plain torch attention; ours replaces it by that name."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
+        """Operators take their plain torch form."""
         return "native"
 
     def get_device(self, device_id: int = 0) -> str:
+        """Where tensors go: host memory."""
         return "cpu"  # a str: server_args splits it when no device is given
 
     def empty_cache(self) -> None:

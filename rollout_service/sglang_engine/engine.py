@@ -52,9 +52,11 @@ class SglangEngine:
 
     @property
     def failed(self) -> "asyncio.Future[None]":
+        """Done with an error once a rank has died."""
         return self._processes.failed
 
     async def start(self) -> None:
+        """Start SGLang and warm it up. Raises: RuntimeError: it did not come up."""
         await self._processes.start()
         self._cache_prefixes = not self._processes.arguments["disable_radix_cache"]
         self._manager = self._processes.engine.tokenizer_manager
@@ -81,12 +83,14 @@ class SglangEngine:
         )
 
     def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+        """Sample groups; parts of them as their last completions end."""
         # KV of one version must never serve another: the version is part of the prefix cache's key, flushed or not.
         key = cache_key(self._policy_version) if self._cache_prefixes else None
         generated: AsyncIterator[list[FinishedGroup]] = self._manager.generate_groups(groups, sampling, key)
         return generated
 
     def load(self) -> EngineLoad:
+        """Requests that run and wait, and the room that is left."""
         # The scheduler writes a snapshot to shared memory after every prefill, every 15th decode step and when idle. It
         # does not count what it has just prefilled, so short generations would never be seen: we count what we sent.
         ranks = self._manager.load_snapshot_reader.read_all()
@@ -99,25 +103,30 @@ class SglangEngine:
         )
 
     async def freeze(self) -> None:
+        """Stop at a token boundary; nothing is sampled until thaw()."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._control(self._manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
 
     async def thaw(self) -> None:
+        """Go on sampling."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._control(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)))
 
     async def abort_running(self) -> None:
+        """Ask all running requests to end; does not wait for them."""
         self._manager.abort_request(abort_all=True)
 
     async def begin_update(self) -> None:
+        """Open the parameters for writing. Nothing must be generating."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         call = self._manager.begin_weight_update(BeginWeightUpdateReqInput())
         _require(await self._control(call), "begin_weight_update")
 
     async def end_update(self) -> None:
+        """Let SGLang derive what it caches from the new parameters."""
         # No load ran in the session, so SGLang itself derives what it must from the parameters ("P2P/RDMA" protocol).
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
@@ -125,6 +134,7 @@ class SglangEngine:
         _require(await self._control(call), "end_weight_update")
 
     async def set_version(self, policy_version: int) -> None:
+        """Count tokens from now on to this version."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=str(policy_version), abort_all_requests=False)
@@ -132,6 +142,7 @@ class SglangEngine:
         self._policy_version = policy_version
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        """Forget cached prefixes. Returns: False if requests are still held after timeout_s."""
         return bool((await self._control(self._manager.flush_cache(timeout_s))).success)
 
     async def _control(self, call: Awaitable[Any]) -> Any:
@@ -144,6 +155,7 @@ class SglangEngine:
             raise error from None
 
     async def shutdown(self) -> None:
+        """End SGLang and its processes."""
         await self._processes.shutdown(self._ask_to_leave)
 
     async def _ask_to_leave(self) -> None:

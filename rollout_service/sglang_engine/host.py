@@ -73,6 +73,7 @@ class SglangProcesses:
         self._watch: ChildWatch | None = None
 
     async def start(self) -> None:
+        """Start SGLang's processes on this host and watch them. Raises: RuntimeError: one did not come up."""
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
         loop.add_signal_handler(signal.SIGQUIT, _log.error, "a rank reported a failure")

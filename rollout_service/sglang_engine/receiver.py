@@ -39,6 +39,7 @@ class ReceiverSettings:
         return cls(**values | {"lease_ttl_s": float(values["lease_ttl_s"])})  # type: ignore[arg-type]
 
     def to_env(self) -> dict[str, str]:
+        """The settings as environment variables of the rank's process."""
         return {_variable(field.name): str(getattr(self, field.name)) for field in fields(self)}
 
     def address(self, rank: int) -> str:
@@ -82,9 +83,11 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
         self._load_folder = load_folder
 
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
+        """Run this rank's part in a phase."""
         return pb.RunPhaseResponse(report=self._member.run_phase(request.phase, request.round))
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
+        """Load this rank's shard from published weights. Raises: NotReady: the folder holds another version by now."""
         version = request.policy_version
         loaded = self._member.load_published(
             Path(request.folder), at_least=version, round_id=request.round_id, fence=request.fence
@@ -94,13 +97,16 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
         return pb.LoadPublishedResponse()
 
     def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
+        """Digest of every parameter of this rank."""
         return pb.GetChecksumsResponse(checksums=self._member.checksums())
 
     def PoisonWeights(self, request: pb.PoisonWeightsRequest, context: Any) -> pb.PoisonWeightsResponse:
+        """Fill the weights with NaN (tests only)."""
         _check_test_hooks("PoisonWeights destroys the weights")
         return pb.PoisonWeightsResponse(num_tensors=self._member.poison())
 
     def LoadFolder(self, request: pb.LoadFolderRequest, context: Any) -> pb.LoadFolderResponse:
+        """Load a Hugging Face folder by SGLang's own loader (tests only)."""
         _check_test_hooks("LoadFolder goes around weight sync")
         self._load_folder(request.path)
         return pb.LoadFolderResponse()

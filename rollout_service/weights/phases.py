@@ -34,6 +34,7 @@ class OpenRound:
 
     @property
     def staged(self) -> bool:
+        """Whether the new weights are installed from a spare shard at COMMIT."""
         return self.message.install_mode == pb.INSTALL_MODE_STAGED
 
 

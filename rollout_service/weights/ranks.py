@@ -45,6 +45,10 @@ class RankClients:
         self._stubs = list(enumerate(stubs, first_rank))
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One phase on all ranks at once.
+
+        Returns: a report per rank. Raises: TandemError: of the first rank that failed.
+        """
         request = pb.RunPhaseRequest(phase=phase, round=round_)
         timeout_s = phase_timeout_s(phase, round_)
         calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in self._stubs]
@@ -52,14 +56,17 @@ class RankClients:
         return [reply.report for reply in replies]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Load published weights on all ranks. Raises: TandemError."""
         await all_of([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in self._stubs])
 
     async def checksums(self) -> list[dict[str, str]]:
+        """Digest of every parameter, by its name, for each rank."""
         request = pb.GetChecksumsRequest()
         calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in self._stubs]
         return [dict(reply.checksums) for reply in await all_of(calls)]
 
     async def close(self) -> None:
+        """Close the channels to the ranks."""
         for channel in self._channels:
             await channel.close()
 

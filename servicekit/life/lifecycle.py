@@ -87,7 +87,7 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
         _log.error("service failed", error=str(error))
         tell_failure(service, name or service, str(error))
         return EXIT_FAILED
-    except Exception as error:  # the boundary of the process
+    except Exception as error:  # noqa: BLE001 - the boundary of the process
         _log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
         tell_failure(service, name or service, f"{type(error).__name__}: {error}")
         return EXIT_FAILED

@@ -35,6 +35,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name=f"lease-{name}", daemon=True)
 
     def start(self) -> None:
+        """Begin to renew."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -294,6 +294,7 @@ class Registry:
             self._values.add(self._value_key(key))
 
     def get_value(self, key: str) -> str | None:
+        """A value of the run; None if it is not set."""
         with redis_errors():
             found: Any = self._redis.get(self._value_key(key))
         return None if found is None else str(found)

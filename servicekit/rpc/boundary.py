@@ -60,6 +60,7 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        """Wrap the handler of a call; None: nobody serves the method."""
         handler = await continuation(handler_call_details)
         wrap = functools.partial(_wrap, self._boundary)
         return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
@@ -203,7 +204,7 @@ async def _boundary(
     except grpc.aio.AbortError:
         code = _set_code(context)
         raise
-    except Exception as error:  # the boundary of the RPC's task
+    except Exception as error:  # noqa: BLE001 - the boundary of the RPC's task
         status = status_of(method, error)
         code = status.code.name
         if isinstance(request, AsyncIterator):

@@ -51,6 +51,7 @@ class _PlainSource:
         return self._channel
 
     async def close(self, grace_s: float | None) -> None:
+        """Close the channel; calls under way have `grace` seconds."""
         await self._channel.close(grace_s)
 
 
@@ -75,6 +76,7 @@ class _TlsSource:
         return self._channels[0]
 
     async def close(self, grace_s: float | None) -> None:
+        """Close the channel; calls under way have `grace` seconds."""
         for channel in self._channels:
             await channel.close(grace_s)
 
@@ -94,27 +96,35 @@ class DeadlineChannel(grpc.aio.Channel):
         self._metadata = ((METADATA_KEY, token),) if token else ()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel; the call must carry a deadline."""
         return self._with_deadline(method, lambda channel: channel.unary_unary(method, *args, **kwargs))
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel; the call must carry a deadline."""
         return self._with_deadline(method, lambda channel: channel.unary_stream(method, *args, **kwargs))
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel; the call must carry a deadline."""
         return self._with_deadline(method, lambda channel: channel.stream_unary(method, *args, **kwargs))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel; the call must carry a deadline."""
         return self._with_deadline(method, lambda channel: channel.stream_stream(method, *args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
+        """Close the channel; calls under way have `grace` seconds."""
         await self._source.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As grpc.aio.Channel."""
         return self._source.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As grpc.aio.Channel."""
         await self._source.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
+        """As grpc.aio.Channel."""
         await self._source.current().channel_ready()
 
     def _with_deadline(

@@ -29,9 +29,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._closed = False
 
     def add_service(self, full_name: str) -> None:
+        """Report the process's readiness under this name too."""
         self._statuses[full_name] = self._statuses[READINESS]
 
     def set_ready(self, ready: bool) -> None:
+        """Serve or not, under every name but liveness."""
         for name in self._statuses:
             if name != LIVENESS:
                 self._statuses[name] = SERVING if ready else NOT_SERVING
@@ -47,6 +49,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         changed.set()
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The status of a name. Aborts with NOT_FOUND for one that is not served."""
         status = self._statuses.get(request.service)
         if status is None:
             known = ", ".join(sorted(name for name in self._statuses if name))
@@ -58,10 +61,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The status of every name."""
         statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """The status of a name, and again whenever it changes."""
         told = None
         while True:
             changed = self._changed

@@ -318,7 +318,7 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
                 # its workers are started for real devices only
                 with torch.autograd.set_multithreading_enabled(False):
                     work(config, Path(folder), answer)
-            except Exception:  # the answer's reader judges it
+            except Exception:  # noqa: BLE001 - the answer's reader judges it
                 answer["error"] = traceback.format_exc(limit=-12)
         return answer | summary(recorded) | {"waited": sorted(set(waited))}
 

@@ -76,8 +76,9 @@ def reference() -> str:
     """The tables of docs/monitoring.md: every metric, by who exports it."""
     shared = {metric.name for metric in _declared_in("servicekit", "weightsync")}
     sections = [("Every service", [metric for metric in metrics_of("trainer") if metric.name in shared])]
-    for job in JOBS:
-        sections.append((job.capitalize(), [metric for metric in metrics_of(job) if metric.name not in shared]))
+    sections += [
+        (job.capitalize(), [metric for metric in metrics_of(job) if metric.name not in shared]) for job in JOBS
+    ]
     lines = []
     for title, metrics in sections:
         lines += [f"### {title}", "", "| metric | type | labels | |", "|---|---|---|---|"]

@@ -19,7 +19,7 @@ async def serve_commands(path: Path, handler: Handler) -> asyncio.Server:
         while line := await reader.readline():
             try:
                 reply = {"ok": await handler(json.loads(line))}
-            except Exception as error:  # the boundary: the benchmark fails with this text
+            except Exception as error:  # noqa: BLE001 - the boundary: the benchmark fails with this text
                 reply = {"error": f"{type(error).__name__}: {error}"}
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()

@@ -29,7 +29,7 @@ def rank_main(case: Case, slot: str, gpu: int, url: str, size: tuple[int, int], 
             end.send(("ok", in_foreign_thread(rank, phase, version)))
     except EOFError:
         return
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the boundary of the process
         end.send(("error", f"{type(error).__name__}: {error}"))
 
 

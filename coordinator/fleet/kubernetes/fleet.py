@@ -29,10 +29,14 @@ class Pods(Protocol):
     """The run's pods as known now (watch.PodWatch)."""
 
     @property
-    def pods(self) -> Sequence[Pod]: ...
+    def pods(self) -> Sequence[Pod]:
+        """The run's pods, as last seen."""
+        ...
 
     @property
-    def is_current(self) -> bool: ...
+    def is_current(self) -> bool:
+        """Whether the watch is up to date."""
+        ...
 
 
 class KubernetesFleet:

@@ -24,7 +24,7 @@ def check_lengths(
     limit = config.data.max_prompt_tokens
     try:
         measured = list(zip((row.number for row in rows), _token_counts(rows, codec), strict=True))
-    except Exception as error:  # the tokenizers library raises bare Exception for text that it cannot handle
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exception for text that it cannot handle
         return 0, [_refused(key, path, error)]
     empty = [line for line, length in measured if length == 0]
     over = [(line, length) for line, length in measured if length > limit]

@@ -40,14 +40,12 @@ def check_template(config: RunConfig, rows: Sequence[Row], *, key: str) -> Itera
 
 def _template(folder: Path) -> str:
     """All that the folder has of templates; "" if there is none, or none that can be read."""
-    texts = []
+    texts: list[str] = []
     try:
-        for file in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
-            if file.is_file():
-                texts.append(file.read_text(encoding="utf-8"))
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                texts.append(_in_json(json.loads((folder / name).read_text(encoding="utf-8"))))
+        plain = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+        texts.extend(file.read_text(encoding="utf-8") for file in plain if file.is_file())
+        within = [folder / name for name in ("chat_template.json", "tokenizer_config.json")]
+        texts.extend(_in_json(json.loads(file.read_text(encoding="utf-8"))) for file in within if file.is_file())
     except (OSError, ValueError):
         pass  # a file that nothing else of Tandem reads is no reason not to start
     return "\n".join(texts)

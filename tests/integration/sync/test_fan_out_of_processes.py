@@ -36,10 +36,10 @@ def fleet(redis_url: str, spec: ModelSpec, replicas: int) -> Iterator[list[Membe
     common = {"spec": spec, "redis_url": redis_url, "group": GROUP}
     members: list[MemberProcess] = []
     try:
-        for rank in range(TRAINER.world_size):
-            members.append(MemberProcess(f"trainer/{rank}", parallel=TRAINER, **common))
-        for index in range(replicas):
-            members.append(MemberProcess(f"rollout-{index}/0", parallel=Parallel(), **common))
+        slots = {f"trainer/{rank}": TRAINER for rank in range(TRAINER.world_size)}
+        slots |= {f"rollout-{index}/0": Parallel() for index in range(replicas)}
+        for slot, parallel in slots.items():  # one by one: those that have started are ended if the next one does not
+            members.append(MemberProcess(slot, parallel=parallel, **common))
         for member in members:
             member.wait_up()
         yield members

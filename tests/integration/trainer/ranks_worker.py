@@ -100,7 +100,7 @@ def main() -> None:
             commander.run(wire, handlers(rank))
         else:
             follow(wire, handlers(rank))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the boundary of the rank
         liveness.report(error)
         if rank == 0:
             show(failed=liveness.diagnose(error))

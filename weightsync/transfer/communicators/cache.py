@@ -97,7 +97,7 @@ class CommunicatorCache:
         try:
             with on_device(self._device):
                 built.set_result(build())
-        except BaseException as error:  # the boundary of the thread
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread
             built.set_exception(error)
 
     def drop(self) -> None:

@@ -56,5 +56,5 @@ def _carry_out(device: torch.device, work: Callable[[], T], result: "Future[T]")
     try:
         with on_device(device):
             result.set_result(work())
-    except BaseException as error:  # the boundary of the thread: it is the caller's
+    except BaseException as error:  # noqa: BLE001 - the boundary of the thread: it is the caller's
         result.set_exception(error)
