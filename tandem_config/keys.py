@@ -71,6 +71,13 @@ def description(key: str) -> str:
     return "" if info is None or info.description is None else info.description
 
 
+def note(key: str, about: typing.Literal["unit", "why"]) -> str:
+    """The unit of a dotted key's values, or the reason for its default; "" if its field states none."""
+    section, _, field = key.partition(".")
+    extra = sections()[section].model_fields[field].json_schema_extra
+    return str(extra.get(about, "")) if isinstance(extra, dict) else ""
+
+
 def takes(key: str, kind: type) -> bool:
     """Whether a dotted key's type is, or may be, `kind` (str, Path, int, ...)."""
     section, _, field = key.partition(".")

@@ -13,8 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import sections
-from tandem_config.reasons import NOTES
+from tandem_config.keys import note, sections
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
@@ -40,8 +39,8 @@ def parts() -> dict[str, str]:
 def _section(name: str) -> str:
     model = sections()[name]
     rows = [
-        f"| `{key}` | {type_text(field)} | {NOTES[f'{name}.{key}'].unit or '-'} | {default_text(field)} "
-        f"| {_cell(field.description)} | {_cell(NOTES[f'{name}.{key}'].why)} |"
+        f"| `{key}` | {type_text(field)} | {note(f'{name}.{key}', 'unit') or '-'} | {default_text(field)} "
+        f"| {_cell(field.description)} | {_cell(note(f'{name}.{key}', 'why'))} |"
         for key, field in model.model_fields.items()
     ]
     return "\n".join(

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import all_keys, description
-from tandem_config.reasons import NOTES
+from tandem_config.keys import all_keys, description, note
 from tandem_config.schema import GrpoSection, RolloutSection, SyncSection, TrainerSection
 from tests.house.repository import PACKAGES, REPO, parse, python_files
 from tools.configuration_reference import PAGE, default_text, main, rendered, type_text
@@ -28,9 +27,8 @@ def test_a_page_that_lags_behind_is_noticed() -> None:
 
 
 def test_every_setting_has_a_description_a_unit_and_a_reason() -> None:
-    assert set(NOTES) == set(all_keys())
     assert [key for key in all_keys() if not description(key)] == []
-    assert [key for key, note in NOTES.items() if not note.why] == []
+    assert [key for key in all_keys() if not note(key, "why")] == []
 
 
 @pytest.mark.parametrize("suffix", ["s", "mib", "gbit", "tokens", "layers", "iterations"])
@@ -38,7 +36,7 @@ def test_units_are_those_that_the_names_say(suffix: str) -> None:
     units = {"s": "s", "mib": "MiB", "gbit": "Gbit/s"}
     named = [key for key in all_keys() if key.rpartition(".")[2].endswith(f"_{suffix}")]
     assert named
-    assert {NOTES[key].unit for key in named} == {units.get(suffix, suffix)}
+    assert {note(key, "unit") for key in named} == {units.get(suffix, suffix)}
 
 
 def test_every_variable_of_the_services_is_described() -> None:

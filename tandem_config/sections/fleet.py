@@ -1,0 +1,77 @@
+"""Settings of the fleet: where replicas come from."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem_config.sections.base import PositiveFloat, Section, about
+
+
+class FleetSection(Section):
+    """Who the rollout replicas are, and what the coordinator may do about them."""
+
+    kind: Literal["registry", "kubernetes"] = Field(
+        "registry",
+        description=(
+            "registry: replicas are whoever announces itself in Redis; kubernetes: they are also pods, watched through "
+            "the Kubernetes API: leaving pods are drained, stuck ones evicted."
+        ),
+        json_schema_extra=about("needs nothing but Redis"),
+    )
+    kubeconfig: Path | None = Field(
+        None,
+        description="How to reach the Kubernetes API; null: as the pod's service account, outside of a pod as kubectl.",
+        json_schema_extra=about("in a pod the service account is all it takes"),
+    )
+    rollout_set: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = Field(
+        "rollout",
+        description="The set whose pods are the replicas; a replica has its pod's name.",
+        json_schema_extra=about("the name in deploy/base"),
+    )
+    rollout_set_kind: Literal["StatefulSet", "LeaderWorkerSet"] = Field(
+        "StatefulSet",
+        description=(
+            "Kind of that set: StatefulSet: a pod is an engine; LeaderWorkerSet: a group of pods is, and its leader is "
+            "the replica; for rollout.nodes above 1."
+        ),
+        json_schema_extra=about("needs nothing but Kubernetes"),
+    )
+    scale: bool = Field(
+        False,
+        description=(
+            "Bring the rollout set to rollout.replicas at the start; false: its size is kubectl's or an autoscaler's."
+        ),
+        json_schema_extra=about("whoever set the number of replicas meant it"),
+    )
+    stuck_after_s: PositiveFloat = Field(
+        1800.0,
+        description=(
+            "Seconds without an answer, or without a token computed while it generates, after which a replica is stuck "
+            "and its pod is evicted; the default is that of rollout.generate_timeout_s."
+        ),
+        json_schema_extra=about("no completion takes longer than its call may", unit="s"),
+    )
+    max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(
+        4,
+        description="Stuck pods evicted within any hour; beyond it they are only reported. 0: evict none.",
+        json_schema_extra=about("what is wrong with all of them is not the pods' fault", unit="pods per hour"),
+    )
+    unready_after_s: PositiveFloat = Field(
+        60.0,
+        description=(
+            "Seconds that a serving replica's pod may be not ready before it loses its work; longer than a weight sync "
+            "and three readiness probes, during which it is not ready either."
+        ),
+        json_schema_extra=about("longer than a sync and three probes", unit="s"),
+    )
+    reschedule_timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="Seconds that a trainer whose pods are being rescheduled is waited for at the start.",
+        json_schema_extra=about("a new node of a cluster autoscaler takes minutes", unit="s"),
+    )
+    request_timeout_s: PositiveFloat = Field(
+        10.0,
+        description="Seconds for one request to the Kubernetes API.",
+        json_schema_extra=about("an API server that is up answers within one", unit="s"),
+    )

@@ -1,0 +1,116 @@
+"""Settings of the algorithm: batch, advantages, loss."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+
+
+class GrpoSection(Section):
+    """The algorithm; definitions and sources in docs/numerics.md."""
+
+    prompts_per_iteration: PositiveInt = Field(
+        64,
+        description="Prompts (groups) in an iteration.",
+        json_schema_extra=about("with group_size, 1024 samples: advantages of small noise", unit="prompts"),
+    )
+    group_size: Annotated[int, Field(ge=2)] = Field(
+        16,
+        description="Completions per prompt; 1 would make every advantage 0.",
+        json_schema_extra=about(
+            "the mean of 16 rewards is a baseline of a quarter of their spread", unit="completions"
+        ),
+    )
+    updates_per_iteration: PositiveInt = Field(
+        4,
+        description="Optimizer updates in an iteration, each on an equal share of the groups' samples. More than 1: a "
+        "trainer rank keeps 12 bytes per parameter that it holds in (page-locked) host memory, to undo a step.",
+        json_schema_extra=about("four steps from one rollout: the ratio stays within the clip", unit="updates"),
+    )
+    max_new_tokens: PositiveInt = Field(
+        256,
+        description="Longest completion, in tokens.",
+        json_schema_extra=about("short answers; reasoning needs thousands", unit="tokens"),
+    )
+    temperature: PositiveFloat = Field(
+        1.0,
+        description="Sampling temperature; the trainer divides its logits by it too.",
+        json_schema_extra=about("the policy itself is sampled, as the gradient assumes"),
+    )
+    advantage_std: Literal["group", "batch", "none"] = Field(
+        "group",
+        description="What centred rewards are divided by (unbiased std + 1e-6).",
+        json_schema_extra=about("as in the GRPO paper; none avoids its bias towards easy and hard prompts"),
+    )
+    zero_variance: Literal["keep", "drop"] = Field(
+        "keep",
+        description=(
+            "Groups whose rewards are all equal: train on them (zero advantage) or leave them out. Counted either way."
+        ),
+        json_schema_extra=about("the batch keeps its size; such groups add nothing but their entropy"),
+    )
+    truncated: Literal["keep", "mask"] = Field(
+        "keep",
+        description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.",
+        json_schema_extra=about("as in the GRPO paper; mask where length, not quality, is what was cut"),
+    )
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2,
+        description="Ratio clip: lower bound is 1 - clip_low.",
+        json_schema_extra=about("the usual value of PPO", unit="ratio"),
+    )
+    clip_high: PositiveFloat = Field(
+        0.2,
+        description="Ratio clip: upper bound is 1 + clip_high.",
+        json_schema_extra=about("symmetric, as in PPO; DAPO takes 0.28", unit="ratio"),
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="Bound c of the dual clip for negative advantages; null: off.",
+        json_schema_extra=about("a correction that is rarely needed after one rollout", unit="ratio"),
+    )
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = Field(
+        "token-mean",
+        description=(
+            "How token losses become one number; denominators are global over an optimizer update. dr-grpo: sum / "
+            "(sequences x max_new_tokens)."
+        ),
+        json_schema_extra=about("every token counts alike, long answers are not diluted"),
+    )
+    entropy_coefficient: float = Field(
+        0.0,
+        description="Entropy bonus; entropy is always measured.",
+        json_schema_extra=about("a bonus changes the optimum; watch the entropy first", unit="factor"),
+    )
+    old_logprobs: Literal["recompute", "rollout"] = Field(
+        "recompute",
+        description="pi_old: recomputed by the trainer at a step's start, or taken from the engine (one forward less).",
+        json_schema_extra=about("exact whatever the engine's numerics; costs a forward pass"),
+    )
+    tis_cap: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Truncated importance sampling: weight min(pi_old / pi_roll, cap); null: off. Needs old_logprobs: "
+            "recompute."
+        ),
+        json_schema_extra=about("not needed while trainer and engine agree", unit="ratio"),
+    )
+    logprob_diff_limit: PositiveFloat = Field(
+        1e-4,
+        description=(
+            "Largest |log pi_trainer - log pi_engine| after a sync before a warning; 1e-4 suits float32, use 0.2 "
+            "for bfloat16."
+        ),
+        json_schema_extra=about("float32 on both sides stays below it", unit="nats"),
+    )
+    logprob_diff_stop: PositiveFloat | None = Field(
+        0.25,
+        description=(
+            "Mean |log pi_trainer - log pi_engine| over an iteration's tokens that ends the run: the two do not "
+            "compute the same model. null: never."
+        ),
+        json_schema_extra=about(
+            "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it", unit="nats"
+        ),
+    )

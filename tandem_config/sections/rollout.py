@@ -1,0 +1,73 @@
+"""Settings of the rollout replicas."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+
+
+class RolloutSection(Section):
+    """The SGLang rollout services."""
+
+    replicas: PositiveInt = Field(
+        1, description="Independent engines.", json_schema_extra=about("the smallest run", unit="replicas")
+    )
+    min_replicas: PositiveInt = Field(
+        1,
+        description="Fewest replicas that a run goes on with while others are lost; they come back as they can.",
+        json_schema_extra=about("a run goes on as long as anybody generates", unit="replicas"),
+    )
+    rejoin_timeout_s: Annotated[float, Field(ge=0)] = Field(
+        600.0,
+        description=(
+            "Seconds that a run in which too few replicas are left waits for one to come, before it fails; what was "
+            "generated before is kept."
+        ),
+        json_schema_extra=about("as run.startup_timeout_s: a replica that died has to start again", unit="s"),
+    )
+    tensor_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share one engine.",
+        json_schema_extra=about("a small model needs no more than one device", unit="ranks"),
+    )
+    nodes: PositiveInt = Field(
+        1,
+        description="Hosts that each engine spans, with as many ranks on each; must divide tensor_parallel.",
+        json_schema_extra=about("a model that fits one host syncs and generates faster there", unit="hosts"),
+    )
+    expert_parallel: PositiveInt = Field(
+        1,
+        description="Groups among those ranks that divide the experts; must divide tensor_parallel.",
+        json_schema_extra=about("dense models have no experts", unit="groups"),
+    )
+    max_total_tokens: PositiveInt = Field(
+        65536,
+        description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.",
+        json_schema_extra=about("64 completions of 1024 tokens at once, on any host", unit="tokens"),
+    )
+    context_length: PositiveInt | None = Field(
+        None,
+        description="Longest prompt + completion, in tokens; null: the model's.",
+        json_schema_extra=about("the model knows", unit="tokens"),
+    )
+    max_running_requests: PositiveInt = Field(
+        1024,
+        description="Completions that one engine decodes at once.",
+        json_schema_extra=about("all of a default iteration at once", unit="completions"),
+    )
+    max_groups_per_call: PositiveInt = Field(
+        1024,
+        description="Groups that one GenerateGroups call may ask for.",
+        json_schema_extra=about("more than an iteration has; bounds one call's memory", unit="groups"),
+    )
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.8,
+        description="Share of GPU memory for weights and KV cache (GPUs only).",
+        json_schema_extra=about("leaves a fifth for activations and the sync's buffers", unit="share, 0 to 1"),
+    )
+    generate_timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="Seconds until a generate call is given up.",
+        json_schema_extra=about("longer than the longest completions take", unit="s"),
+    )

@@ -1,0 +1,109 @@
+"""The run as a whole, and the model that it starts from."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem_config.sections.base import Fraction, PositiveFloat, PositiveInt, Section, about
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+        "default",
+        description="Name of the run; its folder is <output_dir>/<name> and its Redis keys carry it.",
+        json_schema_extra=about("something to begin with; a second run of the name gets name-2"),
+    )
+    output_dir: Path = Field(
+        Path("runs"),
+        description="Folder that holds the run's folder. Relative to the working directory.",
+        json_schema_extra=about("beside what is being worked on, never in the folder of the example"),
+    )
+    iterations: PositiveInt = Field(
+        40,
+        description="GRPO iterations (rollout steps) to run.",
+        json_schema_extra=about("a first look; how many a task needs only its curve tells", unit="iterations"),
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Seed of the data order and of the trainer.",
+        json_schema_extra=about("any fixed one: a run can be repeated"),
+    )
+    checkpoint_every: PositiveInt = Field(
+        10,
+        description="Iterations between checkpoints of the trainer; the last iteration is always saved.",
+        json_schema_extra=about("at most ten iterations are lost", unit="iterations"),
+    )
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(
+        2,
+        description="Newest checkpoints kept, at least two: a damaged newest one is stepped over.",
+        json_schema_extra=about("the newest, and one before it, should its file system fail it", unit="checkpoints"),
+    )
+    evaluate_every: PositiveInt = Field(
+        5,
+        description="Iterations between held-out evaluations; first and last always.",
+        json_schema_extra=about("a curve of nine points over the default run", unit="iterations"),
+    )
+    target_accuracy: Fraction | None = Field(
+        None,
+        description="Stop early once held-out greedy accuracy is at least this; null: run all iterations.",
+        json_schema_extra=about("a run ends when its iterations do, so that runs compare", unit="share, 0 to 1"),
+    )
+    trainer_restarts: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description=(
+            "Times within any hour that `tandem run` starts a trainer that has died again, from the newest checkpoint, "
+            "before it gives up; in a cluster the orchestrator does that."
+        ),
+        json_schema_extra=about("what fails three times does not fail by chance", unit="restarts"),
+    )
+    replica_restarts: Annotated[int, Field(ge=0)] = Field(
+        4,
+        description=(
+            "Times within any hour that `tandem run` starts a replica that has died again; one that dies more often is "
+            "left out while rollout.min_replicas others are there, and ends the run otherwise."
+        ),
+        json_schema_extra=about(
+            "each loses half an iteration at most, and engines are what dies most", unit="restarts"
+        ),
+    )
+    coordinator_restarts: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description=(
+            "Times within any hour that `tandem run` starts a coordinator that was killed again, which goes on from "
+            "the newest checkpoint with trainer and replicas as they are."
+        ),
+        json_schema_extra=about("what fails three times does not fail by chance", unit="restarts"),
+    )
+    stop_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="Seconds after a stop signal for the train step under way and a last checkpoint.",
+        json_schema_extra=about("a step and a checkpoint of some GB; a second Ctrl-C ends the wait", unit="s"),
+    )
+    startup_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds for all services to become ready; engines import for 20 s even when tiny.",
+        json_schema_extra=about("loading tens of GB from a shared disk takes minutes", unit="s"),
+    )
+
+
+class ModelSection(Section):
+    """The policy's starting point."""
+
+    path: Path = Field(
+        ...,
+        description="Hugging Face model folder: config.json, *.safetensors, tokenizer.json.",
+        json_schema_extra=about("no default: only you know"),
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Parameter type in trainer and rollouts. float32 is exact and the default on CPU.",
+        json_schema_extra=about("exact, so that trainer and engine agree to 1e-4; use bfloat16 on GPUs"),
+    )
+    tokenizer_path: Path | None = Field(
+        None,
+        description="Folder with tokenizer.json; null: the model's.",
+        json_schema_extra=about("models bring their own"),
+    )

@@ -1,0 +1,88 @@
+"""What is learnt: prompts with answers, and how completions are scored."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem_config.sections.base import PositiveInt, Section, about
+
+
+class DataSection(Section):
+    """Prompts and answers."""
+
+    train: Path = Field(
+        ..., description="JSONL or Parquet file of training rows.", json_schema_extra=about("no default: only you know")
+    )
+    heldout: Path | None = Field(
+        None,
+        description="JSONL or Parquet file for evaluation; null: no evaluation.",
+        json_schema_extra=about("not every task has one"),
+    )
+    prompt_key: str = Field(
+        "prompt", description="Column of the prompt (a string).", json_schema_extra=about("the usual name")
+    )
+    answer_key: str = Field(
+        "answer", description="Column of the reference answer (a string).", json_schema_extra=about("the usual name")
+    )
+    shuffle: bool = Field(
+        True,
+        description="New order in each epoch, from run.seed; false: the file's order.",
+        json_schema_extra=about("neighbours in a file are often alike, and would share a batch"),
+    )
+    max_prompt_tokens: PositiveInt = Field(
+        1024,
+        description="Longest prompt, in tokens.",
+        json_schema_extra=about("longer than the questions of the usual mathematics sets", unit="tokens"),
+    )
+    overlong_prompts: Literal["error", "drop"] = Field(
+        "error",
+        description="What to do with a longer prompt: stop before the start, or leave it out and count it.",
+        json_schema_extra=about("leaving data out without a word changes what is trained"),
+    )
+
+
+class RewardSection(Section):
+    """How completions are scored."""
+
+    kind: Literal["exact_match", "regex", "math_verify"] = Field(
+        "exact_match",
+        description="Registered reward function.",
+        json_schema_extra=about("the one that needs no other setting"),
+    )
+    require_stop: bool = Field(
+        True,
+        description="0 for a completion that was cut off by the length limit, whatever it says.",
+        json_schema_extra=about("an answer that runs on would be rewarded for its beginning"),
+    )
+    pattern: str | None = Field(
+        None,
+        description="regex: pattern searched in the completion; with a group, group 1 must equal the answer.",
+        json_schema_extra=about("only regex needs it"),
+    )
+    find_answer: Literal["anywhere", "anchored"] = Field(
+        "anywhere",
+        description=(
+            "math_verify: where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after "
+            "the word answer; anywhere: else the last expression or number of the text."
+        ),
+        json_schema_extra=about("a policy that has not learnt the format yet is paid for what it knows"),
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        3.0,
+        description=(
+            "regex, math_verify: CPU seconds for scoring one completion; one that takes longer scores 0 and is counted "
+            "(reward_timeouts)."
+        ),
+        json_schema_extra=about("math-verify takes 7 ms on average, 0.1 s in one of a hundred", unit="s"),
+    )
+    workers: Annotated[int, Field(gt=0, le=1024)] = Field(
+        2,
+        description="regex, math_verify: processes of the coordinator that score.",
+        json_schema_extra=about("1,000 completions in a few seconds", unit="processes"),
+    )
+    weight: float = Field(
+        1.0,
+        description="Factor on the score.",
+        json_schema_extra=about("advantages are divided by the spread anyway", unit="factor"),
+    )

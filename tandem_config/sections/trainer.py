@@ -1,0 +1,139 @@
+"""The trainer: parallel sizes, optimizer, micro-batches."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+
+
+class TrainerSection(Section):
+    """The Megatron trainer service."""
+
+    tensor_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share each layer.",
+        json_schema_extra=about("a small model needs no more than one device", unit="ranks"),
+    )
+    pipeline_parallel: PositiveInt = Field(
+        1,
+        description="Stages that share the layers.",
+        json_schema_extra=about("a small model needs no more than one device", unit="ranks"),
+    )
+    data_parallel: PositiveInt = Field(
+        1,
+        description="Copies of the model, each with its share of every batch.",
+        json_schema_extra=about("a small model needs no more than one device", unit="ranks"),
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description=(
+            "Split activations between layers over the tensor-parallel ranks; a mixture of experts with tensor "
+            "parallelism needs it."
+        ),
+        json_schema_extra=about("worth it from tensor_parallel 2 on long sequences"),
+    )
+    context_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share the tokens of each sequence.",
+        json_schema_extra=about("for sequences that one device cannot hold", unit="ranks"),
+    )
+    expert_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share the experts of a layer; they are ranks of the same stage, not additional ones.",
+        json_schema_extra=about("dense models have no experts", unit="ranks"),
+    )
+    expert_tensor_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share each expert, as tensor_parallel does for the rest of a layer.",
+        json_schema_extra=about("experts are small; splitting them costs messages", unit="ranks"),
+    )
+    virtual_pipeline: PositiveInt = Field(
+        1,
+        description="Chunks of layers per pipeline stage, run in turns: less idle time, more messages.",
+        json_schema_extra=about("pays from several pipeline stages on", unit="chunks"),
+    )
+    first_stage_layers: PositiveInt | None = Field(
+        None,
+        description="Layers of the first pipeline stage; null: as many as the others.",
+        json_schema_extra=about("an equal share, where the number of layers allows it", unit="layers"),
+    )
+    last_stage_layers: PositiveInt | None = Field(
+        None,
+        description="Layers of the last pipeline stage; null: as many as the others.",
+        json_schema_extra=about("an equal share, where the number of layers allows it", unit="layers"),
+    )
+    embedding_counts: bool = Field(
+        False,
+        description="The embedding takes the place of a layer when layers are dealt out to pipeline stages.",
+        json_schema_extra=about("as Megatron's default"),
+    )
+    loss_counts: bool = Field(
+        False,
+        description="The output layer and loss take the place of a layer when layers are dealt out.",
+        json_schema_extra=about("as Megatron's default"),
+    )
+    learning_rate: PositiveFloat = Field(
+        1e-6,
+        description="AdamW step size at its highest.",
+        json_schema_extra=about("usual for RL on a trained model; the example needs more", unit="per update"),
+    )
+    learning_rate_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="How the step size falls over run.iterations: not at all, or to near 0 at the end.",
+        json_schema_extra=about("the length of an RL run is seldom known before"),
+    )
+    warmup_iterations: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Iterations over which the step size rises to its highest.",
+        json_schema_extra=about("clip_grad bounds the first steps already", unit="iterations"),
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="AdamW decoupled weight decay.",
+        json_schema_extra=about("pulls the policy away from its start, which RL does not want", unit="per update"),
+    )
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="AdamW first-moment decay.", json_schema_extra=about("AdamW's usual value")
+    )
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.999, description="AdamW second-moment decay.", json_schema_extra=about("AdamW's usual value")
+    )
+    adam_eps: PositiveFloat = Field(
+        1e-8, description="AdamW denominator floor.", json_schema_extra=about("AdamW's usual value")
+    )
+    clip_grad: PositiveFloat = Field(
+        1.0, description="Largest global gradient norm.", json_schema_extra=about("the usual value", unit="norm")
+    )
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        16384,
+        description="Padded tokens that go through the model at once; bounds activation memory.",
+        json_schema_extra=about("some long samples at once; raise it while memory lasts", unit="tokens"),
+    )
+    collective_timeout_s: PositiveFloat = Field(
+        300.0,
+        description="Seconds until a trainer collective gives up on a silent peer.",
+        json_schema_extra=about("longer than any work between two collectives", unit="s"),
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Trainer processes; experts and virtual stages share them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+
+    @property
+    def parallel_sizes(self) -> dict[str, Any]:
+        """The arguments of weightsync.layouts.layout.Parallel, which this package does not import."""
+        return {
+            "tensor": self.tensor_parallel,
+            "pipeline": self.pipeline_parallel,
+            "data": self.data_parallel,
+            "context": self.context_parallel,
+            "expert": self.expert_parallel,
+            "expert_tensor": self.expert_tensor_parallel,
+            "virtual_pipeline": self.virtual_pipeline,
+            "first_stage_layers": self.first_stage_layers if self.first_stage_layers is not None else 0,
+            "last_stage_layers": self.last_stage_layers if self.last_stage_layers is not None else 0,
+            "embedding_counts": self.embedding_counts,
+            "loss_counts": self.loss_counts,
+        }
