@@ -21,7 +21,7 @@ from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
-from coordinator.sync.roll_call import Group
+from coordinator.sync.roll_call import WeightGroup
 from coordinator.sync.weights import WeightSync
 from coordinator.watch import metrics
 from coordinator.watch.control import RunControl
@@ -63,7 +63,7 @@ class App:
     observed: Observed
 
 
-def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
+def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> Run:
     """Connect the parts of a run."""
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
@@ -106,7 +106,7 @@ def build_run(app: App, services: Services, group: Group, lead: Lead) -> Run:
     )
 
 
-def _weights(app: App, services: Services, group: Group, lead: Lead) -> WeightSync:
+def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:
     config = app.config
     return WeightSync(
         trainer=services.trainer,

@@ -114,7 +114,7 @@ class TrainBatch:
             yield trainer_pb2.TrainStepRequest(micro_batch=micro_batch)
 
 
-class Outcome(Enum):
+class ReplicaOutcome(Enum):
     """How a round ended for one replica."""
 
     # Serves the new version.
@@ -143,7 +143,7 @@ class SyncResult:
     # Bytes received / bytes of the ranks' own shards: 1.0 means that nothing travelled twice or for nothing.
     redundancy: float
     # By replica, of the last round that it was in.
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)
     # The weight group's epoch in the last round.
     epoch: int = 0
     # Replica to the seconds that its slowest rank worked, over all stages.

@@ -21,9 +21,9 @@ from coordinator.learn.batches import pack, select_samples
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
 from coordinator.record.report import IterationRecord
-from coordinator.record.stopwatch import Stopwatch
 from coordinator.sync.weights import WeightSync
 from servicekit.errors import WrongVersion
+from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains on what the current policy has just sampled.

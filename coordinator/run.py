@@ -8,6 +8,7 @@ finish     checkpoint, Hugging Face export, summary
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
 from coordinator.record.state import RunState
-from coordinator.record.stopwatch import Stopwatch
 from coordinator.sync.take_over import take_over
 from coordinator.watch import metrics
 from coordinator.watch.control import RunControl
@@ -31,6 +31,7 @@ from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal, WrongVersion
 from servicekit.life.lifecycle import cancel
 from servicekit.logs import get_logger
+from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import Sound, set_aside
@@ -198,7 +199,7 @@ class Run:
             await self._iterate(number)
 
     async def _iterate(self, number: int) -> None:
-        watch = Stopwatch(self._announce)
+        watch = Stopwatch(self._part)
         record = await self.loop.iterate(number, self.state.policy_version, watch)
         check_same_model(record, self.logprob_diff_stop)
         heldout = None
@@ -331,6 +332,11 @@ class Run:
         totals = self.state.totals
         totals.note_sync(sync.total_s)
         totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
+
+    def _part(self, part: str) -> AbstractContextManager[object]:
+        """A part of an iteration begins. Returns: its span."""
+        self._announce(part)
+        return span(part)
 
     def _announce(self, part: str) -> None:
         if part == "train":

@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")
     arguments = parser.parse_args()
 
-    from rollout_service.hosts.share import HOST_INDEX, Share, process_name
+    from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
     from servicekit.life.lifecycle import run_main
 
     process = process_name(arguments.name, os.environ)
@@ -42,7 +42,7 @@ def main() -> int:
             config = load_config(arguments.config)
         except ConfigErrors as error:
             raise ConfigError(str(error)) from None
-        environment, share = ServiceEnvironment.from_env(), Share.of(config, os.environ)
+        environment, share = ServiceEnvironment.from_env(), HostRanks.of(config, os.environ)
         if share.host > 0:
             await serve_worker(config, arguments.name, environment, stop, share)
         else:

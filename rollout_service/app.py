@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from rollout_service.announce import announce
 from rollout_service.engine import RolloutEngine
-from rollout_service.hosts.leader import Workers
+from rollout_service.hosts.host_ranks import HostRanks
+from rollout_service.hosts.leader import HostWorkers
 from rollout_service.hosts.rank_groups import RankGroups
-from rollout_service.hosts.share import Share
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
 from rollout_service.waiting import unless
@@ -33,7 +33,7 @@ from weightsync.group.coordinator_lease import newest_leader
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 # How long a stopping replica lets running groups finish; a pod's grace period must be longer.
 DRAIN_S = 20.0
@@ -42,11 +42,11 @@ STORE_READ_S = 300.0
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
-MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event, Share], RolloutEngine]
+MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event, HostRanks], RolloutEngine]
 
 
 def make_sglang_engine(
-    config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, share: Share
+    config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, share: HostRanks
 ) -> RolloutEngine:
     """The engine of a replica, not started. It sets `stop` when its process is told to end."""
     from rollout_service.sglang_engine.engine import SglangEngine
@@ -79,13 +79,13 @@ async def serve(
     Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the engine did not start, or
         died; Unavailable, DeadlineExceeded: another host of the engine is gone, or did not come.
     """
-    share = Share.of(config, {})
+    share = HostRanks.of(config, {})
     identity = environment.identity("rollout")
     server = GrpcServer("rollout", bind=environment.bind, identity=identity, health_bind=environment.health_bind)
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
-    workers = Workers(name, share, identity=identity, ttl_s=config.sync.lease_ttl_s, on_stop=stop.set)
+    workers = HostWorkers(name, share, identity=identity, ttl_s=config.sync.lease_ttl_s, on_stop=stop.set)
     replica = _Replica(config, name, environment, stop, registry, server, workers)
     try:
         await replica.run(share, make_engine)
@@ -111,7 +111,7 @@ class _Replica:
         stop: asyncio.Event,
         registry: Registry,
         server: GrpcServer,
-        workers: Workers,
+        workers: HostWorkers,
     ) -> None:
         self._config = config
         self._name = name
@@ -123,7 +123,7 @@ class _Replica:
         self._engine: RolloutEngine | None = None
         self._store: object = None  # SGLang's ranks of several hosts meet there for as long as we hold it
 
-    async def run(self, share: Share, make_engine: MakeEngine) -> None:
+    async def run(self, share: HostRanks, make_engine: MakeEngine) -> None:
         """Returns once `stop` is set, and what was running is done."""
         if share.nodes > 1:
             share = await self._open_store(share)
@@ -140,7 +140,7 @@ class _Replica:
         if self._engine is not None:
             await self._engine.shutdown()
 
-    async def _open_store(self, share: Share) -> Share:
+    async def _open_store(self, share: HostRanks) -> HostRanks:
         from weightsync.transfer.communicators.tcp_store import bound_store  # imports torch
 
         # SGLang sets a timeout of its own on its connections.
@@ -164,7 +164,7 @@ class _Replica:
             worker_id=uuid.uuid4().hex,
         )
         lost = await announce(self._registry, record, self._config.sync.lease_ttl_s)
-        _log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
+        log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
         ends = {"engine": engine.failed, "registry": lost, "workers": self._workers.lost}
         try:
             await run_until_stopped(self._stop, [_watch(future, name) for name, future in ends.items()])

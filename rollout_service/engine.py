@@ -16,7 +16,7 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingSettings:
     """How tokens are drawn. temperature 0 is greedy; top_k -1 and top_p 1 leave the full distribution."""
 
     temperature: float
@@ -27,7 +27,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class GroupRequest:
     """One prompt and the number of completions asked for."""
 
     group_id: str
@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class SampledCompletion:
     """One sampled completion; logprobs are natural logarithms at the sampling temperature, one per token."""
 
     token_ids: list[int]
@@ -60,7 +60,7 @@ class FinishedGroup:
     """All completions of a group."""
 
     group_id: str
-    completions: list[Completion]
+    completions: list[SampledCompletion]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,9 @@ class RolloutEngine(EngineProcesses, Protocol):
 
     limits: EngineLimits
 
-    def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+    def generate(
+        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
+    ) -> AsyncIterator[list[FinishedGroup]]:
         """Yield groups as they become whole, several at once when they finish together.
 
         Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollout_service.hosts.share import HOST_INDEX
+from rollout_service.hosts.host_ranks import HOST_INDEX
 from servicekit.errors import ConfigError
 from servicekit.life.lifecycle import run_main
 from servicekit.logs import configure_logging, get_logger
@@ -25,7 +25,7 @@ from tandem_config.schema import RunConfig
 STOP_GRACE_S = 60.0
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def host_environments(nodes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -67,7 +67,7 @@ async def run_hosts(
         if code == -signal.SIGTERM and stop.is_set():
             code = 0  # asked to end before it could listen: it was still importing
         codes.append(code if code >= 0 else 128 - code)
-        _log.info("host ended", host=host, code=codes[-1])
+        log.info("host ended", host=host, code=codes[-1])
 
     processes: list[asyncio.subprocess.Process] = []
     hosts = [asyncio.create_task(run(*each), name=f"host-{each[0]}") for each in enumerate(environments)]

@@ -2,7 +2,7 @@
 
 import math
 
-from rollout_service.engine import EngineLimits, Group, Sampling
+from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 
@@ -14,7 +14,7 @@ MAX_COMPLETIONS_PER_CALL = 1 << 17
 
 def read_request(
     request: pb.GenerateGroupsRequest, limits: EngineLimits, max_groups: int
-) -> tuple[list[Group], Sampling]:
+) -> tuple[list[GroupRequest], SamplingSettings]:
     """The request as data.
 
     Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than one call may ask for.
@@ -35,7 +35,7 @@ def read_request(
     return groups, sampling
 
 
-def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling:
+def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> SamplingSettings:
     """Raises: InvalidRequest: a parameter is out of range or not a number."""
     temperature, top_p = sampling.temperature, sampling.top_p
     if temperature != 0.0 and not LOWEST_TEMPERATURE * (1 - 1e-6) <= temperature <= HIGHEST_TEMPERATURE:
@@ -57,7 +57,7 @@ def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling
             raise InvalidRequest(
                 f"sampling.stop_token_ids[{index}] is {token}; the vocabulary has {limits.vocab_size} tokens"
             )
-    return Sampling(
+    return SamplingSettings(
         temperature=temperature,
         top_p=top_p,
         top_k=sampling.top_k,
@@ -66,7 +66,7 @@ def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling
     )
 
 
-def _read_group(index: int, group: pb.PromptGroup, sampling: Sampling, limits: EngineLimits) -> Group:
+def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, limits: EngineLimits) -> GroupRequest:
     if not group.group_id:
         raise InvalidRequest(f"groups[{index}].group_id is empty; replies are told apart by it")
     name = f"group {group.group_id!r}"
@@ -87,10 +87,10 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: Sampling, limits: E
             f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} tokens; "
             f"at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
         )
-    return Group(group_id=group.group_id, prompt_ids=prompt_ids, num_completions=group.num_completions)
+    return GroupRequest(group_id=group.group_id, prompt_ids=prompt_ids, num_completions=group.num_completions)
 
 
-def _check_distinct(groups: list[Group]) -> None:
+def _check_distinct(groups: list[GroupRequest]) -> None:
     seen: set[str] = set()
     for group in groups:
         if group.group_id in seen:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from rollout_service.engine import Completion, Finish, FinishedGroup, RolloutEngine
+from rollout_service.engine import Finish, FinishedGroup, RolloutEngine, SampledCompletion
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.sampling import read_request
 from rollout_service.weights.admission import Admission
@@ -187,7 +187,7 @@ def _group_message(group: FinishedGroup) -> pb.GroupResult:
     )
 
 
-def _completion_message(completion: Completion) -> pb.Completion:
+def _completion_message(completion: SampledCompletion) -> pb.Completion:
     return pb.Completion(
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,

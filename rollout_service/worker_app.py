@@ -8,10 +8,10 @@ from typing import Any
 from rollout_service.announce import announce
 from rollout_service.app import DRAIN_S
 from rollout_service.engine import EngineProcesses
-from rollout_service.hosts.bond import WORKER_ROLE, beat_s
-from rollout_service.hosts.membership import Membership
+from rollout_service.hosts.connection import WORKER_ROLE, beat_s
+from rollout_service.hosts.host_ranks import HostRanks, worker_name
+from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.hosts.servicer import WorkerServicer
-from rollout_service.hosts.share import Share, worker_name
 from rollout_service.waiting import unless
 from rollout_service.weights.ranks import RankClients
 from servicekit.environment import ServiceEnvironment
@@ -23,7 +23,7 @@ from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_config.schema import RunConfig
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 # The leader drains first; then the ranks leave together.
 LET_GO_S = DRAIN_S + 10.0
@@ -31,11 +31,11 @@ LET_GO_S = DRAIN_S + 10.0
 LAST_WORD_S = 4.0
 _FULL_NAME = worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"].full_name
 
-MakeProcesses = Callable[[RunConfig, str, ServiceEnvironment, Share], EngineProcesses]
+MakeProcesses = Callable[[RunConfig, str, ServiceEnvironment, HostRanks], EngineProcesses]
 
 
 def make_sglang_processes(
-    config: RunConfig, name: str, environment: ServiceEnvironment, share: Share
+    config: RunConfig, name: str, environment: ServiceEnvironment, share: HostRanks
 ) -> EngineProcesses:
     """This host's processes of a replica's engine, not started."""
     from rollout_service.sglang_engine.host import SglangProcesses
@@ -60,7 +60,7 @@ async def serve_worker(
     name: str,
     environment: ServiceEnvironment,
     stop: asyncio.Event,
-    share: Share,
+    share: HostRanks,
     make_processes: MakeProcesses = make_sglang_processes,
 ) -> None:
     """Run host `share.host` of replica `name` until its leader lets it go.
@@ -100,11 +100,11 @@ class _Worker:
         self._processes: EngineProcesses | None = None
         self._ranks: RankClients | None = None
 
-    async def run(self, registry: Registry, share: Share, make_processes: MakeProcesses) -> None:
+    async def run(self, registry: Registry, share: HostRanks, make_processes: MakeProcesses) -> None:
         """Returns once the leader has let this process go, or when it is asked to end before it has a leader."""
         record, membership, servicer = await self._serve(share)
         lost = await announce(registry, record, self._config.sync.lease_ttl_s)
-        _log.info("worker up", name=record.name, address=record.address)
+        log.info("worker up", name=record.name, address=record.address)
         if not await unless(self._stop, self._leader(membership), membership.over, lost):
             return
         processes = make_processes(self._config, self._name, self._environment, membership.joined.result())
@@ -115,7 +115,7 @@ class _Worker:
         servicer.serve_ranks(self._ranks)
         membership.ready = True
         self._server.set_ready(True)
-        _log.info("ranks up", ranks=list(share.ranks))
+        log.info("ranks up", ranks=list(share.ranks))
         await self._until_over(membership, processes, lost)
 
     async def shutdown(self) -> None:
@@ -126,9 +126,9 @@ class _Worker:
         if self._ranks is not None:
             await self._ranks.close()
 
-    async def _serve(self, share: Share) -> tuple[ServiceRecord, Membership, WorkerServicer]:
+    async def _serve(self, share: HostRanks) -> tuple[ServiceRecord, WorkerMembership, WorkerServicer]:
         worker_id = uuid.uuid4().hex
-        membership = Membership(self._name, share, self._config.sync.lease_ttl_s)
+        membership = WorkerMembership(self._name, share, self._config.sync.lease_ttl_s)
         servicer = WorkerServicer(membership, worker_id)
         self._server.add(worker_pb2_grpc.add_RolloutWorkerServiceServicer_to_server, servicer, _FULL_NAME)
         address = self._environment.advertised(await self._server.start())
@@ -142,7 +142,7 @@ class _Worker:
         )
         return record, membership, servicer
 
-    async def _leader(self, membership: Membership) -> None:
+    async def _leader(self, membership: WorkerMembership) -> None:
         timeout_s = self._config.run.startup_timeout_s
         try:
             await asyncio.wait_for(asyncio.shield(membership.joined), timeout_s)
@@ -152,7 +152,7 @@ class _Worker:
             ) from None
 
     async def _until_over(
-        self, membership: Membership, processes: EngineProcesses, lost: "asyncio.Future[None]"
+        self, membership: WorkerMembership, processes: EngineProcesses, lost: "asyncio.Future[None]"
     ) -> None:
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         ends: set[asyncio.Future[Any]] = {membership.over, processes.failed, lost}
@@ -171,7 +171,7 @@ class _Worker:
             await self._tell_failure(membership, processes)
         membership.over.result()
 
-    async def _tell_failure(self, membership: Membership, processes: EngineProcesses) -> None:
+    async def _tell_failure(self, membership: WorkerMembership, processes: EngineProcesses) -> None:
         """Our ranks have failed. Raises: Unavailable: why, as far as both sides know."""
         error = processes.failed.exception()
         membership.failure = str(error)

@@ -29,8 +29,8 @@ from weightsync.plans.cost import Speeds
 from weightsync.plans.messages import cut_messages
 from weightsync.plans.plan import make_plan
 from weightsync.plans.round_plan import source_layout
-from weightsync.simulate.phases import Stage
-from weightsync.simulate.round import Scene, simulate
+from weightsync.simulate.phases import SimulatedFleet
+from weightsync.simulate.round import RoundScenario, simulate
 from weightsync.transfer.communicators.communicator import Communicator, form, join_store
 from weightsync.transfer.communicators.tcp_store import bound_store
 from weightsync.transfer.digest import PayloadDigest
@@ -151,17 +151,19 @@ def _steady(before: Speeds, after: Speeds) -> bool:
     return all(1 / STEADY <= change <= STEADY for change in changes)
 
 
-def _stage(case: Case) -> Stage:
+def _stage(case: Case) -> SimulatedFleet:
     plan = make_plan(source_layout(case.spec, case.trainer), sglang_layout(case.spec, case.rollout))
     messages = cut_messages(plan, BUCKET_BYTES // 4)
-    return Stage(plan=plan, messages=messages, dtype_bytes=4, replicas=case.replicas, speeds=Speeds(), device="cpu")
+    return SimulatedFleet(
+        plan=plan, messages=messages, dtype_bytes=4, replicas=case.replicas, speeds=Speeds(), device="cpu"
+    )
 
 
-def _scene(stage: Stage, speeds: Speeds, measured: dict[str, float]) -> Scene:
+def _scene(stage: SimulatedFleet, speeds: Speeds, measured: dict[str, float]) -> RoundScenario:
     """A call costs what PAUSE takes, which does nothing else; planning and agreeing, what PREPARE takes beyond."""
     rpc_s = measured["pause"]
     prepare_s = max(0.0, measured["prepare"] - rpc_s)
-    return Scene(stage=replace(stage, speeds=replace(speeds, rpc_s=rpc_s), prepare_s=prepare_s))
+    return RoundScenario(stage=replace(stage, speeds=replace(speeds, rpc_s=rpc_s), prepare_s=prepare_s))
 
 
 def _medians(samples: list[dict[str, float]]) -> dict[str, float]:

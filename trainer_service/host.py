@@ -61,7 +61,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Ranks:
+class RankProcesses:
     """The rank processes, from start to the last one's end. Lives on the main thread, where signals are handled."""
 
     grace_s: float = STOP_GRACE_S
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("bad configuration", error=str(error))
         return EXIT_BAD_CONFIG
     command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
-    return Ranks().run([*command, "--resume"] if options.resume else command, environments)
+    return RankProcesses().run([*command, "--resume"] if options.resume else command, environments)
 
 
 if __name__ == "__main__":

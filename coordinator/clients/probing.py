@@ -9,7 +9,7 @@ from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailab
 T = TypeVar("T")
 
 
-class Askable(Protocol):
+class ProbedService(Protocol):
     """A service that answers GetStatus at once whatever it works on."""
 
     @property
@@ -22,7 +22,7 @@ class Askable(Protocol):
         ...
 
 
-async def while_alive(call: Coroutine[Any, Any, T], service: Askable, *, probe_timeout_s: float) -> T:
+async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, probe_timeout_s: float) -> T:
     """Await `call`, a call to `service`; give it up when the service no longer says how it is.
 
     A process that was killed fails its calls by itself; one that is frozen holds them until their own deadline, which
@@ -43,7 +43,7 @@ async def while_alive(call: Coroutine[Any, Any, T], service: Askable, *, probe_t
         await asyncio.gather(work, probes, return_exceptions=True)
 
 
-async def _probe(service: Askable, probe_timeout_s: float) -> None:
+async def _probe(service: ProbedService, probe_timeout_s: float) -> None:
     """Until the service fails to answer. Raises: PeerLost."""
     while True:
         await asyncio.sleep(probe_timeout_s / 2)

@@ -29,7 +29,7 @@ GO_ON = "end the run and go on from its newest checkpoint (--resume), which gets
 log = get_logger(__name__)
 
 
-class Membership(Protocol):
+class SettledGroup(Protocol):
     """Who is in the weight group at one moment (weightsync.group.rendezvous.Membership)."""
 
     @property
@@ -43,7 +43,7 @@ class Membership(Protocol):
         ...
 
 
-class Group(Protocol):
+class WeightGroup(Protocol):
     """The weight group (weightsync.group.rendezvous.Rendezvous); blocking."""
 
     @property
@@ -51,7 +51,7 @@ class Group(Protocol):
         """Name of the weight group, as participants join it."""
         ...
 
-    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership:
+    def settle(self, slots: Sequence[str], timeout_s: float) -> SettledGroup:
         """The membership once all of `slots` are held.
 
         Raises: DeadlineExceeded: naming those that are not, after timeout_s.
@@ -91,7 +91,7 @@ class RollCall:
         *,
         trainer: Trainer,
         fleet: Fleet,
-        group: Group,
+        group: WeightGroup,
         min_replicas: int,
         probe_timeout_s: float,
         slots_timeout_s: float,
@@ -181,7 +181,7 @@ class RollCall:
         here = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
         return Present(epoch=group.epoch, trainer=look.trainer, replicas=here)
 
-    async def _settle(self, slots: Sequence[str], left_s: float) -> Membership:
+    async def _settle(self, slots: Sequence[str], left_s: float) -> SettledGroup:
         """The group once all slots are taken, or after the time that ranks may be without one."""
         deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
         while True:

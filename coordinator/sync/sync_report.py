@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.flow import Outcome, SyncResult
+from coordinator.flow import ReplicaOutcome, SyncResult
 from servicekit.errors import DigestMismatch, Internal
 from tandem_api.weights.v1 import weights_pb2
 
@@ -66,7 +66,7 @@ class RoundReports:
                     )
 
     def result(
-        self, *, policy_version: int, attempts: int, total_s: float, outcomes: Mapping[str, Outcome], epoch: int
+        self, *, policy_version: int, attempts: int, total_s: float, outcomes: Mapping[str, ReplicaOutcome], epoch: int
     ) -> SyncResult:
         """The figures of the rounds that have committed."""
         stages: dict[str, float] = {}

@@ -18,7 +18,7 @@ from typing import Protocol
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
-from coordinator.flow import Outcome
+from coordinator.flow import ReplicaOutcome
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
@@ -77,7 +77,7 @@ class SyncRound:
     ) -> None:
         self.description = description
         self.reports = RoundReports()
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ReplicaOutcome] = {}
         self._replicas = tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
@@ -111,7 +111,7 @@ class SyncRound:
         if not any(replica.name in done for replica in self._replicas):
             raise next(iter(failed.values()))
         await self.abort([each for each in self._everyone if each.name in failed])
-        self.outcomes |= {replica.name: Outcome.COMMITTED for replica in self._replicas if replica.name in done}
+        self.outcomes |= {replica.name: ReplicaOutcome.COMMITTED for replica in self._replicas if replica.name in done}
         return done
 
     async def _commit_one(self, participant: Participant) -> Reports | TandemError:
@@ -151,20 +151,20 @@ class SyncRound:
         try:
             status = await replica.status(timeout_s=self._probe_timeout_s)
         except TandemError as error:
-            self.outcomes[replica.name] = Outcome.POISONED if self._may_have_written else Outcome.ABORTED
+            self.outcomes[replica.name] = ReplicaOutcome.POISONED if self._may_have_written else ReplicaOutcome.ABORTED
             return f"{replica.name} does not answer ({error})"
         self.outcomes[replica.name] = self._outcome_of(status)
         state = weights_pb2.ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower()
         return f"{replica.name} is {state} at version {status.policy_version}"
 
-    def _outcome_of(self, status: rollout_pb2.GetStatusResponse) -> Outcome:
+    def _outcome_of(self, status: rollout_pb2.GetStatusResponse) -> ReplicaOutcome:
         unfinished = status.state == weights_pb2.REPLICA_STATE_PAUSED and self._may_have_written
         if status.state == weights_pb2.REPLICA_STATE_POISONED or unfinished:
-            return Outcome.POISONED
+            return ReplicaOutcome.POISONED
         serves = status.state == weights_pb2.REPLICA_STATE_SERVING
         # Before COMMIT nobody can have this round's version; an equal one is that of an earlier round.
         new = self._begun == COMMIT and status.policy_version == self.description.policy_version
-        return Outcome.COMMITTED if serves and new else Outcome.ABORTED
+        return ReplicaOutcome.COMMITTED if serves and new else ReplicaOutcome.ABORTED
 
     @property
     def _may_have_written(self) -> bool:

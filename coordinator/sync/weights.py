@@ -15,10 +15,10 @@ from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import Fleet
-from coordinator.flow import Outcome, SyncResult
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.lead import Lead, SoleLead
 from coordinator.sync.forecast import Forecast
-from coordinator.sync.roll_call import Group, Present, RollCall, parallel_sizes, seeded_version
+from coordinator.sync.roll_call import Present, RollCall, WeightGroup, parallel_sizes, seeded_version
 from coordinator.sync.sync_report import RoundReports
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
@@ -78,7 +78,7 @@ class _Publication:
     # How long replicas are waited for where too few are there.
     rejoin_timeout_s: float
     reports: RoundReports = field(default_factory=RoundReports)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, ReplicaOutcome] = field(default_factory=dict)
     failures: list[TandemError] = field(default_factory=list)
     committed: list[Replica] = field(default_factory=list)
     rounds: int = 0
@@ -128,7 +128,7 @@ class WeightSync:
         *,
         trainer: Trainer,
         fleet: Fleet,
-        group: Group,
+        group: WeightGroup,
         settings: SyncSection,
         lead: Lead | None = None,
         min_replicas: int = 1,
@@ -337,7 +337,7 @@ class WeightSync:
         metrics.observe_outcomes(sync_round.outcomes)
         if description.transport == weights_pb2.SYNC_TRANSPORT_DISK:
             self._on_disk = (work.policy_version, description.round_id)
-        done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is Outcome.COMMITTED]
+        done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is ReplicaOutcome.COMMITTED]
         work.committed.extend(done)
         left = [replica.name for replica in present.replicas if replica not in done]
         if left:

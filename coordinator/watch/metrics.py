@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from coordinator.flow import DataKey, Outcome, Scored, SyncResult
+from coordinator.flow import DataKey, ReplicaOutcome, Scored, SyncResult
 from servicekit.errors import DigestMismatch, TandemError
 
 # From one RPC round trip (1 ms) to a transfer of a large model (minutes).
@@ -170,7 +170,7 @@ for _result in ("committed", "aborted"):
 for _data in get_args(DataKey):
     for _counter in (SCORED_COMPLETIONS, REWARD_ERRORS, REWARD_TIMEOUTS, UNREADABLE_ANSWERS):
         _counter.labels(data=_data)
-for _outcome in Outcome:
+for _outcome in ReplicaOutcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
 for _kind in (
     "logprob_difference",
@@ -212,7 +212,7 @@ def observe_sync(result: SyncResult) -> None:
     for replica, seconds in result.replica_s.items():
         REPLICA_SYNC_SECONDS.labels(replica=replica).set(seconds)
     for replica, outcome in result.outcomes.items():
-        if outcome is Outcome.COMMITTED:
+        if outcome is ReplicaOutcome.COMMITTED:
             REPLICA_VERSION.labels(replica=replica).set(result.policy_version)
 
 
@@ -222,7 +222,7 @@ def forget_replica(replica: str) -> None:
     REPLICA_SYNC_SECONDS.remove(replica)
 
 
-def observe_failed_round(error: TandemError, outcomes: Mapping[str, Outcome]) -> None:
+def observe_failed_round(error: TandemError, outcomes: Mapping[str, ReplicaOutcome]) -> None:
     """Record a round that was given up."""
     SYNC_ROUNDS.labels(result="aborted").inc()
     if isinstance(error, DigestMismatch):
@@ -230,7 +230,7 @@ def observe_failed_round(error: TandemError, outcomes: Mapping[str, Outcome]) ->
     observe_outcomes(outcomes)
 
 
-def observe_outcomes(outcomes: Mapping[str, Outcome]) -> None:
+def observe_outcomes(outcomes: Mapping[str, ReplicaOutcome]) -> None:
     """Record how a round ended for each replica."""
     for outcome in outcomes.values():
         SYNC_OUTCOMES.labels(outcome=outcome.value).inc()

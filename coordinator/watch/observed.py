@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.clients.replica import Replica
-from coordinator.flow import Outcome, SyncResult
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.watch import metrics
 from servicekit.errors import TandemError
 
@@ -79,7 +79,7 @@ class Observed:
         for name, outcome in result.outcomes.items():
             row = self._row(name)
             row.outcome = outcome.value
-            if outcome is Outcome.COMMITTED:
+            if outcome is ReplicaOutcome.COMMITTED:
                 row.policy_version, row.sync_s, row.serving = result.policy_version, result.replica_s.get(name), True
         self.rounds.append(
             ObservedSync(
@@ -94,7 +94,7 @@ class Observed:
             )
         )
 
-    def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, Outcome]) -> None:
+    def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, ReplicaOutcome]) -> None:
         """A round that was given up."""
         metrics.observe_failed_round(error, outcomes)
         told = {name: outcome.value for name, outcome in outcomes.items()}

@@ -17,7 +17,7 @@ Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class Notice:
     """Something that was said; `kind` is state, warning or evaluation."""
 
     time_s: float
@@ -34,7 +34,7 @@ class History:
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
-        self.messages: deque[Message] = deque(maxlen=_MESSAGES_KEPT)
+        self.messages: deque[Notice] = deque(maxlen=_MESSAGES_KEPT)
         self.part = ""
         self.part_since_s = time.time()
         self._curves: dict[str, list[tuple[float, float]]] = {}
@@ -53,7 +53,7 @@ class History:
             self.part = event.message if event.kind is EventKind.PROGRESS else "report"
             self.part_since_s = event.time_s
         else:
-            self.messages.append(Message(time_s=event.time_s, kind=event.kind.value, text=event.message))
+            self.messages.append(Notice(time_s=event.time_s, kind=event.kind.value, text=event.message))
 
     def curve(self, field: str) -> list[tuple[float, float]]:
         """At most POINTS points (iteration, mean value) of a field of the rows, evenly spread."""

@@ -17,7 +17,7 @@ from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.layouts.stages import Chunk, chunks_of
+from weightsync.layouts.stages import ModelChunk, chunks_of
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.limits import bucket_bytes, largest_message
 
@@ -119,7 +119,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     return found
 
 
-def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[Chunk], stage: int) -> int:
+def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[ModelChunk], stage: int) -> int:
     mine = [chunk for chunk in chunks if chunk.stage == stage]
     layers = [layer for chunk in mine for layer in range(chunk.first_layer, chunk.first_layer + chunk.num_layers)]
     one = sum(_layer(config, spec, parallel, layer) for layer in layers)

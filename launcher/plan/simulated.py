@@ -8,8 +8,8 @@ from rich.table import Table
 from launcher.plan.figures import DTYPE_BYTES, Planned
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from weightsync.plans.cost import PHASES
-from weightsync.simulate.phases import Slow, Stage
-from weightsync.simulate.round import Dies, Scene, SimulatedRound, simulate
+from weightsync.simulate.phases import SimulatedFleet, SlowReplica
+from weightsync.simulate.round import ReplicaDeath, RoundScenario, SimulatedRound, simulate
 
 _DIGITS = 7
 _LARGEST = 1e6  # times slower; seconds
@@ -19,11 +19,11 @@ _HINT = "slow:3=4 (replica 3 is four times slower), kill:3@transfer or kill:3@1.
 def simulated(planned: Planned, faults: Sequence[str]) -> dict[str, Any]:
     """Simulates the planned round. Raises: ConfigErrors: a fault that cannot be read."""
     request = planned.request
-    slow = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), Slow)]
-    dies = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), Dies)]
+    slow = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), SlowReplica)]
+    dies = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), ReplicaDeath)]
     if len(dies) > 1:
         raise ConfigErrors([_problem(faults[-1], "one death per round can be simulated")])
-    stage = Stage(
+    stage = SimulatedFleet(
         plan=planned.plan,
         messages=planned.messages,
         dtype_bytes=DTYPE_BYTES[request.dtype],
@@ -31,7 +31,7 @@ def simulated(planned: Planned, faults: Sequence[str]) -> dict[str, Any]:
         speeds=request.speeds,
         slow=tuple(slow),
     )
-    return _as_json(simulate(Scene(stage=stage, dies=dies[0] if dies else None)))
+    return _as_json(simulate(RoundScenario(stage=stage, dies=dies[0] if dies else None)))
 
 
 def simulation_table(figures: dict[str, Any]) -> Table:
@@ -63,7 +63,7 @@ def _as_json(result: SimulatedRound) -> dict[str, Any]:
     }
 
 
-def _parse(fault: str, replicas: int) -> Slow | Dies:
+def _parse(fault: str, replicas: int) -> SlowReplica | ReplicaDeath:
     kind, _, rest = fault.partition(":")
     name, _, value = rest.partition("=" if kind == "slow" else "@")
     if kind not in ("slow", "kill") or not name.isdecimal() or len(name) > _DIGITS:
@@ -71,14 +71,16 @@ def _parse(fault: str, replicas: int) -> Slow | Dies:
     if int(name) >= replicas:
         raise ConfigErrors([_problem(fault, f"there is no replica {name}: they are 0 to {replicas - 1}")])
     if kind == "kill" and value in PHASES:
-        return Dies(replica=int(name), at=value)  # type: ignore[arg-type]
+        return ReplicaDeath(replica=int(name), at=value)  # type: ignore[arg-type]
     try:
         number = float(value)
     except ValueError:
         raise ConfigErrors([_problem(fault, f"{value!r} is neither a number nor a phase")]) from None
     if not 0 < number <= _LARGEST:
         raise ConfigErrors([_problem(fault, f"{value} must be above 0, and at most {_LARGEST:g}")])
-    return Slow(replica=int(name), factor=number) if kind == "slow" else Dies(replica=int(name), at=number)
+    return (
+        SlowReplica(replica=int(name), factor=number) if kind == "slow" else ReplicaDeath(replica=int(name), at=number)
+    )
 
 
 def _problem(fault: str, message: str) -> ConfigProblem:

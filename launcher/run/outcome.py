@@ -13,7 +13,7 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "ha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """Exit code 0: finished; 1: failed; 128 + signal: stopped by it. troubles: what was wrong with the training."""
 
     code: int
@@ -21,32 +21,32 @@ class Outcome:
     troubles: tuple[str, ...] = ()
 
 
-def ended(run_dir: Path) -> Outcome:
+def ended(run_dir: Path) -> LaunchOutcome:
     """The coordinator ended with code 0: the run is over, or somebody sent the coordinator a signal."""
     if _status(run_dir) == "interrupted":
-        return Outcome(
+        return LaunchOutcome(
             code=EXIT_FAILED, text=f"failed: the coordinator was stopped by a signal; {_how_to_go_on(run_dir)}"
         )
     troubles = noted_troubles(run_dir)
     but = f", but look at the training: {' '.join(troubles)} Results" if troubles else "; results"
-    return Outcome(code=EXIT_OK, text=f"finished{but} are in {_shown(run_dir)}", troubles=troubles)
+    return LaunchOutcome(code=EXIT_OK, text=f"finished{but} are in {_shown(run_dir)}", troubles=troubles)
 
 
-def failed(run_dir: Path, culprit: ProcessExit) -> Outcome:
+def failed(run_dir: Path, culprit: ProcessExit) -> LaunchOutcome:
     """A process ended before the run was over, or the coordinator with an error."""
     early = " before the run was over" if culprit.code == 0 else ""
     text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_go_on(run_dir)}"
-    return Outcome(code=EXIT_FAILED, text=text + _aside(run_dir))
+    return LaunchOutcome(code=EXIT_FAILED, text=text + _aside(run_dir))
 
 
-def broken(run_dir: Path, error: Exception) -> Outcome:
+def broken(run_dir: Path, error: Exception) -> LaunchOutcome:
     """Starting up did not work."""
-    return Outcome(
+    return LaunchOutcome(
         code=EXIT_FAILED, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}; {_how_to_go_on(run_dir)}"
     )
 
 
-def stopped(run_dir: Path, number: signal.Signals) -> Outcome:
+def stopped(run_dir: Path, number: signal.Signals) -> LaunchOutcome:
     """The user, or the system, stopped the run."""
     rows = metrics_rows(run_dir)
     progress = (
@@ -55,7 +55,7 @@ def stopped(run_dir: Path, number: signal.Signals) -> Outcome:
         else "before its first iteration ended"
     )
     text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_go_on(run_dir)}"
-    return Outcome(code=128 + number, text=text + _aside(run_dir))
+    return LaunchOutcome(code=128 + number, text=text + _aside(run_dir))
 
 
 def _status(run_dir: Path) -> str:

@@ -9,7 +9,7 @@ from signal import Signals
 
 from launcher.run import outcome, redis_server
 from launcher.run.devices import DevicePlan, plan_devices, visible_gpus
-from launcher.run.outcome import Outcome
+from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
 from launcher.run.stop_signals import StopSignals
@@ -40,12 +40,12 @@ class RunRequest:
     plan: Callable[[RunConfig, Launch, DevicePlan], list[ProcessSpec]] = plan_processes
 
 
-def launch(request: RunRequest, view: RunView) -> Outcome:
+def launch(request: RunRequest, view: RunView) -> LaunchOutcome:
     """Start everything, show it until it ends, end everything. Nothing is left running when this returns."""
     return asyncio.run(_launch(request, view))
 
 
-async def _launch(request: RunRequest, view: RunView) -> Outcome:
+async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
     supervisor = Supervisor()
     stopped_by: Signals | None = None
     with StopSignals(on_second=supervisor.kill) as signals:
@@ -69,7 +69,7 @@ async def _launch(request: RunRequest, view: RunView) -> Outcome:
     return _with_configuration_kept(request.run_dir, result)
 
 
-def _with_configuration_kept(run_dir: Path, result: Outcome) -> Outcome:
+def _with_configuration_kept(run_dir: Path, result: LaunchOutcome) -> LaunchOutcome:
     """A resumed run that has not trained an iteration keeps its configuration, whatever this launch had changed."""
     if not (run_dir / NEXT_CONFIG).exists():
         return result
@@ -77,7 +77,7 @@ def _with_configuration_kept(run_dir: Path, result: Outcome) -> Outcome:
     return replace(result, text=f"{result.text}; the run's configuration is what it was before")
 
 
-async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> Outcome:
+async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> LaunchOutcome:
     """From nothing to the end of the run, or to the first death that the run does not outlive."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
@@ -95,7 +95,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
 
 async def _outlive(
     request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView, watching: Watching
-) -> Outcome:
+) -> LaunchOutcome:
     """Start again what dies, as long as restarts.py says so."""
     planned = _planned(request, launch_id, redis_url, resume=True)
     restarts = Restarts(request.run_dir, request.config, [spec.name for spec in planned])

@@ -5,16 +5,16 @@ import functools
 import uuid
 from collections.abc import Callable, Sequence
 
-from rollout_service.hosts.bond import RETRY_S, Bond, Leader, join_worker
+from rollout_service.hosts.connection import RETRY_S, Leader, WorkerConnection, join_worker
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.rank_groups import WorkerRanks
-from rollout_service.hosts.share import Share
 from servicekit.errors import Unavailable
 from servicekit.life.lifecycle import cancel
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 
 
-class Workers:
+class HostWorkers:
     """All workers of one engine; none where it is on one host, and then everything here is done at once.
 
     Args:
@@ -23,7 +23,7 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, share: Share, *, identity: Identity | None, ttl_s: float, on_stop: Callable[[], None]
+        self, name: str, share: HostRanks, *, identity: Identity | None, ttl_s: float, on_stop: Callable[[], None]
     ) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._make_leader = functools.partial(
@@ -32,7 +32,7 @@ class Workers:
         self._share = share
         self._on_stop = on_stop
         self._leader_id = ""
-        self._bonds: list[Bond] = []
+        self._bonds: list[WorkerConnection] = []
         self._keeping: list[asyncio.Task[None]] = []
 
     async def join(self, store: str, registry: Registry, timeout_s: float) -> None:

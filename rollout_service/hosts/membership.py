@@ -12,24 +12,24 @@
 
 import asyncio
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from servicekit.errors import Aborted, InvalidRequest, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import worker_pb2 as wpb
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
-class Membership:
+class WorkerMembership:
     """All methods run on the service's event loop.
 
     joined: done with this host's share once a leader has come. over: done when the leader lets this process go; failed
     when it must end for another reason. ready, failure and asked_to_stop are what the leader hears with each beat.
     """
 
-    def __init__(self, replica: str, share: Share, ttl_s: float) -> None:
+    def __init__(self, replica: str, share: HostRanks, ttl_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self.joined: asyncio.Future[Share] = loop.create_future()
+        self.joined: asyncio.Future[HostRanks] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.ready = False
         self.failure = ""
@@ -64,7 +64,7 @@ class Membership:
         if not self._leader_id:
             self._leader_id = request.leader_id
             self.joined.set_result(share.meeting_at(request.store_address))
-            _log.info("joined", replica=self._replica, host=share.host, store=request.store_address)
+            log.info("joined", replica=self._replica, host=share.host, store=request.store_address)
         self._hear()
 
     def beat(self, leader_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout_service.hosts.membership import Membership
+from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.weights.ranks import Ranks
 from servicekit.errors import NotReady
 from tandem_api.rollout.v1 import worker_pb2 as pb
@@ -13,7 +13,7 @@ from tandem_api.weights.v1 import weights_pb2
 class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
     """One host of an engine. `serve_ranks` opens it for weight sync."""
 
-    def __init__(self, membership: Membership, worker_id: str) -> None:
+    def __init__(self, membership: WorkerMembership, worker_id: str) -> None:
         self._membership = membership
         self._worker_id = worker_id
         self._ranks: Ranks | None = None

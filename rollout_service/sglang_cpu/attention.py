@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from rollout_service.sglang_cpu.padding import MAX_CHUNK_MASK, Chunk, attend, decode_chunks, extend_chunks
+from rollout_service.sglang_cpu.padding import MAX_CHUNK_MASK, AttentionChunk, attend, decode_chunks, extend_chunks
 
 
 def register() -> None:
@@ -25,7 +25,9 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a forward pass; chunks are planned by its first layer."""
         super().init_forward_metadata(forward_batch)
-        self.chunks: dict[bool, list[Chunk]] = {}  # is_extend -> chunks; the same for every layer of this forward
+        self.chunks: dict[
+            bool, list[AttentionChunk]
+        ] = {}  # is_extend -> chunks; the same for every layer of this forward
 
     def _run_sdpa_forward_decode(self, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> Any:
         k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = cache

@@ -16,7 +16,7 @@ MAX_CHUNK_MASK = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class AttentionChunk:
     """Sequences that are computed together."""
 
     slots_NK: torch.Tensor  # KV cache slot of each key; padding points at slot 0, which holds no sequence
@@ -47,14 +47,14 @@ def plan_chunks(lengths: list[int], queries: list[int]) -> list[list[int]]:
     return chunks
 
 
-def decode_chunks(req_to_token: torch.Tensor, pool_index: torch.Tensor, seq_lens: torch.Tensor) -> list[Chunk]:
+def decode_chunks(req_to_token: torch.Tensor, pool_index: torch.Tensor, seq_lens: torch.Tensor) -> list[AttentionChunk]:
     """Chunks of a decode step: N sequences, one query token each."""
     lengths = seq_lens.tolist()
     chunks = []
     for rows in plan_chunks(lengths, [1] * len(lengths)):
         rows_N = torch.tensor(rows)
         slots_NK, valid_NK = _slots(req_to_token, pool_index[rows_N], seq_lens[rows_N])
-        chunks.append(Chunk(slots_NK=slots_NK, mask_NQK=valid_NK.unsqueeze(1), index_NQ=rows_N.unsqueeze(1)))
+        chunks.append(AttentionChunk(slots_NK=slots_NK, mask_NQK=valid_NK.unsqueeze(1), index_NQ=rows_N.unsqueeze(1)))
     return chunks
 
 
@@ -64,7 +64,7 @@ def extend_chunks(
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
-) -> list[Chunk]:
+) -> list[AttentionChunk]:
     """Chunks of a prefill: N sequences of extend_lens new tokens after prefix_lens cached ones."""
     starts = extend_lens.cumsum(0) - extend_lens
     chunks = []
@@ -80,7 +80,7 @@ def extend_chunks(
             step_Q < extend_lens[rows_N].unsqueeze(1), starts[rows_N].unsqueeze(1) + step_Q, torch.tensor(-1)
         )
         mask_NQK = causal_NQK & valid_NK.unsqueeze(1)
-        chunks.append(Chunk(slots_NK=slots_NK, mask_NQK=mask_NQK, index_NQ=index_NQ))
+        chunks.append(AttentionChunk(slots_NK=slots_NK, mask_NQK=mask_NQK, index_NQ=index_NQ))
     return chunks
 
 
@@ -92,7 +92,7 @@ def _slots(req_to_token: torch.Tensor, pool_N: torch.Tensor, len_N: torch.Tensor
 
 
 def attend(
-    query_NQHD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, chunk: Chunk, scaling: float | None
+    query_NQHD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, chunk: AttentionChunk, scaling: float | None
 ) -> torch.Tensor:
     """Grouped-query attention of a chunk: returns [N, Q, H, D]."""
     n, q, h, d = query_NQHD.shape

@@ -13,7 +13,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from rollout_service.engine import Completion, Finish, FinishedGroup, Group, Sampling, Span
+from rollout_service.engine import Finish, FinishedGroup, GroupRequest, SampledCompletion, SamplingSettings, Span
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
@@ -25,7 +25,7 @@ REQUESTS_PER_MESSAGE = 1024
 class _Countdown:
     """Stands in for the asyncio.Event of each request of a group: SGLang sets it when the request has ended."""
 
-    def __init__(self, group: Group, whole: "asyncio.Queue[_Countdown]") -> None:
+    def __init__(self, group: GroupRequest, whole: "asyncio.Queue[_Countdown]") -> None:
         self.group = group
         self.states: list[Any] = []
         self._left = group.num_completions
@@ -45,7 +45,7 @@ class GroupTokenizerManager(TokenizerManager):
     """TokenizerManager with `generate_groups`."""
 
     async def generate_groups(
-        self, groups: Sequence[Group], sampling: Sampling, cache_key: str | None
+        self, groups: Sequence[GroupRequest], sampling: SamplingSettings, cache_key: str | None
     ) -> AsyncIterator[list[FinishedGroup]]:
         """See RolloutEngine.generate. cache_key: prefixes are shared only between requests of the same key."""
         self.auto_create_handle_loop()
@@ -73,7 +73,7 @@ class GroupTokenizerManager(TokenizerManager):
     async def _send(
         self,
         message: "dict[int, _Countdown]",
-        sampling: Sampling,
+        sampling: SamplingSettings,
         cache_key: str | None,
         prefix: str,
         states: dict[str, Any],
@@ -101,14 +101,14 @@ class GroupTokenizerManager(TokenizerManager):
                 state.abort_sent = True
 
 
-def _requests(groups: Sequence[Group], whole: "asyncio.Queue[_Countdown]") -> "list[tuple[int, _Countdown]]":
+def _requests(groups: Sequence[GroupRequest], whole: "asyncio.Queue[_Countdown]") -> "list[tuple[int, _Countdown]]":
     """Numbered. A prompt is repeated for each completion: with n > 1 SGLang first runs every prompt once, by itself."""
     countdowns = [_Countdown(group, whole) for group in groups]
     return list(enumerate(each for each in countdowns for _ in range(each.group.num_completions)))
 
 
 def _batch_request(
-    message: "dict[int, _Countdown]", sampling: Sampling, cache_key: str | None, prefix: str
+    message: "dict[int, _Countdown]", sampling: SamplingSettings, cache_key: str | None, prefix: str
 ) -> GenerateReqInput:
     return GenerateReqInput(
         rid=[f"{prefix}{number}" for number in message],
@@ -125,7 +125,7 @@ def _batch_request(
     )
 
 
-def _completion(out: dict[str, Any]) -> Completion:
+def _completion(out: dict[str, Any]) -> SampledCompletion:
     meta = out["meta_info"]
     reason = meta["finish_reason"]
     if reason.get("status_code") is not None:
@@ -134,7 +134,7 @@ def _completion(out: dict[str, Any]) -> Completion:
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())][: len(token_ids)]
     if len(logprobs) != len(token_ids) or any(value is None or math.isnan(value) for value in logprobs):
         raise RuntimeError(f"SGLang gave {len(token_ids)} tokens with log-probs {logprobs}")
-    return Completion(
+    return SampledCompletion(
         token_ids=token_ids,
         logprobs=logprobs,
         finish=_FINISH[reason["type"]],

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, Group, Sampling
-from rollout_service.hosts.share import Share
+from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, GroupRequest, SamplingSettings
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.flips import cache_key
 from rollout_service.sglang_engine.host import SglangProcesses
 from tandem_config.schema import RunConfig
@@ -32,9 +32,9 @@ class SglangEngine:
         host: str,
         run_dir: Path,
         on_terminate: Callable[[], None],
-        share: Share | None = None,
+        share: HostRanks | None = None,
     ) -> None:
-        here = Share(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
+        here = HostRanks(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
         self._processes = SglangProcesses(
             config, name, here, redis_url=redis_url, group=group, host=host, run_dir=run_dir
         )
@@ -67,9 +67,11 @@ class SglangEngine:
 
     async def _warm_up(self) -> None:
         """One generation, with whatever weights: the first loads what SGLang loads late, and proves that it can."""
-        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=())
+        sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=())
         async with asyncio.timeout(WARM_UP_S):
-            async for _ in self.generate([Group(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)], sampling):
+            async for _ in self.generate(
+                [GroupRequest(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)], sampling
+            ):
                 pass
 
     def _read_limits(self) -> EngineLimits:
@@ -82,7 +84,9 @@ class SglangEngine:
             ),
         )
 
-    def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+    def generate(
+        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
+    ) -> AsyncIterator[list[FinishedGroup]]:
         """Sample groups; parts of them as their last completions end."""
         # KV of one version must never serve another: the version is part of the prefix cache's key, flushed or not.
         key = cache_key(self._policy_version) if self._cache_prefixes else None

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import refuse_environment
 from rollout_service.sglang_engine.options import engine_arguments, engine_environment
 from rollout_service.sglang_engine.processes import ChildWatch
@@ -27,7 +27,7 @@ from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 LEAVE_S = 5.0
 _PREFIX = "tdm"
@@ -43,7 +43,7 @@ class SglangProcesses:
     """
 
     def __init__(
-        self, config: RunConfig, name: str, share: Share, *, redis_url: str, group: str, host: str, run_dir: Path
+        self, config: RunConfig, name: str, share: HostRanks, *, redis_url: str, group: str, host: str, run_dir: Path
     ) -> None:
         self.engine: Any = None
         self.arguments: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class SglangProcesses:
         """Start SGLang's processes on this host and watch them. Raises: RuntimeError: one did not come up."""
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
-        loop.add_signal_handler(signal.SIGQUIT, _log.error, "a rank reported a failure")
+        loop.add_signal_handler(signal.SIGQUIT, log.error, "a rank reported a failure")
         self._start_job = self._starter.submit(self._start_blocking)
         await asyncio.wrap_future(self._start_job)
         self._watch = ChildWatch(self.engine.get_all_child_pids(), self._rank_died)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
@@ -17,7 +17,7 @@ from tandem_config.schema import RunConfig
 SHORTEST_CACHED_PROMPT = 64
 
 
-def engine_arguments(config: RunConfig, name: str, share: Share, cuda: bool) -> dict[str, Any]:
+def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool) -> dict[str, Any]:
     """Keyword arguments of sglang's Engine on one host of `name`'s engine."""
     rollout = config.rollout
     arguments: dict[str, Any] = {
@@ -68,7 +68,9 @@ def longest_prompt(config: RunConfig) -> int:
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
 
 
-def engine_environment(config: RunConfig, share: Share, host: str, socket_folder: Path, cuda: bool) -> dict[str, str]:
+def engine_environment(
+    config: RunConfig, share: HostRanks, host: str, socket_folder: Path, cuda: bool
+) -> dict[str, str]:
     """Environment variables that SGLang reads in this process and in its ranks; `host`: where those are reached."""
     variables = {SERVICE_PID: str(os.getpid()), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if share.nodes > 1:
@@ -84,7 +86,7 @@ def engine_environment(config: RunConfig, share: Share, host: str, socket_folder
     return variables
 
 
-def _hosts_environment(share: Share, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _hosts_environment(share: HostRanks, host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The ranks of all hosts meet at the leader's store, which they join as torchrun's workers join their agent's."""
     address = resolve(host)
     store_host, _, store_port = share.store.rpartition(":")

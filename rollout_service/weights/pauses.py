@@ -8,7 +8,7 @@ from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 # Together below PauseGeneration's longest deadline of 60 s.
 DRAIN_S = 30.0
@@ -44,7 +44,7 @@ class Pauses:
         if self._frozen:
             return
         if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(self._drain_s):
-            _log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
+            log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
         if mode != pb.PAUSE_MODE_KEEP_KV:
             await self._abort_until_idle()
         await self._engine.freeze()

@@ -11,7 +11,7 @@ from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 class RoundSteps:
@@ -69,7 +69,7 @@ class RoundSteps:
         try:
             return await self._ranks.run_phase(ABORT, round_)
         except TandemError as error:  # the round is over all the same; the next PREPARE meets the rank again
-            _log.warning("a rank did not take the abort", round_id=round_.round_id, error=str(error))
+            log.warning("a rank did not take the abort", round_id=round_.round_id, error=str(error))
             return self.empty_reports()
 
     def empty_reports(self) -> list[pb.PhaseReport]:

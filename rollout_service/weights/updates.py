@@ -36,7 +36,7 @@ from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poi
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 # A coordinator that waits for another participant's phase is silent towards us for the round's deadlines and 30 s at
 # most (PHASE_MARGIN_S there); after twice that margin it is gone.
@@ -136,7 +136,7 @@ class WeightUpdates:
             self._rest, self.policy_version = SERVING, published.policy_version
             await self._pauses.resume()
             self._tell()
-        _log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
+        log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
         """Run one phase; goes on to its end even if the caller gives up.
@@ -197,7 +197,7 @@ class WeightUpdates:
 
     def _expire(self, round_: pb.Round) -> None:
         if self._is_open(round_) and not self._lock.locked():
-            _log.warning("the coordinator is silent, giving its round up", round_id=round_.round_id)
+            log.warning("the coordinator is silent, giving its round up", round_id=round_.round_id)
             self._expiring = asyncio.create_task(self.run_phase(ABORT, round_), name=f"expire-{round_.round_id}")
 
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
@@ -223,7 +223,7 @@ class WeightUpdates:
             if round_.epoch < self._round.message.epoch:
                 newer = self._round.message.epoch
                 raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
-            _log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
+            log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
             await self._abort(self._round.message)
         self._round = OpenRound(message=round_)
 
@@ -243,7 +243,7 @@ class WeightUpdates:
         for report in reports:
             report.seconds["commit"] = time.monotonic() - start_s
         self._on_outcome("committed", current.message.epoch)
-        _log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
+        log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
         return reports
 
     async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
@@ -260,7 +260,7 @@ class WeightUpdates:
         elif self._rest == SERVING:
             await self._pauses.resume()
         self._on_outcome("poisoned" if current.touched else "aborted", round_.epoch)
-        _log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
+        log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
         return reports
 
     def _poison(self, current: OpenRound) -> None:

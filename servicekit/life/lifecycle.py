@@ -12,7 +12,7 @@ from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import tell_failure
 from servicekit.tracing import start_tracing, stop_tracing
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
@@ -22,7 +22,7 @@ def install_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
     def on_signal(received: signal.Signals) -> None:
         if not stop.is_set():
-            _log.info("stop requested", signal=received.name)
+            log.info("stop requested", signal=received.name)
         stop.set()
 
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -38,7 +38,7 @@ def watch(task: "asyncio.Task[Any]", on_failure: Callable[[BaseException], None]
             return
         error = ended.exception()
         if error is not None:
-            _log.error("task failed", task=ended.get_name(), error=str(error), exc_info=error)
+            log.error("task failed", task=ended.get_name(), error=str(error), exc_info=error)
             on_failure(error)
 
     task.add_done_callback(done)
@@ -80,15 +80,15 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
         start_tracing(service)
         code = asyncio.run(with_signals())
     except ConfigError as error:
-        _log.error("bad configuration", error=str(error))
+        log.error("bad configuration", error=str(error))
         tell_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
     except (Unavailable, ReleaseSkew) as error:  # not our bug: the sentence says more than a traceback
-        _log.error("service failed", error=str(error))
+        log.error("service failed", error=str(error))
         tell_failure(service, name or service, str(error))
         return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - the boundary of the process
-        _log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+    except Exception as error:  # the boundary of the process
+        log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
         tell_failure(service, name or service, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     finally:

@@ -14,7 +14,7 @@ from redis.retry import Retry
 from servicekit.errors import ConfigError, Unavailable
 from servicekit.logs import get_logger
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 # Control messages only: an answer takes milliseconds.
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
@@ -49,7 +49,7 @@ def connect(url: str, *, decode_responses: bool = True, wait_s: float = 0.0) -> 
             if time.monotonic() >= deadline_s:
                 raise
             if not told:
-                _log.error("waiting for Redis", error=str(error), seconds=wait_s)
+                log.error("waiting for Redis", error=str(error), seconds=wait_s)
             told = True
         time.sleep(_RETRY_S)
 

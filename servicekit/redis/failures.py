@@ -8,7 +8,7 @@ from servicekit.logs import get_logger
 from servicekit.redis.client import with_tls_files
 from servicekit.redis.registry import Registry
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def tell_failure(role: str, name: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -24,4 +24,4 @@ def tell_failure(role: str, name: str, reason: str, environ: Mapping[str, str] =
         registry.report_failure(role, name, reason)
         registry.close()
     except TandemError as error:
-        _log.info("failure told in this log only", error=str(error))
+        log.info("failure told in this log only", error=str(error))

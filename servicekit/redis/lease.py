@@ -7,7 +7,7 @@ from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Lease:
@@ -52,15 +52,15 @@ class Lease:
             except Unavailable as error:
                 LEASE_FAILURES.labels("record", "unavailable").inc()
                 if not away:
-                    _log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
+                    log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
                 away = True
             except TandemError as error:
                 LEASE_FAILURES.labels("record", "lost").inc()
-                _log.error("lease lost", lease=self._name, error=str(error))
+                log.error("lease lost", lease=self._name, error=str(error))
                 if self._on_lost is not None:
                     self._on_lost(str(error))
                 return
             else:
                 if away:
-                    _log.info("lease renewed, Redis answers again", lease=self._name)
+                    log.info("lease renewed, Redis answers again", lease=self._name)
                 away = False

@@ -32,7 +32,7 @@ from servicekit.versions import release
 
 T = TypeVar("T")
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 # Key of the value that says where the run's web page is.
 PAGE_URL = "page_url"
 # The role that conducts the run, and the name of its only process.
@@ -148,7 +148,7 @@ class Registry:
                 if time.monotonic() >= deadline_s:
                     raise ConfigError(str(error)) from error
                 if not told:
-                    _log.error("waiting for rights in Redis", error=str(error))
+                    log.error("waiting for rights in Redis", error=str(error))
                 told = True
             time.sleep(_RIGHTS_RETRY_S)
 
@@ -197,7 +197,7 @@ class Registry:
                 if time.monotonic() >= deadline_s:
                     raise
                 if not told:
-                    _log.info("waiting for the name", why=str(error))
+                    log.info("waiting for the name", why=str(error))
                 told = True
             if self._closed.wait(_NAME_RETRY_S):
                 raise Aborted("the registry was closed while waiting for the name")
@@ -242,7 +242,7 @@ class Registry:
         try:
             self.withdraw()
         except Unavailable as error:
-            _log.warning("record not withdrawn, its lease will expire", error=str(error))
+            log.warning("record not withdrawn, its lease will expire", error=str(error))
         self._redis.close()
 
     def list(self, role: str) -> Records:

@@ -23,7 +23,7 @@ from servicekit.rpc.request_bounds import check_request
 from servicekit.security.run_token import check_token
 from servicekit.tracing import served
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 # Tools and probes call these without a deadline, and cannot harm.
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
@@ -140,9 +140,9 @@ def status_of(method: str, error: Exception) -> Status:
     if not _lines.take(f"{method} {status.reason}"):
         return status
     if status.code is grpc.StatusCode.INTERNAL:
-        _log.error("rpc failed", method=method, error=status.message, exc_info=error)
+        log.error("rpc failed", method=method, error=status.message, exc_info=error)
     else:
-        _log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
+        log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
     return status
 
 
@@ -162,7 +162,7 @@ class Lines:
             left_out = {each: count - self._most for each, count in self._taken.items() if count > self._most}
             self._taken, self._began_s = Counter(), now_s
             if left_out:
-                _log.info("more rpcs failed than were logged", period_s=self._period_s, left_out=left_out)
+                log.info("more rpcs failed than were logged", period_s=self._period_s, left_out=left_out)
         self._taken[kind] += 1
         return self._taken[kind] <= self._most
 
@@ -179,7 +179,7 @@ def _not_of_gone_callers(record: logging.LogRecord) -> bool:
     if type(error).__name__ != "ExecuteBatchError" or not str(error).startswith('Failed "execute_batch"'):
         return True
     if _lines.take("caller gone"):
-        _log.info("reply not sent, the caller is gone", grpc=record.getMessage())
+        log.info("reply not sent, the caller is gone", grpc=record.getMessage())
     return False
 
 

@@ -67,7 +67,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SubMessage:
     """A message, with a table of its own. required: it must be there."""
 
     required: bool = False
@@ -78,10 +78,10 @@ class Items:
     """At most `most` of what `each` says; None: judged in a thread by the handler, as they may be millions."""
 
     most: int
-    each: "Number | Text | Part | None"
+    each: "Number | Text | SubMessage | None"
 
 
-Bound = Number | Text | Flag | Choice | Part | Items
+Bound = Number | Text | Flag | Choice | SubMessage | Items
 # By full name of the message, then by field.
 Table = Mapping[str, Mapping[str, Bound]]
 # What must hold for fields together. Returns: what is wrong, "" if nothing is.
@@ -103,7 +103,7 @@ def check_message(message: Message, table: Table, rules: Rules, path: str = "") 
 
 
 def _check_field(message: Message, field: str, bound: Bound, table: Table, rules: Rules, path: str) -> None:
-    if isinstance(bound, Part):
+    if isinstance(bound, SubMessage):
         if message.HasField(field):
             check_message(getattr(message, field), table, rules, f"{path}.")
         elif bound.required:
@@ -118,7 +118,7 @@ def _check_field(message: Message, field: str, bound: Bound, table: Table, rules
     if bound.each is None:
         return
     for index, item in enumerate(value):
-        if isinstance(bound.each, Part):
+        if isinstance(bound.each, SubMessage):
             check_message(item, table, rules, f"{path}[{index}].")
         else:
             _refuse(f"{path}[{index}]", item, bound.each.problem(item))

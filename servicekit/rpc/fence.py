@@ -6,7 +6,7 @@ from servicekit.errors import Fenced
 from servicekit.logs import get_logger
 from tandem_api.common.v1 import common_pb2
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 class FenceGuard:
@@ -43,7 +43,7 @@ class FenceGuard:
                 return
             self._newest = common_pb2.CoordinatorFence(worker_id=fence.worker_id, token=fence.token)
         if newest.token and newest.worker_id != fence.worker_id:
-            _log.warning("another coordinator has taken over", new=_name(fence), old=_name(newest))
+            log.warning("another coordinator has taken over", new=_name(fence), old=_name(newest))
 
 
 def _name(fence: common_pb2.CoordinatorFence) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Part, Rules, Table, Text, check_message
+from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Rules, SubMessage, Table, Text, check_message
 
 # Of all ranks of a round: the largest runs that are known have a tenth.
 MAX_RANKS = 2**16
-# The same limits are those of sync.formation_timeout_s, transfer_timeout_s and bucket_mib (tandem_config/sections/base.py).
+# As sync.formation_timeout_s, transfer_timeout_s, bucket_mib (tandem_config/sections/base.py).
 # Not nearer to what this service's own configuration says: a coordinator that goes on with longer ones commands
 # services that were started with shorter ones. A wait that is too long ends with ABORT, which passes the queue.
 TIMEOUT_S = Number(low=0.001, high=86_400)
@@ -29,7 +29,7 @@ _ID = Text(longest=128, pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPTIONAL_ID = Text(longest=128, pattern=r"([A-Za-z0-9][A-Za-z0-9._-]*)?")
 _NAME = Text(longest=512)  # may come from rows of the user's data
 _PATH = Text(longest=4096)
-_FENCE = Part()
+_FENCE = SubMessage()
 
 _SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
 
@@ -44,14 +44,14 @@ BOUNDS: Table = {
         "embedding_counts": Flag(),
         "loss_counts": Flag(),
     },
-    "tandem_api.weights.v1.ReplicaSpec": {"name": _ID, "parallel": Part()},
+    "tandem_api.weights.v1.ReplicaSpec": {"name": _ID, "parallel": SubMessage()},
     "tandem_api.weights.v1.Round": {
         "round_id": _ID,
         "policy_version": _VERSION,
         "group": Text(longest=256, pattern=r"[A-Za-z0-9:._-]*"),
         "epoch": _COUNTER,
-        "trainer": Part(),
-        "replicas": Items(most=2**12, each=Part()),
+        "trainer": SubMessage(),
+        "replicas": Items(most=2**12, each=SubMessage()),
         "install_mode": Choice(last=2),
         "pause_mode": Choice(last=3),
         "bucket_bytes": BUCKET_BYTES,
@@ -64,7 +64,7 @@ BOUNDS: Table = {
         "failed_rounds": _COUNTER,
         "allow_staged_nccl": Flag(),
     },
-    "tandem_api.weights.v1.RunPhaseRequest": {"phase": Choice(last=6), "round": Part(required=True)},
+    "tandem_api.weights.v1.RunPhaseRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
     "tandem_api.weights.v1.LoadPublishedRequest": {
         "folder": _PATH,
         "policy_version": _VERSION,
@@ -94,9 +94,9 @@ BOUNDS: Table = {
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
     },
-    "tandem_api.trainer.v1.TrainStepRequest": {"header": Part(), "micro_batch": Part()},
-    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"micro_batch": Part()},
-    "tandem_api.trainer.v1.PublishWeightsRequest": {"phase": Choice(last=6), "round": Part(required=True)},
+    "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "micro_batch": SubMessage()},
+    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"micro_batch": SubMessage()},
+    "tandem_api.trainer.v1.PublishWeightsRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
     "tandem_api.trainer.v1.SaveCheckpointRequest": {"path": _PATH, "fence": _FENCE},
     "tandem_api.trainer.v1.RestorePolicyRequest": {
         "path": _PATH,
@@ -121,11 +121,11 @@ BOUNDS: Table = {
         "num_completions": Number(low=0, high=2**16),
     },
     "tandem_api.rollout.v1.GenerateGroupsRequest": {
-        "groups": Items(most=2**16, each=Part()),
-        "sampling": Part(),
+        "groups": Items(most=2**16, each=SubMessage()),
+        "sampling": SubMessage(),
         "policy_version": _VERSION,
     },
-    "tandem_api.rollout.v1.ReloadWeightsRequest": {"phase": Choice(last=6), "round": Part(required=True)},
+    "tandem_api.rollout.v1.ReloadWeightsRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
     "tandem_api.rollout.v1.LoadPublishedWeightsRequest": {
         "folder": _PATH,
         "policy_version": _VERSION,
@@ -149,9 +149,9 @@ BOUNDS: Table = {
     "tandem_api.rollout.v1.RunRankPhasesRequest": {
         "leader_id": _ID,
         "phase": Choice(last=6),
-        "round": Part(required=True),
+        "round": SubMessage(required=True),
     },
-    "tandem_api.rollout.v1.LoadPublishedShardsRequest": {"leader_id": _ID, "published": Part(required=True)},
+    "tandem_api.rollout.v1.LoadPublishedShardsRequest": {"leader_id": _ID, "published": SubMessage(required=True)},
     "tandem_api.rollout.v1.GetRankChecksumsRequest": {"leader_id": _ID},
     "tandem_api.rollout.v1.LeaveRequest": {
         "leader_id": _ID,

@@ -19,7 +19,7 @@ from servicekit.rpc.limits import SERVER_OPTIONS
 from servicekit.security.run_token import own_token
 from servicekit.security.tls import CALLERS, Identity, check_caller
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 _UNIX = "unix:"
 
 
@@ -86,7 +86,7 @@ class GrpcServer:
         credentials = None if self._identity is None else self._identity.server_credentials()
         address = bind_address(self._server, self._bind, credentials)
         await self._server.start()
-        _log.info("serving", rpc_service=self._service, address=address, tls=credentials is not None)
+        log.info("serving", rpc_service=self._service, address=address, tls=credentials is not None)
         if self._health_bind is not None:
             await self._start_health(self._health_bind)
         return address
@@ -96,7 +96,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
         self.health_address = bind_address(self._health_server, bind)
         await self._health_server.start()
-        _log.info("serving health", rpc_service=self._service, address=self.health_address)
+        log.info("serving health", rpc_service=self._service, address=self.health_address)
 
     def set_ready(self, ready: bool) -> None:
         """Switches readiness (not liveness)."""

@@ -20,7 +20,7 @@ CALLERS = ("coordinator", OPERATOR)
 # A look at three files takes 10 us; certificates change every few weeks.
 _LOOK_EVERY_S = 1.0
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def _utc_now() -> datetime.datetime:
@@ -73,7 +73,7 @@ class Identity:
             self._read_again()
         if self._now() > self._material.expires and not self._told_expired:
             self._told_expired = True
-            _log.error(
+            log.error(
                 "certificate expired, peers refuse it",
                 file=f"{CERT}={self._files.certificate}",
                 subject=self._material.subject,
@@ -84,11 +84,11 @@ class Identity:
         try:
             found = read_material(self._files, self._role, self._now())
         except ConfigError as error:
-            _log.error("new certificate refused, the old one stays in use", error=str(error))
+            log.error("new certificate refused, the old one stays in use", error=str(error))
             return
         if found.fingerprint != self._material.fingerprint:
             self._material, self._told_expired = found, False
-            _log.info("certificate changed", subject=found.subject, expires=found.expires.isoformat())
+            log.info("certificate changed", subject=found.subject, expires=found.expires.isoformat())
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials that demand a certificate of every client; each handshake uses the newest files."""

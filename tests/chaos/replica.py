@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service import app as rollout_app
-from rollout_service.engine import FinishedGroup, Group, Sampling
+from rollout_service.engine import FinishedGroup, GroupRequest, SamplingSettings
 from rollout_service.sglang_engine.receiver import ShardReceiver
 from servicekit.life.lifecycle import run_main
 from servicekit.rpc.sync_server import start_sync_server
@@ -28,7 +28,9 @@ class GatedEngine(FakeEngine):
         self.rank_addresses = [address]
         self._gate = gate
 
-    async def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+    async def generate(
+        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
+    ) -> AsyncIterator[list[FinishedGroup]]:
         """Groups one by one, with a gate before each."""
         number = 0
         async for finished in super().generate(groups, sampling):

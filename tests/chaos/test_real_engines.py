@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import Outcome, SyncResult
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.take_over import take_over
 from coordinator.sync.weights import WeightSync
 from servicekit.errors import StaleVersion, TandemError
@@ -286,7 +286,7 @@ async def test_a_restarted_trainer_takes_over_replicas_that_are_ahead(fleet: Rea
         await fleet.publish(fleet.trainer(), 0)
     result = await fleet.take_over()
     assert result.policy_version == 6
-    assert result.outcomes == dict.fromkeys(REPLICAS, Outcome.COMMITTED)
+    assert result.outcomes == dict.fromkeys(REPLICAS, ReplicaOutcome.COMMITTED)
     assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)
 
 
@@ -331,6 +331,8 @@ async def heal(fleet: RealFleet) -> None:
         while True:
             with contextlib.suppress(TandemError):  # a predecessor's record or lease may not have run out yet
                 result = await fleet.publish(fleet.trainer())
-                if [name for name, each in result.outcomes.items() if each is Outcome.COMMITTED] == list(REPLICAS):
+                if [name for name, each in result.outcomes.items() if each is ReplicaOutcome.COMMITTED] == list(
+                    REPLICAS
+                ):
                     break
     assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)

@@ -15,7 +15,7 @@ import yaml
 
 from coordinator.app import conduct
 from coordinator.clients.trainer import Trainer
-from coordinator.flow import Outcome
+from coordinator.flow import ReplicaOutcome
 from coordinator.lead import SoleLead
 from coordinator.sync.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
@@ -201,5 +201,5 @@ async def test_a_rank_that_is_without_its_slot_for_a_while_costs_no_round_that_c
             trainer=fleet.trainer, fleet=StaticFleet(fleet.replicas), group=FakeGroup(), settings=SyncSection()
         )
         result = await sync.publish(0)
-    assert set(result.outcomes.values()) == {Outcome.COMMITTED}
+    assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}
     assert result.attempts == 5

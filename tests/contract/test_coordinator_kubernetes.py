@@ -25,7 +25,7 @@ from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.polling import until
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0
@@ -110,7 +110,7 @@ class TrainerPod:
         services = await self._stack.enter_async_context(fake_fleet(num_replicas=0, trainer=self.service))
         group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
         for rank in range(2):
-            lease = Lease(group, f"trainer/{rank}", TTL_S)
+            lease = SlotLease(group, f"trainer/{rank}", TTL_S)
             lease.start()
             self._stack.push_async_callback(asyncio.to_thread, lease.close)
         registry = Registry(environment.redis_url, environment.run_id)

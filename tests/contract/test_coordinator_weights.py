@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
-from coordinator.flow import Outcome
+from coordinator.flow import ReplicaOutcome
 from coordinator.lead import SoleLead
 from coordinator.sync.weights import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
@@ -153,7 +153,7 @@ async def test_a_failed_commit_is_made_up_for_on_that_replica_alone(error: Tande
         assert fleet.rollout_services[0].sync.phases() == ON_ROLLOUT
         assert fleet.rollout_services[1].sync.phases() == [*ON_ROLLOUT, ABORT, *ON_ROLLOUT]
     assert result.attempts == 2
-    assert result.outcomes == {"rollout-0": Outcome.COMMITTED, "rollout-1": Outcome.COMMITTED}
+    assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED, "rollout-1": ReplicaOutcome.COMMITTED}
 
 
 async def test_a_replica_that_is_gone_does_not_stop_the_others() -> None:
@@ -164,7 +164,7 @@ async def test_a_replica_that_is_gone_does_not_stop_the_others() -> None:
         await fleet.servers["rollout-1"].drain(0.0)
         fleet.trainer_service.policy_version = 1
         result = await sync.publish(1)
-    assert result.outcomes == {"rollout-0": Outcome.COMMITTED}
+    assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED}
     assert [replica.name for replica in members.serving()] == ["rollout-0"]
 
 
@@ -175,7 +175,7 @@ async def test_a_replica_that_dies_in_a_round_is_left_out_of_the_next_one() -> N
         result = await sync_of(fleet, FakeGroup(), 3, install="staged").publish(3)
     assert result.attempts == 2
     # Staged: nothing was written before COMMIT, whatever has become of it.
-    assert result.outcomes == {"rollout-0": Outcome.COMMITTED, "rollout-1": Outcome.ABORTED}
+    assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED, "rollout-1": ReplicaOutcome.ABORTED}
 
 
 async def test_fewer_than_min_replicas_are_an_error_after_the_deadline() -> None:
@@ -208,7 +208,7 @@ async def test_replicas_that_are_lost_are_waited_for_longer_than_a_round_needs_t
         sync = sync_of(fleet, FakeGroup(), members=members, rejoin_timeout_s=600.0, formation_timeout_s=0.1)
         result = await sync.publish(0)
     assert members.looks >= 5
-    assert set(result.outcomes.values()) == {Outcome.COMMITTED}
+    assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}
 
 
 async def test_a_trainer_that_is_lost_is_not_waited_for_as_long_as_replicas_are() -> None:
@@ -249,7 +249,7 @@ async def test_a_replica_without_its_slot_is_left_out() -> None:
     async with fake_fleet() as fleet:
         result = await sync_of(fleet, FakeGroup(empty=("rollout-1/0",))).publish(0)
         assert fleet.rollout_services[1].sync.seen == []
-    assert result.outcomes == {"rollout-0": Outcome.COMMITTED}
+    assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED}
 
 
 async def test_an_empty_slot_of_the_trainer_is_named() -> None:
@@ -263,7 +263,7 @@ async def test_outcomes_epoch_and_verify_failures_are_counted() -> None:
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(f"tandem_weight_sync_{name}", labels) or 0.0
 
-    outcomes = {each.value: value("outcomes_total", outcome=each.value) for each in Outcome}
+    outcomes = {each.value: value("outcomes_total", outcome=each.value) for each in ReplicaOutcome}
     failures = value("verify_failures_total")
     async with fake_fleet() as fleet:
         fleet.rollout_services[1].sync.faults.append(Fault(VERIFY, DigestMismatch("digest differs")))
@@ -287,7 +287,7 @@ async def test_a_late_joiner_is_seeded_alone_and_gets_work_then() -> None:
         assert members.serving() == (first,)
         result = await sync.seed_late_joiners(0)
         assert result is not None
-        assert result.outcomes == {"rollout-1": Outcome.COMMITTED}
+        assert result.outcomes == {"rollout-1": ReplicaOutcome.COMMITTED}
         assert members.serving() == (first, second)
         assert fleet.rollout_services[0].sync.phases() == ON_ROLLOUT  # it went on undisturbed
 
@@ -350,11 +350,11 @@ async def test_a_replica_that_is_ahead_is_left_out_until_the_run_has_passed_it()
         members = GrowingFleet(fleet.replicas)
         sync = sync_of(fleet, FakeGroup(), 6, members=members)
         result = await sync.publish(6)
-        assert result.outcomes == {"rollout-0": Outcome.COMMITTED}
+        assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED}
         assert members.serving() == (fleet.replicas[0],)
         assert ahead.sync.seen == []
         fleet.trainer_service.policy_version = 8
-        assert (await sync.publish(8)).outcomes == dict.fromkeys(("rollout-0", "rollout-1"), Outcome.COMMITTED)
+        assert (await sync.publish(8)).outcomes == dict.fromkeys(("rollout-0", "rollout-1"), ReplicaOutcome.COMMITTED)
 
 
 async def test_when_all_replicas_are_ahead_the_error_says_what_to_do() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollout_service.hosts.leader import Workers
+from rollout_service.hosts.host_ranks import HostRanks
+from rollout_service.hosts.leader import HostWorkers
 from rollout_service.hosts.rank_groups import RankGroups
-from rollout_service.hosts.share import Share
 from rollout_service.weights.ranks import RankClients
 from rollout_service.worker_app import serve_worker
 from servicekit.environment import ServiceEnvironment
@@ -82,12 +82,12 @@ class Rig:
         self.stopped = asyncio.Event()
         self.engines: list[FakeEngine] = []
         self.workers: list[asyncio.Task[None]] = []
-        self.leaders: list[Workers] = []
+        self.leaders: list[HostWorkers] = []
 
     def start_worker(self, stop: asyncio.Event | None = None) -> "asyncio.Task[None]":
-        share = Share(host=1, nodes=2, tensor_parallel=4)
+        share = HostRanks(host=1, nodes=2, tensor_parallel=4)
 
-        def make(config: RunConfig, name: str, environment: ServiceEnvironment, met: Share) -> FakeEngine:
+        def make(config: RunConfig, name: str, environment: ServiceEnvironment, met: HostRanks) -> FakeEngine:
             assert met.store == "127.0.0.1:4"
             self.engines.append(FakeEngine())
             self.engines[-1].rank_addresses = self.addresses[2:]
@@ -97,10 +97,10 @@ class Rig:
         self.workers.append(asyncio.create_task(run))
         return self.workers[-1]
 
-    def leader(self, tensor_parallel: int = 4) -> Workers:
-        made = Workers(
+    def leader(self, tensor_parallel: int = 4) -> HostWorkers:
+        made = HostWorkers(
             "rollout-0",
-            Share(nodes=2, tensor_parallel=tensor_parallel),
+            HostRanks(nodes=2, tensor_parallel=tensor_parallel),
             identity=self.environment.identity("rollout"),
             ttl_s=self.config.sync.lease_ttl_s,
             on_stop=self.stopped.set,
@@ -108,12 +108,12 @@ class Rig:
         self.leaders.append(made)
         return made
 
-    async def joined(self, timeout_s: float = DEADLINE_S) -> Workers:
+    async def joined(self, timeout_s: float = DEADLINE_S) -> HostWorkers:
         leader = self.leader()
         await leader.join("127.0.0.1:4", self.registry, timeout_s)
         return leader
 
-    async def serving(self) -> tuple[Workers, RankGroups]:
+    async def serving(self) -> tuple[HostWorkers, RankGroups]:
         """Once the worker's ranks are up."""
         leader = await self.joined()
         ranks = RankGroups([RankClients(self.addresses[:2]), *leader.ranks()])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rollout_service.engine import Finish, FinishedGroup, Group, RolloutEngine, Sampling
+from rollout_service.engine import Finish, FinishedGroup, GroupRequest, RolloutEngine, SamplingSettings
 from tandem_config.schema import RunConfig
 from tests.conftest import RedisProcess
 from tests.integration.rollout.tiny_models import VOCABULARY, make_model
@@ -59,15 +59,15 @@ async def engine(
         os.environ.update(environment)
 
 
-def sampling(max_new_tokens: int = 4) -> Sampling:
-    return Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=max_new_tokens, stop_token_ids=())
+def sampling(max_new_tokens: int = 4) -> SamplingSettings:
+    return SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=max_new_tokens, stop_token_ids=())
 
 
-def groups(num: int, completions: int = 2) -> list[Group]:
-    return [Group(group_id=str(i), prompt_ids=[7, 8, 9 + i], num_completions=completions) for i in range(num)]
+def groups(num: int, completions: int = 2) -> list[GroupRequest]:
+    return [GroupRequest(group_id=str(i), prompt_ids=[7, 8, 9 + i], num_completions=completions) for i in range(num)]
 
 
-async def collect(engine: RolloutEngine, asked: list[Group], max_new_tokens: int = 4) -> list[FinishedGroup]:
+async def collect(engine: RolloutEngine, asked: list[GroupRequest], max_new_tokens: int = 4) -> list[FinishedGroup]:
     async with asyncio.timeout(DEADLINE_S):
         return [group async for part in engine.generate(asked, sampling(max_new_tokens)) for group in part]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import refuse_other_forms
 from rollout_service.sglang_engine.options import engine_arguments
 from rollout_service.sglang_engine.receiver import receivable_tensors
@@ -148,7 +148,7 @@ def resolve(case: dict[str, Any], folder: Path) -> Any:
     )
     from sglang.srt.server_args import ServerArgs
 
-    given = engine_arguments(config, "rollout-0", Share(tensor_parallel=case["tensor"]), True)
+    given = engine_arguments(config, "rollout-0", HostRanks(tensor_parallel=case["tensor"]), True)
     arguments = ServerArgs(**{**given, "disable_custom_all_reduce": True, **case["overrides"]})
     arguments.resolve_once()
     return arguments

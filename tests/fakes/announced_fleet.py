@@ -14,7 +14,7 @@ from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_trainer import FakeTrainer
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")
 _TTL_S = 60.0
@@ -31,7 +31,7 @@ async def announced_fleet(
     """Trainer TP 2 and two replicas, announced."""
     group = Rendezvous(redis_url, f"tandem:{run_id}")
     async with fake_fleet(trainer=trainer, tls=tls) as fleet:
-        leases = [Lease(group, slot, ttl_s) for slot in SLOTS]
+        leases = [SlotLease(group, slot, ttl_s) for slot in SLOTS]
         registries = {name: Registry(redis_url, run_id) for name in fleet.addresses}
         fleet.registries |= registries
         for lease in leases:

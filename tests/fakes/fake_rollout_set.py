@@ -20,7 +20,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tests.contract.kube_objects import NAMESPACE, pod, worker
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 # Longer than a test: what ends a record is the end of its pod.
 _TTL_S = 60.0
@@ -58,7 +58,7 @@ class _Process:
     service: PodRollout
     server: GrpcServer
     registry: Registry
-    lease: Lease
+    lease: SlotLease
 
 
 @dataclass
@@ -135,7 +135,7 @@ class FakeRolloutSet:
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
         )
         address = await server.start()
-        lease = Lease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
+        lease = SlotLease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
         await asyncio.to_thread(lease.start)
         registry = await asyncio.to_thread(Registry, self.redis_url, self.run_id)
         record = ServiceRecord(role="rollout", name=name, address=address, worker_id=uuid.uuid4().hex)

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from servicekit.errors import InvalidRequest
-from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Part, Text, check_message
+from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, SubMessage, Text, check_message
 from servicekit.rpc.request_bounds import BOUNDS, BUCKET_BYTES, MAX_RANKS, RULES, TIMEOUT_S, check_request
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -61,7 +61,7 @@ def test_the_table_has_every_field_of_every_request_and_no_other() -> None:
 def kind(field: FieldDescriptor) -> type[Bound]:
     """What the bound of one value of a field must be."""
     if field.message_type is not None:
-        return Part
+        return SubMessage
     if field.enum_type is not None:
         return Choice
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:

@@ -20,7 +20,7 @@ SLEEPERS = {
     "coordinator/sync/weights.py": "tries a round again until a rank has its slot back; has a deadline",
     "launcher/view/follow.py": "asks Redis who has announced itself; ends with the processes it follows",
     "launcher/run/guard.py": "polls process ids that are not its children: nothing to wait on; has a deadline",
-    "rollout_service/hosts/bond.py": "looks for a worker that comes, by a deadline; then beats until one of both ends",
+    "rollout_service/hosts/connection.py": "looks for a worker, by a deadline; then beats until one of both ends",
     "servicekit/redis/client.py": "tries a Redis that does not answer yet again; has a deadline",
     "servicekit/redis/registry.py": "asks a Redis that refuses what we need again; has a deadline",
     "trainer_service/ranks/liveness.py": "waits for other ranks to report an error, or to miss a beat; has a deadline",

@@ -12,7 +12,7 @@ from weightsync.layouts.layout import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankShare:
     """This rank's place and what a micro-batch may be."""
 
     data_rank: int
@@ -28,7 +28,7 @@ class Ranks:
     @classmethod
     def of(
         cls, parallel: Parallel, *, sequence_parallel: bool, max_tokens: int, data_rank: int, context_rank: int
-    ) -> "Ranks":
+    ) -> "RankShare":
         """What the parallel sizes ask of micro-batches."""
         experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
         return cls(
@@ -58,7 +58,7 @@ class StepPlan:
     updates: list[list[Padded]]
 
 
-def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Ranks) -> StepPlan:
+def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
     """Lay a step out.
 
     A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus); the others
@@ -86,14 +86,14 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
     return samples.trainable & (samples.advantages != 0)
 
 
-def measure_all(samples: Samples, ranks: Ranks) -> list[Padded]:
+def measure_all(samples: Samples, ranks: RankShare) -> list[Padded]:
     """This rank's share of all samples, for a forward pass."""
     owner = deal(samples, samples.trainable, ranks.data_parallel)
     return _micro_batches(samples, np.ones(len(samples), np.bool_), owner, ranks)
 
 
 def _micro_batches(
-    samples: Samples, chosen: BoolArray, owner: IntArray, ranks: Ranks, at_least: int = 0
+    samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare, at_least: int = 0
 ) -> list[Padded]:
     """The chosen samples of this rank, and stand-ins that fill up the count that the ranks must agree on."""
     parts = _cut(samples, chosen & (owner == ranks.data_rank), ranks)
@@ -113,6 +113,6 @@ def _micro_batches(
     return [context_share(batch, ranks.context_rank, ranks.context_parallel) for batch in batches]
 
 
-def _cut(samples: Samples, chosen: BoolArray, ranks: Ranks) -> list[IntArray]:
+def _cut(samples: Samples, chosen: BoolArray, ranks: RankShare) -> list[IntArray]:
     rows = np.flatnonzero(chosen)
     return cut(rows, samples.lengths[rows], max_tokens=ranks.max_tokens, pipeline_parallel=ranks.pipeline_parallel)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem_config.schema import RunConfig
 from trainer_service.batch.checks import Limits
-from trainer_service.batch.plan import Ranks, measure_all
+from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
 from trainer_service.identity import identity
@@ -50,7 +50,7 @@ class MegatronEngine:
         wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
-        self._ranks = Ranks.of(
+        self._ranks = RankShare.of(
             self._parallel,
             sequence_parallel=sequence_parallel,
             max_tokens=trainer.max_tokens_per_micro_batch,

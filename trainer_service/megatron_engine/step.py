@@ -12,16 +12,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from servicekit.errors import NotFinite
+from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.padded import Padded
-from trainer_service.batch.plan import Ranks, plan_step
+from trainer_service.batch.plan import RankShare, plan_step
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import SUMS, TokenState
 from trainer_service.objectives.step_metrics import step_metrics
-from trainer_service.stopwatch import Stopwatch
 
 MAX_NAMED_SAMPLES = 16
 
@@ -35,7 +35,7 @@ class StepRunner:
     adam: AdamState
     schedule: Schedule
     grpo: GrpoSection
-    ranks: Ranks
+    ranks: RankShare
     clip_grad: float
     device: torch.device
 
@@ -71,7 +71,7 @@ class StepRunner:
         highest = self._reduced_max(state.abs_diff_max)
         return StepResult(
             metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples),
-            seconds=watch.seconds,
+            seconds=watch.parts,
         )
 
     def _load(self, batches: list[Padded]) -> list[MicroBatchTensors]:

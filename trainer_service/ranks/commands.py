@@ -49,7 +49,7 @@ Handlers = Mapping[Command, Handler]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """What a rank has to say. error: None for success."""
 
     body: bytes = b""
@@ -97,7 +97,7 @@ class Wire:
         dist.broadcast(tensor, 0, group=self._group)
         return tensor
 
-    def send_outcome(self, outcome: Outcome) -> None:
+    def send_outcome(self, outcome: RankOutcome) -> None:
         """On a follower."""
         failed = outcome.error is not None
         body = _text_of(outcome.error).encode() if outcome.error is not None else outcome.body
@@ -105,7 +105,7 @@ class Wire:
         if body:
             dist.send(_as_tensor(body), 0, group=self._group)
 
-    def outcome_of(self, rank: int, timeout_s: float | None = None) -> Outcome:
+    def outcome_of(self, rank: int, timeout_s: float | None = None) -> RankOutcome:
         """On rank 0: waits for a follower. timeout_s: None leaves it at the group's own.
 
         Raises: RuntimeError: it is gone, or does not answer in time; the group is of no use from then on.
@@ -123,7 +123,7 @@ class Wire:
         if size:
             dist.recv(body, rank, group=self._group)
         data = bytes(body.numpy())
-        return Outcome(error=_error_from(data.decode())) if failed else Outcome(body=data)
+        return RankOutcome(error=_error_from(data.decode())) if failed else RankOutcome(body=data)
 
 
 def _as_tensor(body: bytes) -> torch.Tensor:
@@ -142,14 +142,14 @@ def _error_from(text: str) -> TandemError:
     return classes.get(reason, Internal)(message)
 
 
-def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) -> Outcome:
+def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) -> RankOutcome:
     """A TandemError is an outcome; anything else ends the trainer."""
     if command not in handlers:
-        return Outcome()
+        return RankOutcome()
     try:
-        return Outcome(body=handlers[command](parts))
+        return RankOutcome(body=handlers[command](parts))
     except TandemError as error:
-        return Outcome(error=error)
+        return RankOutcome(error=error)
 
 
 def follow(wire: Wire, handlers: Handlers) -> None:
@@ -233,7 +233,7 @@ class Commander:
                 replies.set_exception(Internal("the trainer has stopped"))
 
 
-def _first_error(outcomes: Sequence[Outcome]) -> TandemError | None:
+def _first_error(outcomes: Sequence[RankOutcome]) -> TandemError | None:
     """The error to tell the caller; it names the rank unless all ranks say the same."""
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     if not errors:

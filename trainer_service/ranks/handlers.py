@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servicekit.errors import TandemError, WrongVersion
+from servicekit.stopwatch import Stopwatch
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
 from trainer_service.engine import TrainerEngine
 from trainer_service.ranks.commands import Command, Handlers
 from trainer_service.ranks.publish import Publisher
-from trainer_service.stopwatch import Stopwatch
 
 
 class CommandHandlers:
@@ -43,7 +43,7 @@ class CommandHandlers:
         response = pb.TrainStepResponse(policy_version=self._engine.policy_version)
         response.metrics.update(result.metrics)
         response.seconds.update(result.seconds)
-        response.seconds["pack"] += watch.seconds["pack"]
+        response.seconds["pack"] += watch.parts["pack"]
         return response.SerializeToString()
 
     def logprobs(self, parts: Sequence[bytes]) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from servicekit.errors import Aborted, AlreadyExists, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.common.v1 import common_pb2
-from weightsync.group.rendezvous import COORDINATOR_SLOT, POLL_S, Lease, Rendezvous
+from weightsync.group.rendezvous import COORDINATOR_SLOT, POLL_S, Rendezvous, SlotLease
 
 _ASK_AGAIN_S = 0.5
 
@@ -31,7 +31,7 @@ def newest_leader(rendezvous: Rendezvous, patience_s: float) -> common_pb2.Coord
         time.sleep(_ASK_AGAIN_S)
 
 
-class CoordinatorLease(Lease):
+class CoordinatorLease(SlotLease):
     """Holds the coordinator's slot. Once another has had it, it is lost for good: the run is that one's.
 
     Args:

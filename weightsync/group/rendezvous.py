@@ -164,7 +164,7 @@ def _pairs(flat: list[Any]) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-class Lease:
+class SlotLease:
     """Holds a slot: a thread renews the lease, takes an empty slot again, and notices another holder.
 
         the slot is empty            taken again: after a long stop, or when Redis has lost its data

@@ -16,7 +16,7 @@ from weightsync.layouts.placement import (
     rule_applies,
     split_vocabulary,
 )
-from weightsync.layouts.stages import Chunk, chunks_of
+from weightsync.layouts.stages import ModelChunk, chunks_of
 from weightsync.model.mapping import Placement, Rule, rules_for
 from weightsync.model.spec import ModelSpec
 
@@ -51,7 +51,7 @@ def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     return builder.build()
 
 
-def _layers(chunks: list[Chunk]) -> Iterator[tuple[Chunk, int]]:
+def _layers(chunks: list[ModelChunk]) -> Iterator[tuple[ModelChunk, int]]:
     for chunk in chunks:
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.num_layers):
             yield chunk, layer
@@ -91,7 +91,7 @@ class _Home:
     rule: Rule
     grid: _Grid
 
-    def place(self, builder: LayoutBuilder, chunk: Chunk, layer: int, alias: str | None = None) -> None:
+    def place(self, builder: LayoutBuilder, chunk: ModelChunk, layer: int, alias: str | None = None) -> None:
         """The rule's parameter of one layer; the parameters of its experts, if it has any."""
         prefix = f"chunk{chunk.index}." if chunk.index > 0 else ""
         name = prefix + (alias if alias is not None else self.rule.megatron[0])

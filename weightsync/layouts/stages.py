@@ -7,7 +7,7 @@ from weightsync.layouts.layout import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class ModelChunk:
     """Consecutive layers on one pipeline stage. A stage has `virtual_pipeline` chunks, numbered in model order."""
 
     stage: int
@@ -16,7 +16,7 @@ class Chunk:
     num_layers: int
 
 
-def chunks_of(num_layers: int, parallel: Parallel) -> list[Chunk]:
+def chunks_of(num_layers: int, parallel: Parallel) -> list[ModelChunk]:
     """Every chunk, in model order.
 
     Raises: ConfigError: the layers do not divide by the stages, or a stage's by its chunks.
@@ -31,7 +31,7 @@ def chunks_of(num_layers: int, parallel: Parallel) -> list[Chunk]:
             # The embedding and the loss take the place of a layer in the very first and the very last chunk.
             count -= int(parallel.embedding_counts and stage == 0 and index == 0)
             count -= int(parallel.loss_counts and stage == parallel.pipeline - 1 and index == virtual - 1)
-            chunks.append(Chunk(stage=stage, index=index, first_layer=first, num_layers=count))
+            chunks.append(ModelChunk(stage=stage, index=index, first_layer=first, num_layers=count))
             first += count
     return chunks
 

@@ -15,14 +15,15 @@ class Offers:
     """Distinct source boxes, sorted by tensor.
 
     boxes: one shard per distinct box. ranks: holders of all boxes, ascending within a box. first, count: [boxes] where
-    a box's holders are in `ranks`. crowd: [boxes] id of the set of holders; boxes of one crowd share one set.
+    a box's holders are in `ranks`. holder_set: [boxes] id of the set of holders; boxes with the same
+    holders have the same id.
     """
 
     boxes: ShardArray
     ranks: Ids
     first: Ids
     count: Ids
-    crowd: Ids
+    holder_set: Ids
 
     @classmethod
     def of(cls, shards: ShardArray) -> "Offers":
@@ -38,27 +39,29 @@ class Offers:
         # A set of ranks is recognised by the sum of 64-bit codes of its members, drawn once from a fixed seed.
         codes = np.random.default_rng(0).integers(0, 2**63, int(ranks.max()) + 1, dtype=np.uint64)
         sums = np.add.reduceat(codes[ranks], first) if len(first) > 0 else np.zeros(0, dtype=np.uint64)
-        crowd = np.unique(sums, return_inverse=True)[1].astype(np.int64)
-        return cls(boxes=ordered[first], ranks=ranks, first=first, count=count, crowd=crowd)
+        holder_set = np.unique(sums, return_inverse=True)[1].astype(np.int64)
+        return cls(boxes=ordered[first], ranks=ranks, first=first, count=count, holder_set=holder_set)
 
 
 def share_load(ops: OpArray, offer: Ids, offers: Offers) -> OpArray:
     """Gives every op its sender.
 
-    The ops of one crowd, laid end to end, are cut into as many equal shares as it has members; an op that lies across
-    a cut is split by rows. Loads within a crowd then differ by less than a row of a split op.
+    The ops of one set of holders, laid end to end, are cut into as many equal shares as it has members; an op that
+    lies across a cut is split by rows. Loads within a set then differ by less than a row of a split op.
 
     Args:
         offer: [ops] index of each op's box.
     """
-    order = np.lexsort((np.arange(len(ops)), offers.crowd[offer]))
+    order = np.lexsort((np.arange(len(ops)), offers.holder_set[offer]))
     ops, offer = ops[order], offer[order]
     size = elements(ops)
-    crowd = offers.crowd[offer]
+    holder_set = offers.holder_set[offer]
     start = np.cumsum(size) - size
-    leader = np.flatnonzero(np.append(True, crowd[1:] != crowd[:-1])) if len(ops) > 0 else np.zeros(0, np.int64)
+    leader = (
+        np.flatnonzero(np.append(True, holder_set[1:] != holder_set[:-1])) if len(ops) > 0 else np.zeros(0, np.int64)
+    )
     length = np.diff(np.append(leader, len(ops)))
-    start = start - np.repeat(start[leader], length)  # within the crowd
+    start = start - np.repeat(start[leader], length)  # within the set
     total = np.repeat(np.add.reduceat(size, leader), length) if len(ops) > 0 else size
     members = offers.count[offer]
     share = total / members

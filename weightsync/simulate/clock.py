@@ -30,7 +30,7 @@ class Clock:
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class SimulatedLink:
     """One direction of a rank's link; messages in flight share it equally."""
 
     bytes_per_s: float
@@ -42,7 +42,7 @@ class Activity:
     """Bytes on links (out, in), or seconds of a core."""
 
     left: float
-    links: tuple[Link, ...]
+    links: tuple[SimulatedLink, ...]
     speed: float  # seconds of core time per second; links have their own
     cores_per_rate: float
     on_end: Callback
@@ -76,7 +76,9 @@ class Machine:
         else:
             self._begin(Activity(left=seconds, links=(), speed=speed, cores_per_rate=1 / speed, on_end=on_end))
 
-    def send(self, num_bytes: float, out: Link, into: Link, core_s_per_byte: float, on_end: Callback) -> None:
+    def send(
+        self, num_bytes: float, out: SimulatedLink, into: SimulatedLink, core_s_per_byte: float, on_end: Callback
+    ) -> None:
         """Moves bytes over two links."""
         self._begin(
             Activity(left=num_bytes, links=(out, into), speed=1.0, cores_per_rate=core_s_per_byte, on_end=on_end)

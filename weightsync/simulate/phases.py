@@ -9,12 +9,12 @@ import numpy as np
 from weightsync.plans.cost import MessageSizes, Speeds
 from weightsync.plans.messages import Message
 from weightsync.plans.plan import TransferPlan
-from weightsync.simulate.clock import Clock, Link, Machine
+from weightsync.simulate.clock import Clock, Machine, SimulatedLink
 from weightsync.simulate.ranks import Rank, Walk, Weights, steps_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow:
+class SlowReplica:
     """A replica whose links and cores are `factor` times slower."""
 
     replica: int
@@ -22,7 +22,7 @@ class Slow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class SimulatedFleet:
     """Plan, replicas and machines. prepare_s (planning, coverage) and pause_s (draining) are what those phases take
     beyond the call; staged: COMMIT copies the shard; device: what ranks hold their parameters on."""
 
@@ -31,7 +31,7 @@ class Stage:
     dtype_bytes: int
     replicas: int
     speeds: Speeds
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[SlowReplica, ...] = ()
     staged: bool = False
     prepare_s: float = 0.0
     pause_s: float = 0.0
@@ -48,7 +48,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Took:
+class PhaseTimes:
     """Seconds of a phase, and when each replica was done, counted from its beginning; what TRANSFER moved."""
 
     seconds: float
@@ -58,17 +58,17 @@ class Took:
     received_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def run_phase(stage: Stage, phase: str, replicas: Sequence[int], until_s: float | None) -> Took:
+def run_phase(stage: SimulatedFleet, phase: str, replicas: Sequence[int], until_s: float | None) -> PhaseTimes:
     """One phase, with a call to everybody; TRANSFER is broken off after until_s."""
     if phase == "transfer":
         return _transfer(stage, replicas, float("inf") if until_s is None else until_s)
     if phase in ("verify", "commit"):
         return _local_work(stage, phase, replicas)
     seconds = stage.speeds.rpc_s + {"prepare": stage.prepare_s, "pause": stage.pause_s}[phase]
-    return Took(seconds=seconds, ends_s=dict.fromkeys(replicas, seconds))
+    return PhaseTimes(seconds=seconds, ends_s=dict.fromkeys(replicas, seconds))
 
 
-def _transfer(stage: Stage, replicas: Sequence[int], until_s: float) -> Took:
+def _transfer(stage: SimulatedFleet, replicas: Sequence[int], until_s: float) -> PhaseTimes:
     clock = Clock()
     speeds, trainers, width = stage.speeds, stage.plan.source.num_ranks, stage.plan.target.num_ranks
     ranks = [_rank(speeds.trainer_link, 1.0) for _ in range(trainers)]
@@ -81,7 +81,7 @@ def _transfer(stage: Stage, replicas: Sequence[int], until_s: float) -> Took:
     clock.run(until_s)
     ends = [clock.now if rank.finished_s is None else rank.finished_s for rank in ranks]
     first = {replica: trainers + place * width for place, replica in enumerate(replicas)}
-    return Took(
+    return PhaseTimes(
         seconds=max(ends),
         ends_s={replica: max(ends[begin : begin + width]) for replica, begin in first.items()},
         num_events=clock.num_events,
@@ -93,7 +93,7 @@ def _transfer(stage: Stage, replicas: Sequence[int], until_s: float) -> Took:
     )
 
 
-def _local_work(stage: Stage, phase: str, replicas: Sequence[int]) -> Took:
+def _local_work(stage: SimulatedFleet, phase: str, replicas: Sequence[int]) -> PhaseTimes:
     """VERIFY packs and digests every message once more; COMMIT copies the staging memory, if there is any."""
     clock = Clock()
     machine = Machine(clock, stage.speeds.cores)
@@ -110,8 +110,8 @@ def _local_work(stage: Stage, phase: str, replicas: Sequence[int]) -> Took:
             machine.compute(seconds, partial(ended, replica), stage.speed_of(replica))
     clock.run()
     ends = {replica: seconds + stage.speeds.rpc_s for replica, seconds in ends.items()}
-    return Took(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
+    return PhaseTimes(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
 
 
 def _rank(link: float, speed: float) -> Rank:
-    return Rank(out=Link(link * speed), into=Link(link * speed), speed=speed)
+    return Rank(out=SimulatedLink(link * speed), into=SimulatedLink(link * speed), speed=speed)

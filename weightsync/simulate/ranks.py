@@ -9,13 +9,13 @@ from typing import Literal
 from weightsync.plans.cost import MessageSizes, Speeds
 from weightsync.plans.limits import RECEIVES, SENDS, number_of_buffers
 from weightsync.plans.messages import Message
-from weightsync.simulate.clock import Clock, Link, Machine
+from weightsync.simulate.clock import Clock, Machine, SimulatedLink
 
 Step = tuple[Literal["send", "relay", "receive"], int, int]  # what, index of the message, rank of the other end
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class MessageInFlight:
     """A message between two ranks. It moves when both ends are ready; it has landed when its header has come, too."""
 
     index: int  # of the message
@@ -30,8 +30,8 @@ class Flight:
 class Rank:
     """A rank's links, speed (1.0: as `Speeds` says) and results."""
 
-    out: Link
-    into: Link
+    out: SimulatedLink
+    into: SimulatedLink
     speed: float = 1.0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -77,8 +77,8 @@ class UnderWay:
     """A rank's messages under way. outgoing: with the buffers that are free again once it has landed."""
 
     free_buffers: int
-    outgoing: deque[tuple[Flight, int]] = field(default_factory=deque)
-    incoming: deque[Flight] = field(default_factory=deque)
+    outgoing: deque[tuple[MessageInFlight, int]] = field(default_factory=deque)
+    incoming: deque[MessageInFlight] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -90,17 +90,17 @@ class Walk:
     speeds: Speeds
     ranks: list[Rank]
     weights: Weights
-    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)  # by message and receiver
-    lines: dict[tuple[int, int], deque[Flight]] = field(default_factory=dict)  # by sender and receiver
+    flights: dict[tuple[int, int], MessageInFlight] = field(default_factory=dict)  # by message and receiver
+    lines: dict[tuple[int, int], deque[MessageInFlight]] = field(default_factory=dict)  # by sender and receiver
 
     def start(self, rank: int, steps: Sequence[Step]) -> None:
         """Lets a rank begin now."""
         self._go_on(rank, self._steps(rank, steps))
 
-    def _go_on(self, rank: int, process: "Iterator[float | Flight]") -> None:
+    def _go_on(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
         """Runs a rank until it must wait, or has finished."""
         for wait in process:
-            if isinstance(wait, Flight):
+            if isinstance(wait, MessageInFlight):
                 if wait.landed:
                     continue
                 wait.waiters.append(partial(self._go_on, rank, process))
@@ -109,7 +109,7 @@ class Walk:
             return
         self.ranks[rank].finished_s = self.clock.now
 
-    def _steps(self, rank: int, steps: Sequence[Step]) -> "Iterator[float | Flight]":
+    def _steps(self, rank: int, steps: Sequence[Step]) -> "Iterator[float | MessageInFlight]":
         """Transfer.run of one rank: yields what it waits for."""
         under_way = UnderWay(self._num_buffers([index for _, index, _ in steps]))
         for what, index, peer in steps:
@@ -128,7 +128,7 @@ class Walk:
         size = max((weights.staged_dst[index] for index in indices), default=0)
         return number_of_buffers(size, max((weights.num_bytes[index] for index in indices), default=0))
 
-    def _send(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | Flight]":
+    def _send(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
         yield from self._make_room(under_way)
         yield self.weights.pack_s[index]
         flight = self._ready(index, rank, peer)
@@ -136,25 +136,25 @@ class Walk:
         yield self.weights.digest_s[index]
         self._sign(rank, flight)
 
-    def _relay(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | Flight]":
+    def _relay(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
         yield from self._make_room(under_way)
         yield self.weights.relay_s[index]
         flight = self._ready(index, rank, peer)
         under_way.outgoing.append((flight, self._buffers(index)))
         self._sign(rank, flight)
 
-    def _make_room(self, under_way: UnderWay) -> "Iterator[float | Flight]":
+    def _make_room(self, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
         while len(under_way.outgoing) >= SENDS:
             yield from self._finish_send(under_way)
 
-    def _finish_send(self, under_way: UnderWay) -> "Iterator[float | Flight]":
+    def _finish_send(self, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
         flight, buffers = under_way.outgoing.popleft()
         yield flight
         under_way.free_buffers += buffers
 
     def _receive_ahead(
         self, rank: int, to_receive: deque[tuple[int, int]], under_way: UnderWay
-    ) -> "Iterator[float | Flight]":
+    ) -> "Iterator[float | MessageInFlight]":
         while to_receive and len(under_way.incoming) < RECEIVES:
             index, peer = to_receive[0]
             while under_way.free_buffers < self._buffers(index):
@@ -166,8 +166,8 @@ class Walk:
             under_way.incoming.append(self._ready(index, peer, rank))
 
     def _accept(
-        self, rank: int, flight: Flight, relays: dict[int, int], under_way: UnderWay
-    ) -> "Iterator[float | Flight]":
+        self, rank: int, flight: MessageInFlight, relays: dict[int, int], under_way: UnderWay
+    ) -> "Iterator[float | MessageInFlight]":
         yield flight
         index = flight.index
         if index in relays:  # what is not verified is no source
@@ -181,29 +181,29 @@ class Walk:
     def _buffers(self, index: int) -> int:
         return int(self.weights.staged_dst[index] > 0)
 
-    def _sign(self, rank: int, flight: Flight) -> None:
+    def _sign(self, rank: int, flight: MessageInFlight) -> None:
         """The sender's part is done."""
         flight.signed = True
         self._land(flight)
         self.ranks[rank].sent_bytes += self.weights.num_bytes[flight.index]
 
-    def _ready(self, index: int, sender: int, receiver: int) -> Flight:
+    def _ready(self, index: int, sender: int, receiver: int) -> MessageInFlight:
         """One end is ready; the second one starts the flight."""
-        flight = self.flights.setdefault((index, receiver), Flight(index))
+        flight = self.flights.setdefault((index, receiver), MessageInFlight(index))
         flight.ends_ready += 1
         if flight.ends_ready == 2:
             del self.flights[index, receiver]
             self.clock.after(self.speeds.latency_s, lambda: self._take_off(flight, sender, receiver))
         return flight
 
-    def _take_off(self, flight: Flight, sender: int, receiver: int) -> None:
+    def _take_off(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
         """The messages of one sender to one receiver go one after the other."""
         line = self.lines.setdefault((sender, receiver), deque())
         line.append(flight)
         if len(line) == 1:
             self._fly(flight, sender, receiver)
 
-    def _fly(self, flight: Flight, sender: int, receiver: int) -> None:
+    def _fly(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
         self.machine.send(
             self.weights.num_bytes[flight.index],
             self.ranks[sender].out,
@@ -212,7 +212,7 @@ class Walk:
             partial(self._arrive, flight, sender, receiver),
         )
 
-    def _arrive(self, flight: Flight, sender: int, receiver: int) -> None:
+    def _arrive(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
         flight.arrived = True
         line = self.lines[sender, receiver]
         line.popleft()
@@ -222,7 +222,7 @@ class Walk:
             del self.lines[sender, receiver]
         self._land(flight)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: MessageInFlight) -> None:
         """Tells both ends, once payload and header are there."""
         if not (flight.arrived and flight.signed):
             return

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weightsync.plans.cost import PHASES
-from weightsync.simulate.phases import Stage, Took, run_phase
+from weightsync.simulate.phases import PhaseTimes, SimulatedFleet, run_phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dies:
+class ReplicaDeath:
     """A replica that dies when a phase begins, or so many seconds after the round began."""
 
     replica: int
@@ -22,14 +22,14 @@ class Dies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class RoundScenario:
     """What is simulated.
 
     formation_s: a new communicator. detect_s: from a death to the first error. lease_s: until a dead member is out.
     """
 
-    stage: Stage
-    dies: Dies | None = None
+    stage: SimulatedFleet
+    dies: ReplicaDeath | None = None
     formation_s: float = 0.1
     detect_s: float = 0.02
     lease_s: float = 15.0
@@ -50,7 +50,7 @@ class SimulatedRound:
     received_bytes: dict[int, int] = field(default_factory=dict)
     num_events: int = 0
 
-    def add(self, took: Took) -> None:
+    def add(self, took: PhaseTimes) -> None:
         """What a phase has moved."""
         self.num_events += took.num_events
         self.trainer_egress_bytes += took.trainer_egress_bytes
@@ -63,7 +63,7 @@ class SimulatedRound:
         return max(self.transfers_s, key=lambda replica: self.transfers_s[replica])
 
 
-def simulate(scene: Scene) -> SimulatedRound:
+def simulate(scene: RoundScenario) -> SimulatedRound:
     """Runs a round."""
     replicas = range(scene.stage.replicas)
     result = SimulatedRound(commits_s=[None] * len(replicas))
@@ -79,7 +79,7 @@ def simulate(scene: Scene) -> SimulatedRound:
     return result
 
 
-def _attempt(scene: Scene, living: list[int], start_s: float, result: SimulatedRound) -> float | None:
+def _attempt(scene: RoundScenario, living: list[int], start_s: float, result: SimulatedRound) -> float | None:
     """One try. Returns: when a death ended it; None: it went through."""
     now = start_s
     for phase in PHASES:
@@ -99,7 +99,7 @@ def _attempt(scene: Scene, living: list[int], start_s: float, result: SimulatedR
     return None
 
 
-def _death(scene: Scene, phase: str, begins_s: float) -> float | None:
+def _death(scene: RoundScenario, phase: str, begins_s: float) -> float | None:
     """When the replica dies, if that may be in this phase; counted from the round's beginning."""
     at = scene.dies.at if scene.dies is not None else None
     if isinstance(at, str):

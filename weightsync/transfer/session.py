@@ -29,7 +29,7 @@ from servicekit.logs import get_logger
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.megatron_names import in_local_spelling
@@ -106,7 +106,7 @@ class SyncMember:
         self._parallel = parallel
         self._tensors = in_local_spelling(spec, tensors)
         self._device = device = next(iter(tensors.values())).device
-        self._lease = Lease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)), on_lost)
+        self._lease = SlotLease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)), on_lost)
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
         self._layout = self._own_layout()

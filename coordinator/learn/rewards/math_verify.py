@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.tasks import MATH
 from coordinator.learn.rewards.work import score_with
-from coordinator.learn.rewards.workers import Workers
+from coordinator.learn.rewards.workers import RewardWorkers
 
 
 class MathVerify:
@@ -21,7 +21,7 @@ class MathVerify:
     """
 
     def __init__(self, *, find: str = "anywhere", num_workers: int = 2, timeout_s: float = 3.0) -> None:
-        self._workers = Workers(MATH, {"find": find}, count=num_workers, timeout_s=timeout_s)
+        self._workers = RewardWorkers(MATH, {"find": find}, count=num_workers, timeout_s=timeout_s)
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """[S] scores of 0.0 or 1.0."""

@@ -6,7 +6,7 @@ from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.patterns import compiled
 from coordinator.learn.rewards.tasks import REGEX
 from coordinator.learn.rewards.work import score_with
-from coordinator.learn.rewards.workers import Workers
+from coordinator.learn.rewards.workers import RewardWorkers
 
 
 class RegexMatch:
@@ -27,7 +27,7 @@ class RegexMatch:
             compiled(pattern)
         except ValueError as error:
             raise ValueError(f"reward.pattern {pattern!r} {error}") from error
-        self._workers = Workers(REGEX, {"pattern": pattern}, count=num_workers, timeout_s=timeout_s)
+        self._workers = RewardWorkers(REGEX, {"pattern": pattern}, count=num_workers, timeout_s=timeout_s)
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """[S] scores of 0.0 or 1.0."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.workers import Workers
+from coordinator.learn.rewards.workers import RewardWorkers
 
 # Share of the texts that may take too long: a policy may well write a few such ones.
 MAX_LATE_SHARE = 0.25
@@ -16,7 +16,7 @@ def late_budget(num_texts: int) -> int:
     return max(_FEW, int(MAX_LATE_SHARE * num_texts))
 
 
-async def score_with(workers: Workers, items: Sequence[ScoredText]) -> Scores:
+async def score_with(workers: RewardWorkers, items: Sequence[ScoredText]) -> Scores:
     """[S] scores. A job's value is a score, or `{"unreadable": why}` if no completion could match its answer."""
     jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
     answers = await workers.map(jobs, give_up_after=late_budget(len(jobs)))

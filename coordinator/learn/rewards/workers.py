@@ -38,7 +38,7 @@ class Answer:
     error: str = ""
 
 
-class Workers:
+class RewardWorkers:
     """Processes that do one task; they start with the first jobs.
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.learn.rewards.tasks import ANSWERS
-from coordinator.learn.rewards.workers import Answer, Workers
+from coordinator.learn.rewards.workers import Answer, RewardWorkers
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.data_rows import Row
@@ -48,7 +48,7 @@ def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: st
 
 
 async def _read(config: RunConfig, answers: Sequence[str]) -> list[Answer]:
-    workers = Workers(ANSWERS, {}, count=config.reward.workers, timeout_s=config.reward.timeout_s)
+    workers = RewardWorkers(ANSWERS, {}, count=config.reward.workers, timeout_s=config.reward.timeout_s)
     try:
         return await workers.map([{"answer": answer} for answer in answers])
     finally:

@@ -7,12 +7,12 @@ import sys
 
 from servicekit.errors import TandemError
 from servicekit.logs import configure_logging
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 
 def main(url: str, group: str, slot: str, ttl_s: str) -> None:
     configure_logging("holder")
-    lease = Lease(Rendezvous(url, group), slot, float(ttl_s))
+    lease = SlotLease(Rendezvous(url, group), slot, float(ttl_s))
     lease.start()
     print(lease.worker_id, flush=True)
     for line in sys.stdin:

@@ -11,7 +11,7 @@ from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
 from tests.polling import until
 from tests.service_processes import START_S, Services
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 TTL_S = 1.0
@@ -40,7 +40,7 @@ def test_ranks_whose_slots_another_keeps_end_their_services(services: Services, 
     group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
     # Not the trainer's rank 0: the end of another rank ends them all.
     for slot, names in (("trainer/1", ("trainer-0", "trainer-1")), ("rollout-0/0", ("rollout-0",))):
-        intruder = Lease(group, slot, ttl_s=30.0)
+        intruder = SlotLease(group, slot, ttl_s=30.0)
         intruder.start()
         for name in names:
             assert services.processes[name].wait(timeout=END_S) == 1

@@ -15,7 +15,7 @@ from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
 from weightsync.group.coordinator_lease import CoordinatorLease, newest_leader
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, Lease, LeaseExpired, Rendezvous
+from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0
@@ -126,7 +126,7 @@ class Interrupted(Rendezvous):
 
 def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[..., RedisProcess]) -> None:
     group = Interrupted(server().url, GROUP)
-    lease = Lease(group, "rollout-0/0", TTL_S)
+    lease = SlotLease(group, "rollout-0/0", TTL_S)
     lease._beat()  # "unknown": the lease had run out
     with pytest.raises(Evicted, match="replaced by a newer one"):
         lease.check()
@@ -135,7 +135,7 @@ def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[.
 
 
 def test_a_rank_whose_slot_another_held_for_a_while_comes_back(group: Rendezvous) -> None:
-    lease = Lease(group, "rollout-0/0", 0.3, '{"device": "cpu"}')
+    lease = SlotLease(group, "rollout-0/0", 0.3, '{"device": "cpu"}')
     lease.start()
     group.join("rollout-0/0", "intruder", 0.6)
     until(lambda: lease.evicted)
@@ -150,7 +150,7 @@ def test_a_rank_whose_slot_another_held_for_a_while_comes_back(group: Rendezvous
 
 def test_a_rank_that_was_replaced_for_good_ends_by_name(group: Rendezvous) -> None:
     lost: list[str] = []
-    lease, newer = Lease(group, "rollout-0/0", 0.3, on_lost=lost.append), Lease(group, "rollout-0/0", 0.3)
+    lease, newer = SlotLease(group, "rollout-0/0", 0.3, on_lost=lost.append), SlotLease(group, "rollout-0/0", 0.3)
     lease.start()
     newer.start()
     until(lambda: lost != [])

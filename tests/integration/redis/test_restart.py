@@ -8,7 +8,7 @@ from servicekit.errors import Unavailable
 from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
 from tests.polling import until
-from weightsync.group.rendezvous import Evicted, Lease, Rendezvous
+from weightsync.group.rendezvous import Evicted, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0
@@ -44,7 +44,7 @@ def test_with_the_file_a_lease_that_ran_out_meanwhile_is_over(server: Callable[.
 def test_without_the_file_workers_come_back_in_a_later_epoch(server: Callable[..., RedisProcess]) -> None:
     process = server()
     group = Rendezvous(process.url, GROUP)
-    leases = [Lease(group, slot, 0.6) for slot in ("trainer/0", "rollout-0/0")]
+    leases = [SlotLease(group, slot, 0.6) for slot in ("trainer/0", "rollout-0/0")]
     for lease in leases:
         lease.start()
     # Many changes: the epochs after the crash must be greater all the same.
@@ -63,7 +63,7 @@ def test_without_the_file_workers_come_back_in_a_later_epoch(server: Callable[..
 def test_without_the_file_who_comes_back_takes_no_slot_from_another(server: Callable[..., RedisProcess]) -> None:
     process = server()
     group = Rendezvous(process.url, GROUP)
-    lease = Lease(group, "trainer/0", 0.6)
+    lease = SlotLease(group, "trainer/0", 0.6)
     lease.start()
     process.kill()
     process.start()

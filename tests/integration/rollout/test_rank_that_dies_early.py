@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine import host
 from tandem_config.schema import RunConfig
 from tests.integration.rollout.tiny_models import make_model
@@ -24,7 +24,7 @@ def test_the_ranks_own_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     async def start() -> None:
         processes = host.SglangProcesses(
-            config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
+            config, "rollout-0", HostRanks(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
         )
         try:
             await processes.start()

@@ -12,7 +12,7 @@ from tests.conftest import RedisProcess
 from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
 from tests.weight_stores import same
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel
 from weightsync.plans import limits
 from weightsync.transfer import spare
@@ -188,7 +188,7 @@ def test_an_old_epoch_is_refused(fleet: Callable[..., Fleet], redis_server: str)
 
 def test_a_replaced_worker_is_fenced(redis_server: str) -> None:
     rendezvous = Rendezvous(redis_server, GROUP)
-    lease = Lease(rendezvous, "rollout-0/0", ttl_s=0.3)
+    lease = SlotLease(rendezvous, "rollout-0/0", ttl_s=0.3)
     lease.start()
     before = rendezvous.snapshot().epoch
     rendezvous.join("rollout-0/0", "newcomer", 10)

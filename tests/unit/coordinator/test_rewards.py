@@ -14,7 +14,7 @@ from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import RegexMatch
 from coordinator.learn.rewards.registry import REWARDS, build_reward
 from coordinator.learn.rewards.tasks import REGEX
-from coordinator.learn.rewards.workers import Answer, Workers
+from coordinator.learn.rewards.workers import Answer, RewardWorkers
 from tandem_config.schema import RewardSection
 from tests.polling import until
 
@@ -120,7 +120,7 @@ def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
 
 
 async def test_what_the_kernel_ends_is_late() -> None:
-    workers = Workers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
+    workers = RewardWorkers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
     jobs = [{"completion": "42", "answer": "42"}] * 2
     try:
         await workers.map(jobs)
@@ -137,7 +137,7 @@ async def test_what_the_kernel_ends_is_late() -> None:
 
 
 async def test_a_dead_worker_costs_one_score_and_is_replaced() -> None:
-    workers = Workers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
+    workers = RewardWorkers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
     jobs = [{"completion": "42", "answer": "42"}] * 3
     try:
         assert await workers.map(jobs) == [Answer(value=1.0)] * 3
@@ -154,7 +154,7 @@ async def test_a_dead_worker_costs_one_score_and_is_replaced() -> None:
 
 
 async def test_a_worker_that_cannot_start_says_why() -> None:
-    workers = Workers(REGEX, {"pattern": "("}, count=1, timeout_s=1)
+    workers = RewardWorkers(REGEX, {"pattern": "("}, count=1, timeout_s=1)
     (answer,) = await workers.map([{"completion": "", "answer": ""}])
     assert "is not a regular expression" in answer.error
     await workers.close()

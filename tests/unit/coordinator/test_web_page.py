@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
 from coordinator.data.prompts import DataCursor
-from coordinator.flow import Outcome, Prompt, SyncResult
+from coordinator.flow import Prompt, ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
@@ -134,7 +134,7 @@ def sync_result(version: int = 3) -> SyncResult:
         bytes_per_rollout_rank=10,
         bytes_received=20,
         redundancy=1.0,
-        outcomes={"rollout-0": Outcome.COMMITTED, "rollout-1": Outcome.POISONED},
+        outcomes={"rollout-0": ReplicaOutcome.COMMITTED, "rollout-1": ReplicaOutcome.POISONED},
         epoch=7,
         replica_s={"rollout-0": 0.4},
     )
@@ -145,7 +145,7 @@ async def test_observed_counts_processes_and_forgets_the_gone() -> None:
     observed = Observed()
     observed.fleet([first, second], [first])
     observed.fleet([first, second], [first, second])
-    observed.sync(replace(sync_result(), outcomes={"w-0": Outcome.COMMITTED}, replica_s={"w-0": 0.4}))
+    observed.sync(replace(sync_result(), outcomes={"w-0": ReplicaOutcome.COMMITTED}, replica_s={"w-0": 0.4}))
 
     def version() -> float | None:
         return REGISTRY.get_sample_value("tandem_replica_policy_version", {"replica": "w-0"})
@@ -163,7 +163,7 @@ async def test_observed_counts_processes_and_forgets_the_gone() -> None:
 
 def test_observed_rounds_say_what_became_of_the_replicas() -> None:
     observed = Observed()
-    observed.failed_round(3, PeerLost("rollout-1 is gone"), {"rollout-1": Outcome.ABORTED})
+    observed.failed_round(3, PeerLost("rollout-1 is gone"), {"rollout-1": ReplicaOutcome.ABORTED})
     observed.sync(sync_result())
     assert [each.error for each in observed.rounds] == ["rollout-1 is gone", ""]
     assert observed.rounds[-1].stages == {"prepare": 0.1, "transfer": 0.3}

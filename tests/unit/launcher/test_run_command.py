@@ -6,7 +6,7 @@ import pytest
 
 from launcher import commands
 from launcher.run import run
-from launcher.run.outcome import Outcome
+from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest
 from launcher.view import plot
 from launcher.view.run_view import RunView
@@ -16,17 +16,19 @@ from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
 from tests.unit.launcher.model_folder import write_config
 
-FAILED = Outcome(code=1, text="failed: the disk is full; go on from iteration 1 with: tandem run --resume runs/tiny")
+FAILED = LaunchOutcome(
+    code=1, text="failed: the disk is full; go on from iteration 1 with: tandem run --resume runs/tiny"
+)
 
 
 class FakeLaunch:
     """Remembers what it was to launch."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: LaunchOutcome) -> None:
         self.outcome = outcome
         self.requests: list[RunRequest] = []
 
-    def __call__(self, request: RunRequest, view: RunView) -> Outcome:
+    def __call__(self, request: RunRequest, view: RunView) -> LaunchOutcome:
         self.requests.append(request)
         return self.outcome
 

@@ -3,7 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from rollout_service.engine import Completion, EngineLimits, EngineLoad, Finish, FinishedGroup, Group, Sampling, Span
+from rollout_service.engine import (
+    EngineLimits,
+    EngineLoad,
+    Finish,
+    FinishedGroup,
+    GroupRequest,
+    SampledCompletion,
+    SamplingSettings,
+    Span,
+)
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 
@@ -34,7 +43,9 @@ class FakeEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
-    async def generate(self, groups: Sequence[Group], sampling: Sampling) -> AsyncIterator[list[FinishedGroup]]:
+    async def generate(
+        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
+    ) -> AsyncIterator[list[FinishedGroup]]:
         self._inside += 1
         try:
             if self._held is not None:
@@ -45,9 +56,9 @@ class FakeEngine:
         finally:
             self._inside -= 1
 
-    def _finished(self, group: Group, sampling: Sampling) -> FinishedGroup:
+    def _finished(self, group: GroupRequest, sampling: SamplingSettings) -> FinishedGroup:
         tokens = [] if self._aborted else [1] * sampling.max_new_tokens
-        completion = Completion(
+        completion = SampledCompletion(
             token_ids=tokens,
             logprobs=[-0.5] * len(tokens),
             finish=Finish.ABORT if self._aborted else Finish.LENGTH,

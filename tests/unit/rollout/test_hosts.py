@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollout_service.hosts.share import HOST_INDEX, Share, process_name
+from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
 from rollout_service.local_hosts import host_environments, run_hosts
 from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from servicekit.errors import ConfigError
@@ -22,10 +22,10 @@ def config(nodes: int) -> RunConfig:
 
 
 def test_the_hosts_share_all_ranks_without_overlap() -> None:
-    shares = [Share.of(config(4), {HOST_INDEX: str(host)}) for host in range(4)]
+    shares = [HostRanks.of(config(4), {HOST_INDEX: str(host)}) for host in range(4)]
     assert [rank for share in shares for rank in share.ranks] == list(range(8))
-    assert Share.of(config(1), {}).ranks == range(8)
-    assert Share.of(config(4), {HOST_INDEX: ""}).host == 0
+    assert HostRanks.of(config(1), {}).ranks == range(8)
+    assert HostRanks.of(config(4), {HOST_INDEX: ""}).host == 0
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_hosts_share_all_ranks_without_overlap() -> None:
 )
 def test_a_host_that_there_is_not_is_refused(nodes: int, index: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Share.of(config(nodes), {HOST_INDEX: index})
+        HostRanks.of(config(nodes), {HOST_INDEX: index})
 
 
 def test_the_leader_has_the_replicas_name() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.engine import SglangEngine
 from rollout_service.sglang_engine.options import cpu_binding, engine_arguments, engine_environment
 from rollout_service.sglang_engine.receiver import ReceiverSettings
@@ -21,7 +21,7 @@ def arguments(
     configured: RunConfig, name: str = "rollout-0", cuda: bool = False, dtype: str = "float32"
 ) -> dict[str, object]:
     model = configured.model.model_copy(update={"dtype": dtype})
-    return engine_arguments(configured.model_copy(update={"model": model}), name, Share(), cuda)
+    return engine_arguments(configured.model_copy(update={"model": model}), name, HostRanks(), cuda)
 
 
 def test_a_gpu_keeps_sglangs_own_backends_but_for_kernels_that_change_the_weights() -> None:
@@ -60,13 +60,13 @@ def test_replicas_sample_from_different_seeds() -> None:
 
 
 def test_ranks_meet_through_a_file_of_their_replica(tmp_path: Path) -> None:
-    variables = engine_environment(config(), Share(), "127.0.0.1", tmp_path, True)
+    variables = engine_environment(config(), HostRanks(), "127.0.0.1", tmp_path, True)
     assert variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/ranks"
 
 
 def test_ranks_of_several_hosts_meet_at_the_leaders_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    share = Share(host=1, nodes=2, tensor_parallel=4, store="127.0.0.1:4711")
+    share = HostRanks(host=1, nodes=2, tensor_parallel=4, store="127.0.0.1:4711")
     variables = engine_environment(config(tensor_parallel=4, nodes=2), share, "127.0.0.2", tmp_path, False)
     assert variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "env://"
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("127.0.0.1", "4711")
@@ -78,12 +78,12 @@ def test_ranks_of_several_hosts_meet_at_the_leaders_store(tmp_path: Path, monkey
 
 def test_the_users_interface_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "rdma0")
-    share = Share(nodes=2, tensor_parallel=2, store="127.0.0.1:4711")
+    share = HostRanks(nodes=2, tensor_parallel=2, store="127.0.0.1:4711")
     assert engine_environment(config(), share, "127.0.0.1", tmp_path, True)["GLOO_SOCKET_IFNAME"] == "rdma0"
 
 
 def test_only_engines_on_gpus_compile(tmp_path: Path) -> None:
-    on_gpu, on_cpu = (engine_environment(config(), Share(), "127.0.0.1", tmp_path, cuda) for cuda in (True, False))
+    on_gpu, on_cpu = (engine_environment(config(), HostRanks(), "127.0.0.1", tmp_path, cuda) for cuda in (True, False))
     assert on_cpu["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in on_gpu
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.host import SglangProcesses
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
@@ -30,7 +30,7 @@ def test_a_model_that_ranks_would_refuse_starts_none(
 
     async def start() -> None:
         processes = SglangProcesses(
-            config, "rollout-0", Share(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
+            config, "rollout-0", HostRanks(), redis_url="", group="g", host="127.0.0.1", run_dir=tmp_path
         )
         try:
             await processes.start()

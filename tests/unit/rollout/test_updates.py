@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import Group, Sampling
+from rollout_service.engine import GroupRequest, SamplingSettings
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
@@ -54,8 +54,8 @@ class Rig:
         """A generate call under way; returns its number of tokens."""
 
         async def generate() -> int:
-            sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=())
-            groups = [Group(group_id="g", prompt_ids=[1], num_completions=1)]
+            sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=())
+            groups = [GroupRequest(group_id="g", prompt_ids=[1], num_completions=1)]
             with self.admission.inside(1):
                 items = self.admission.until_evicted(self.engine.generate(groups, sampling))
                 return sum([len(c.token_ids) async for part in items for g in part for c in g.completions])

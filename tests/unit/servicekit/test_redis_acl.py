@@ -13,7 +13,7 @@ from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
 from servicekit.redis.registry import Registry, ServiceRecord
 from tests.polling import throughout, until
-from weightsync.group.rendezvous import Lease, Rendezvous
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 PASSWORD = "right-one"
 
@@ -116,7 +116,7 @@ def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server):
     registry = Registry(server.tandem_url, "demo.1")
     lost = []
     registry.announce(ServiceRecord(role="rollout", name="rollout-0", address="h:1", worker_id="w"), 0.3, lost.append)
-    lease = Lease(Rendezvous(server.tandem_url, "tandem:demo.1"), "rollout-0/0", 0.3)
+    lease = SlotLease(Rendezvous(server.tandem_url, "tandem:demo.1"), "rollout-0/0", 0.3)
     lease.start()
     server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
     with pytest.raises(Unavailable, match="no permissions"):

@@ -11,13 +11,13 @@ from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
 from trainer_service.batch.cuts import cut, deal
 from trainer_service.batch.padded import Padded, context_share, pad
-from trainer_service.batch.plan import Ranks, measure_all, plan_step
+from trainer_service.batch.plan import RankShare, measure_all, plan_step
 from weightsync.layouts.layout import Parallel
 
 
-def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: Any) -> Ranks:
+def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: Any) -> RankShare:
     fields = {"pipeline_parallel": 1, "width_multiple": 1, "max_tokens": 64}
-    return Ranks(data_rank=data_rank, data_parallel=data_parallel, **{**fields, **changes})
+    return RankShare(data_rank=data_rank, data_parallel=data_parallel, **{**fields, **changes})
 
 
 def rows_of(batches: list[Padded]) -> set[int]:
@@ -156,5 +156,5 @@ SIZES: list[tuple[Parallel, bool, tuple[int, int, bool]]] = [
 def test_parallel_sizes_decide_what_micro_batches_must_be(
     parallel: Parallel, sequence_parallel: bool, expected: tuple[int, int, bool]
 ) -> None:
-    of = Ranks.of(parallel, sequence_parallel=sequence_parallel, max_tokens=64, data_rank=0, context_rank=0)
+    of = RankShare.of(parallel, sequence_parallel=sequence_parallel, max_tokens=64, data_rank=0, context_rank=0)
     assert (of.width_multiple, of.count_multiple, of.in_step) == expected

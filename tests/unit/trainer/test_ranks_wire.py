@@ -10,7 +10,7 @@ from servicekit.errors import ConfigError, Internal, NotFinite, SlotTaken, Wrong
 from trainer_service.ranks.commands import (
     Command,
     Commander,
-    Outcome,
+    RankOutcome,
     Wire,
     _error_from,
     _first_error,
@@ -36,14 +36,17 @@ def test_an_error_of_weight_sync_s_own_travels_as_what_it_is_a_kind_of() -> None
 
 
 def test_equal_errors_of_all_ranks_are_one_error() -> None:
-    error = _first_error([Outcome(error=NotFinite("s1")), Outcome(error=NotFinite("s1"))])
+    error = _first_error([RankOutcome(error=NotFinite("s1")), RankOutcome(error=NotFinite("s1"))])
     assert isinstance(error, NotFinite)
     assert str(error) == "s1"
 
 
 def test_error_of_one_rank_names_it() -> None:
-    assert str(_first_error([Outcome(body=b"x"), Outcome(error=Internal("disk full"))])) == "trainer rank 1: disk full"
-    assert _first_error([Outcome(body=b"x"), Outcome()]) is None
+    assert (
+        str(_first_error([RankOutcome(body=b"x"), RankOutcome(error=Internal("disk full"))]))
+        == "trainer rank 1: disk full"
+    )
+    assert _first_error([RankOutcome(body=b"x"), RankOutcome()]) is None
 
 
 def test_refusal_is_an_outcome_and_a_bug_is_not() -> None:
@@ -56,7 +59,7 @@ def test_refusal_is_an_outcome_and_a_bug_is_not() -> None:
     assert isinstance(run_handler({Command.SAVE: refuse}, Command.SAVE, []).error, WrongVersion)
     with pytest.raises(KeyError):
         run_handler({Command.SAVE: fail}, Command.SAVE, [])
-    assert run_handler({}, Command.NOOP, []) == Outcome()
+    assert run_handler({}, Command.NOOP, []) == RankOutcome()
 
 
 def test_commands_after_the_end_fail_at_once() -> None:

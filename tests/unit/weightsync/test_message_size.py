@@ -11,8 +11,8 @@ from weightsync.plans.limits import default_bucket_bytes
 from weightsync.plans.messages import cut_messages
 from weightsync.plans.participants import Participants
 from weightsync.plans.plan import make_plan
-from weightsync.simulate.phases import Stage
-from weightsync.simulate.round import Scene, simulate
+from weightsync.simulate.phases import SimulatedFleet
+from weightsync.simulate.round import RoundScenario, simulate
 
 MIB = 2**20
 
@@ -62,7 +62,9 @@ def test_the_simulation_agrees_that_a_chain_wants_smaller_messages() -> None:
     plan = make_plan(megatron_layout(spec, Parallel(tensor=2)), sglang_layout(spec, Parallel()))
 
     def seconds(size: int) -> float:
-        stage = Stage(plan=plan, messages=cut_messages(plan, size // 2), dtype_bytes=2, replicas=16, speeds=Speeds())
-        return sum(simulate(Scene(stage=stage, dies=None)).seconds.values())
+        stage = SimulatedFleet(
+            plan=plan, messages=cut_messages(plan, size // 2), dtype_bytes=2, replicas=16, speeds=Speeds()
+        )
+        return sum(simulate(RoundScenario(stage=stage, dies=None)).seconds.values())
 
     assert seconds(default_bucket_bytes("cuda", 16)) < 0.7 * seconds(default_bucket_bytes("cuda", 1))

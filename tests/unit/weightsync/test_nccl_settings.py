@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout_service.app import make_sglang_engine
-from rollout_service.hosts.share import Share
+from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.worker_app import make_sglang_processes
 from weightsync.group.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
 
@@ -84,7 +84,7 @@ def test_every_host_of_an_engine_settles_too(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("rollout_service.sglang_engine.host.SglangProcesses", lambda *_, **__: None)
     config: Any = None
     stop: Any = SimpleNamespace(set=None)
-    make_sglang_engine(config, "rollout-0", environment, stop, Share())
+    make_sglang_engine(config, "rollout-0", environment, stop, HostRanks())
     assert len(settled) == 1
-    make_sglang_processes(config, "rollout-0", environment, Share())
+    make_sglang_processes(config, "rollout-0", environment, HostRanks())
     assert len(settled) == 2

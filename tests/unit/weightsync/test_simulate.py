@@ -12,10 +12,10 @@ from weightsync.model.presets import preset
 from weightsync.plans.cost import MessageSizes, Speeds, predict
 from weightsync.plans.messages import cut_messages, route
 from weightsync.plans.plan import make_plan
-from weightsync.simulate.clock import Clock, Link, Machine
-from weightsync.simulate.phases import Slow, Stage
+from weightsync.simulate.clock import Clock, Machine, SimulatedLink
+from weightsync.simulate.phases import SimulatedFleet, SlowReplica
 from weightsync.simulate.ranks import steps_of
-from weightsync.simulate.round import Dies, Scene, simulate
+from weightsync.simulate.round import ReplicaDeath, RoundScenario, simulate
 from weightsync.transfer.transports import packing
 
 # Links only: what remains is bytes / bandwidth, which a reader can work out.
@@ -26,16 +26,16 @@ FREE = Speeds(
 
 def scene(
     replicas: int = 1, speeds: Speeds = FREE, *, tp: int = 1, max_elements: int = 2**20, **changes: object
-) -> Scene:
+) -> RoundScenario:
     spec = dataclasses.replace(preset("qwen2.5-1.5b"), num_layers=4)
     plan = make_plan(megatron_layout(spec, Parallel(tensor=2)), sglang_layout(spec, Parallel(tensor=tp)))
     messages = cut_messages(plan, max_elements)
     faults = {name: changes.pop(name) for name in ("dies", "lease_s", "formation_s") if name in changes}
-    stage = Stage(plan=plan, messages=messages, dtype_bytes=2, replicas=replicas, speeds=speeds, **changes)  # type: ignore[arg-type]
-    return Scene(stage=stage, **faults)  # type: ignore[arg-type]
+    stage = SimulatedFleet(plan=plan, messages=messages, dtype_bytes=2, replicas=replicas, speeds=speeds, **changes)  # type: ignore[arg-type]
+    return RoundScenario(stage=stage, **faults)  # type: ignore[arg-type]
 
 
-def shard_bytes(one: Scene) -> int:
+def shard_bytes(one: RoundScenario) -> int:
     return one.stage.plan.target.elements_of(0) * 2
 
 
@@ -92,7 +92,7 @@ def test_messages_are_cut_into_segments_as_the_packer_does() -> None:
 
 
 def test_a_slow_replica_slows_itself_and_those_behind_it() -> None:
-    even, slow = simulate(scene(4)), simulate(scene(4, slow=(Slow(replica=2, factor=4),)))
+    even, slow = simulate(scene(4)), simulate(scene(4, slow=(SlowReplica(replica=2, factor=4),)))
     assert slow.transfers_s[2] > 3 * even.transfers_s[2]
     assert slow.transfers_s[3] >= slow.transfers_s[2]
     assert slow.slowest_replica in (2, 3)
@@ -102,7 +102,7 @@ def test_a_slow_replica_slows_itself_and_those_behind_it() -> None:
 
 @pytest.mark.parametrize("at", ["prepare", "pause", "transfer", "verify", 0.05])
 def test_a_death_before_commit_costs_the_others_a_second_round(at: str | float) -> None:
-    result = simulate(scene(3, dies=Dies(replica=1, at=at), lease_s=5.0, formation_s=0.25))  # type: ignore[arg-type]
+    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at=at), lease_s=5.0, formation_s=0.25))  # type: ignore[arg-type]
     assert result.attempts == 2
     assert result.commits_s[1] is None
     others = [seconds for seconds in result.commits_s if seconds is not None]
@@ -114,7 +114,7 @@ def test_a_death_before_commit_costs_the_others_a_second_round(at: str | float) 
 
 
 def test_a_death_in_commit_costs_only_the_dead() -> None:
-    result = simulate(scene(3, dies=Dies(replica=1, at="commit")))
+    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at="commit")))
     assert result.attempts == 1
     assert result.commits_s[1] is None
     assert result.commits_s[0] is not None
@@ -122,12 +122,12 @@ def test_a_death_in_commit_costs_only_the_dead() -> None:
 
 
 def test_a_death_after_the_round_changes_nothing() -> None:
-    late = simulate(scene(2, dies=Dies(replica=1, at=1e6)))
+    late = simulate(scene(2, dies=ReplicaDeath(replica=1, at=1e6)))
     assert late.commits_s == simulate(scene(2)).commits_s
 
 
 def test_the_last_replica_s_death_leaves_nobody_and_ends() -> None:
-    assert simulate(scene(1, dies=Dies(replica=0, at="transfer"))).commits_s == [None]
+    assert simulate(scene(1, dies=ReplicaDeath(replica=0, at="transfer"))).commits_s == [None]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
@@ -153,8 +153,8 @@ def test_links_and_cores_are_shared_equally() -> None:
     clock = Clock()
     ends: dict[str, float] = {}
     machine = Machine(clock, cores=None)
-    link, other = Link(100.0), Link(1000.0)
-    machine.send(100, link, Link(1000.0), 0.0, lambda: ends.setdefault("short", clock.now))
+    link, other = SimulatedLink(100.0), SimulatedLink(1000.0)
+    machine.send(100, link, SimulatedLink(1000.0), 0.0, lambda: ends.setdefault("short", clock.now))
     machine.send(300, link, other, 0.0, lambda: ends.setdefault("long", clock.now))
     clock.run()
     # Half of the link each until 100 bytes are through at 2 s; the rest of 200 bytes alone.

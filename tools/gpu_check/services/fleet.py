@@ -17,7 +17,7 @@ import grpc
 
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import Outcome, SyncResult
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.weights import WeightSync
 from launcher.run.processes import Launch, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
@@ -269,7 +269,7 @@ def committed(result: SyncResult, names: Sequence[str]) -> list[str]:
     return [
         f"{name}: {result.outcomes[name].value if name in result.outcomes else 'not in the round'}"
         for name in names
-        if result.outcomes.get(name) is not Outcome.COMMITTED
+        if result.outcomes.get(name) is not ReplicaOutcome.COMMITTED
     ]
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from servicekit.errors import ConfigError
 from weightsync.model.mapping.dense import ATTENTION_RULES, EMBEDDING, LM_HEAD, MLP_RULES
 from weightsync.model.mapping.experts import EXPERT_RULES
-from weightsync.model.mapping.rule import Part, Placement, Rule
+from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
 from weightsync.model.spec import ModelSpec
 
 _DENSE = ATTENTION_RULES + MLP_RULES
@@ -17,7 +17,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": _DENSE + EXPERT_RULES,
 }
 
-__all__ = ["EMBEDDING", "LM_HEAD", "TABLES", "Part", "Placement", "Rule", "rules_for"]
+__all__ = ["EMBEDDING", "LM_HEAD", "TABLES", "CanonicalPart", "Placement", "Rule", "rules_for"]
 
 
 def rules_for(spec: ModelSpec) -> tuple[Rule, ...]:

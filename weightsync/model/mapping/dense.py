@@ -1,6 +1,6 @@
 """Mapping rules of decoders with rotary attention and SwiGLU: what dense ones and mixtures of experts share."""
 
-from weightsync.model.mapping.rule import Part, Placement, Rule
+from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -11,21 +11,21 @@ _QKV_ROWS = ("q", "kv", "kv")
 
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
-        parts=(Part(name=EMBEDDING, rows="vocab", cols="hidden"),),
+        parts=(CanonicalPart(name=EMBEDDING, rows="vocab", cols="hidden"),),
         megatron=("embedding.word_embeddings.weight",),
         sglang=EMBEDDING,
         placement=Placement.VOCABULARY,
         stage="first",
     ),
     Rule(
-        parts=(Part(name=_LAYER + "input_layernorm.weight", rows="hidden"),),
+        parts=(CanonicalPart(name=_LAYER + "input_layernorm.weight", rows="hidden"),),
         megatron=(_MCORE + "input_layernorm.weight", _MCORE + "self_attention.linear_qkv.layer_norm_weight"),
         sglang=_LAYER + "input_layernorm.weight",
         placement=Placement.REPLICATED,
     ),
     Rule(
         parts=tuple(
-            Part(name=f"{_LAYER}self_attn.{proj}.weight", rows=rows, cols="hidden")
+            CanonicalPart(name=f"{_LAYER}self_attn.{proj}.weight", rows=rows, cols="hidden")
             for proj, rows in zip(_QKV, _QKV_ROWS, strict=True)
         ),
         megatron=(_MCORE + "self_attention.linear_qkv.weight",),
@@ -34,7 +34,8 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         parts=tuple(
-            Part(name=f"{_LAYER}self_attn.{proj}.bias", rows=rows) for proj, rows in zip(_QKV, _QKV_ROWS, strict=True)
+            CanonicalPart(name=f"{_LAYER}self_attn.{proj}.bias", rows=rows)
+            for proj, rows in zip(_QKV, _QKV_ROWS, strict=True)
         ),
         megatron=(_MCORE + "self_attention.linear_qkv.bias",),
         sglang=_LAYER + "self_attn.qkv_proj.bias",
@@ -42,40 +43,40 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         when="qkv_bias",
     ),
     Rule(
-        parts=(Part(name=_LAYER + "self_attn.q_norm.weight", rows="head_dim"),),
+        parts=(CanonicalPart(name=_LAYER + "self_attn.q_norm.weight", rows="head_dim"),),
         megatron=(_MCORE + "self_attention.q_layernorm.weight",),
         sglang=_LAYER + "self_attn.q_norm.weight",
         placement=Placement.REPLICATED,
         when="qk_norm",
     ),
     Rule(
-        parts=(Part(name=_LAYER + "self_attn.k_norm.weight", rows="head_dim"),),
+        parts=(CanonicalPart(name=_LAYER + "self_attn.k_norm.weight", rows="head_dim"),),
         megatron=(_MCORE + "self_attention.k_layernorm.weight",),
         sglang=_LAYER + "self_attn.k_norm.weight",
         placement=Placement.REPLICATED,
         when="qk_norm",
     ),
     Rule(
-        parts=(Part(name=_LAYER + "self_attn.o_proj.weight", rows="hidden", cols="q"),),
+        parts=(CanonicalPart(name=_LAYER + "self_attn.o_proj.weight", rows="hidden", cols="q"),),
         megatron=(_MCORE + "self_attention.linear_proj.weight",),
         sglang=_LAYER + "self_attn.o_proj.weight",
         placement=Placement.COLUMNS,
     ),
     Rule(
-        parts=(Part(name=_LAYER + "post_attention_layernorm.weight", rows="hidden"),),
+        parts=(CanonicalPart(name=_LAYER + "post_attention_layernorm.weight", rows="hidden"),),
         megatron=(_MCORE + "pre_mlp_layernorm.weight", _MCORE + "mlp.linear_fc1.layer_norm_weight"),
         sglang=_LAYER + "post_attention_layernorm.weight",
         placement=Placement.REPLICATED,
     ),
     Rule(
-        parts=(Part(name="model.norm.weight", rows="hidden"),),
+        parts=(CanonicalPart(name="model.norm.weight", rows="hidden"),),
         megatron=("decoder.final_layernorm.weight",),
         sglang="model.norm.weight",
         placement=Placement.REPLICATED,
         stage="last",
     ),
     Rule(
-        parts=(Part(name=LM_HEAD, rows="vocab", cols="hidden"),),
+        parts=(CanonicalPart(name=LM_HEAD, rows="vocab", cols="hidden"),),
         megatron=("output_layer.weight",),
         sglang=LM_HEAD,
         placement=Placement.VOCABULARY,
@@ -87,8 +88,8 @@ ATTENTION_RULES: tuple[Rule, ...] = (
 MLP_RULES: tuple[Rule, ...] = (
     Rule(
         parts=(
-            Part(name=_LAYER + "mlp.gate_proj.weight", rows="ffn", cols="hidden"),
-            Part(name=_LAYER + "mlp.up_proj.weight", rows="ffn", cols="hidden"),
+            CanonicalPart(name=_LAYER + "mlp.gate_proj.weight", rows="ffn", cols="hidden"),
+            CanonicalPart(name=_LAYER + "mlp.up_proj.weight", rows="ffn", cols="hidden"),
         ),
         megatron=(_MCORE + "mlp.linear_fc1.weight",),
         sglang=_LAYER + "mlp.gate_up_proj.weight",
@@ -96,7 +97,7 @@ MLP_RULES: tuple[Rule, ...] = (
         placement=Placement.GATE_UP,
     ),
     Rule(
-        parts=(Part(name=_LAYER + "mlp.down_proj.weight", rows="hidden", cols="ffn"),),
+        parts=(CanonicalPart(name=_LAYER + "mlp.down_proj.weight", rows="hidden", cols="ffn"),),
         megatron=(_MCORE + "mlp.linear_fc2.weight",),
         sglang=_LAYER + "mlp.down_proj.weight",
         layers="dense",

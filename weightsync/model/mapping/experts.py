@@ -1,6 +1,6 @@
 """Mapping rules of mixtures of experts: the router, and gate, up and down of each expert."""
 
-from weightsync.model.mapping.rule import Part, Placement, Rule
+from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
 
 _LAYER = "model.layers.{layer}.mlp."
 _EXPERT = _LAYER + "experts.{expert}."
@@ -8,7 +8,7 @@ _MCORE = "decoder.layers.{layer}.mlp."
 
 EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
-        parts=(Part(name=_LAYER + "gate.weight", rows="experts", cols="hidden"),),
+        parts=(CanonicalPart(name=_LAYER + "gate.weight", rows="experts", cols="hidden"),),
         megatron=(_MCORE + "router.weight",),
         sglang=_LAYER + "gate.weight",
         placement=Placement.REPLICATED,
@@ -16,8 +16,8 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         parts=(
-            Part(name=_EXPERT + "gate_proj.weight", rows="expert_ffn", cols="hidden"),
-            Part(name=_EXPERT + "up_proj.weight", rows="expert_ffn", cols="hidden"),
+            CanonicalPart(name=_EXPERT + "gate_proj.weight", rows="expert_ffn", cols="hidden"),
+            CanonicalPart(name=_EXPERT + "up_proj.weight", rows="expert_ffn", cols="hidden"),
         ),
         megatron=(
             _MCORE + "experts.local_experts.{expert}.linear_fc1.weight",
@@ -28,7 +28,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         layers="experts",
     ),
     Rule(
-        parts=(Part(name=_EXPERT + "down_proj.weight", rows="hidden", cols="expert_ffn"),),
+        parts=(CanonicalPart(name=_EXPERT + "down_proj.weight", rows="hidden", cols="expert_ffn"),),
         megatron=(
             _MCORE + "experts.local_experts.{expert}.linear_fc2.weight",
             _MCORE + "experts.linear_fc2.weight{expert}",

@@ -16,7 +16,7 @@ class Placement(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CanonicalPart:
     """A canonical tensor: its unfused Hugging Face name and the symbols of its shape (see ModelSpec.size)."""
 
     name: str
@@ -34,7 +34,7 @@ class Rule:
     expert (`{expert}` in its parts) names a stacked parameter in `sglang`: [experts of the rank, rows, columns].
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[CanonicalPart, ...]
     megatron: tuple[str, ...]
     sglang: str
     placement: Placement

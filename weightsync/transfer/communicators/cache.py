@@ -11,7 +11,7 @@ import torch.distributed as dist
 from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.rendezvous import Evicted, Lease, LeaseExpired, Membership
+from weightsync.group.rendezvous import Evicted, LeaseExpired, Membership, SlotLease
 from weightsync.plans.participants import Participants, trainer_slot
 from weightsync.transfer.communicators.communicator import Communicator, form, join_store
 from weightsync.transfer.communicators.tcp_store import bound_store
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 class CommunicatorCache:
     """Holds at most one communicator: the old one is dropped before the next is built."""
 
-    def __init__(self, lease: Lease, host: str, device: torch.device) -> None:
+    def __init__(self, lease: SlotLease, host: str, device: torch.device) -> None:
         self._lease = lease
         self._host = host
         self._device = device

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_service.hosts.share import Share, worker_name
+from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, Unavailable, rpc_errors
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry, ServiceRecord
@@ -13,7 +13,7 @@ from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import worker_pb2 as pb
 from tandem_api.rollout.v1 import worker_pb2_grpc
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 WORKER_ROLE = "rollout-worker"
 CALL_S = 5.0
@@ -30,13 +30,13 @@ class Leader:
 
     leader_id: str
     name: str
-    share: Share
+    share: HostRanks
     store: str
     ttl_s: float
     identity: Identity | None
 
 
-class Bond:
+class WorkerConnection:
     """One worker that belongs to us."""
 
     def __init__(self, leader: Leader, host: int, record: ServiceRecord) -> None:
@@ -105,7 +105,7 @@ class Bond:
                 request = pb.LeaveRequest(leader_id=self._leader_id, reason=reason[:REASON_CHARS], failed=failed)
                 await self.stub.Leave(request, timeout=CALL_S)
         except TandemError as error:
-            _log.info("a worker did not take its leave", error=str(error))
+            log.info("a worker did not take its leave", error=str(error))
 
     async def _beat(self, timeout_s: float) -> pb.BeatResponse:
         with rpc_errors():
@@ -117,7 +117,7 @@ def beat_s(ttl_s: float) -> float:
     return min(1.0, ttl_s / 5)
 
 
-async def join_worker(leader: Leader, host: int, registry: Registry, timeout_s: float) -> Bond:
+async def join_worker(leader: Leader, host: int, registry: Registry, timeout_s: float) -> WorkerConnection:
     """Looks for the worker of one host until it has joined.
 
     Raises: DeadlineExceeded: naming the host, and why it did not; InvalidRequest: it runs another engine.
@@ -146,12 +146,12 @@ def _find(registry: Registry, name: str) -> ServiceRecord:
     raise Unavailable("; ".join([f"no {name} in the registry", *failed]))
 
 
-async def _joined(leader: Leader, host: int, record: ServiceRecord) -> Bond:
-    bond = Bond(leader, host, record)
+async def _joined(leader: Leader, host: int, record: ServiceRecord) -> WorkerConnection:
+    bond = WorkerConnection(leader, host, record)
     try:
         await bond.join(leader)
     except BaseException:
         await bond.channel.close()
         raise
-    _log.info("worker joined", worker=bond.title)
+    log.info("worker joined", worker=bond.title)
     return bond

@@ -10,7 +10,7 @@ HOST_INDEX = "TANDEM_HOST_INDEX"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
+class HostRanks:
     """One host's part of an engine.
 
     host: 0 is the leader. store: `host:port` of the TCP store where the ranks of several hosts find each other; "" on
@@ -23,7 +23,7 @@ class Share:
     store: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, environ: Mapping[str, str]) -> "Share":
+    def of(cls, config: RunConfig, environ: Mapping[str, str]) -> "HostRanks":
         """The part that this process is to run.
 
         Raises: ConfigError: TANDEM_HOST_INDEX is no number, or no host of the engine.
@@ -41,13 +41,13 @@ class Share:
     def ranks(self) -> range:
         """The tensor-parallel ranks on this host, as SGLang deals them out: neighbours, as many on each host.
 
-        >>> Share(host=1, nodes=2, tensor_parallel=4).ranks
+        >>> HostRanks(host=1, nodes=2, tensor_parallel=4).ranks
         range(2, 4)
         """
         each = self.tensor_parallel // self.nodes
         return range(self.host * each, (self.host + 1) * each)
 
-    def meeting_at(self, store: str) -> "Share":
+    def meeting_at(self, store: str) -> "HostRanks":
         """The same part, once the store is known."""
         return dataclasses.replace(self, store=store)
 
