@@ -23,7 +23,7 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto lock clean check-cuda gpu-check bench-sync images
+.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -65,8 +65,12 @@ check-imports: venv
 
 check-protos: venv
 	@.venv/bin/buf lint
+	@.venv/bin/buf breaking --against protos/wire.binpb
 	@$(PY) -m tools.proto check
 	@$(PY) -m tools.wire_protocol check
+
+freeze-protos: venv ## take the protos as they are for the wire that must not break (before a release)
+	@.venv/bin/buf build --exclude-source-info -o protos/wire.binpb
 
 format: venv ## rewrite the code as ruff formats it and fix what it can
 	@.venv/bin/ruff check --fix-only --quiet .

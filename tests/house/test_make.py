@@ -20,6 +20,7 @@ PROMISED = (
     "test-all",
     "check",
     "format",
+    "freeze-protos",
     "proto",
     "lock",
     "clean",
@@ -57,6 +58,7 @@ def test_test_runs_the_checks_first() -> None:
         "mypy",
         "lint-imports",
         "buf lint",
+        "buf breaking --against protos/wire.binpb",
         "tools.proto check",
         "pytest",
     ]

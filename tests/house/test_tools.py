@@ -1,5 +1,6 @@
 """The developer's tools report what is wrong, and above all never call an empty test run a success."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,33 @@ def test_buf_refuses_an_unversioned_package(tmp_path: Path) -> None:
     done = subprocess.run([BUF, "lint"], cwd=tmp_path, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
     assert done.returncode != 0
     assert "bad_name" in done.stdout
+
+
+def buf_breaking(folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [BUF, "breaking", "--against", REPO / "protos/wire.binpb"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("string step_id = 1;", "string step_id = 77;", '"1" with name "step_id"'),
+        ("string step_id = 1;", "bytes step_id = 1;", "step_id"),
+        ("rpc TrainStep(", "rpc Train(", "TrainStep"),
+    ],
+)
+def test_a_wire_that_breaks_is_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    """A renumbered field, another type, a missing RPC: what was agreed on is in protos/wire.binpb."""
+    shutil.copy(REPO / "buf.yaml", tmp_path)
+    shutil.copytree(REPO / "protos", tmp_path / "protos")
+    assert buf_breaking(tmp_path).returncode == 0
+    file = tmp_path / "protos/tandem_api/trainer/v1/trainer.proto"
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    done = buf_breaking(tmp_path)
+    assert done.returncode != 0
+    assert complaint in done.stdout
 
 
 def package(folder: Path, name: str, *, size: int) -> Path:
