@@ -190,7 +190,12 @@ class _Replica:
             self._server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
 
         updates = WeightUpdates(
-            engine, ranks, Pauses(engine, admission), on_state, metrics.observe_reports, metrics.observe_outcome
+            engine,
+            ranks,
+            Pauses(engine, admission),
+            on_state,
+            metrics.sync.observe_reports,
+            metrics.sync.observe_outcome,
         )
         servicer = RolloutServicer(
             name=self._name,

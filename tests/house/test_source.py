@@ -1,6 +1,7 @@
 """Rules about our own source that no linter has: no fixed sleeps, no pickle, a first line that says what it is for."""
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,41 @@ def test_every_module_says_what_it_is_for() -> None:
         if len(docstring.partition("\n")[0]) < 20:
             silent.append(name_of(path))
     assert silent == []
+
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+def too_long(path: Path) -> list[str]:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    found = [f"{name_of(path)}: {lines} lines"] if lines > MAX_FILE_LINES else []
+    functions = [n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    sizes = {f"{name_of(path)}: {each.name}": (each.end_lineno or 0) - each.lineno + 1 for each in functions}
+    return found + [f"{name}: {size} lines" for name, size in sizes.items() if size > MAX_FUNCTION_LINES]
+
+
+def test_files_and_functions_stay_small() -> None:
+    """A file fits a reader's head, a function his screen."""
+    assert [each for path in python_files(*PACKAGES, "tools") for each in too_long(path)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes = defaultdict(list)
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(name_of(path))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_loggers_have_one_name() -> None:
+    others = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in python_files(*PACKAGES)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "get_logger"
+        and ast.unparse(node.targets[0]) != "log"
+    ]
+    assert others == []

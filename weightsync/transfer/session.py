@@ -30,7 +30,7 @@ from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.group.rendezvous import Rendezvous, SlotLease
-from weightsync.layouts.layout import Layout, Parallel
+from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
@@ -47,7 +47,7 @@ from weightsync.transfer.spare import SpareShard
 from weightsync.transfer.tensors import poison_tensors, tensor_checksums, wire_dtype
 from weightsync.transfer.transports.disk import check_folder, open_latest, read_version
 from weightsync.transfer.transports.links import Links, Terms
-from weightsync.transfer.transports.packing import Packer, Packers
+from weightsync.transfer.transports.packing import Packers
 from weightsync.transfer.transports.transport import (
     TransferJob,
     TransferStats,
@@ -109,7 +109,8 @@ class SyncMember:
         self._lease = SlotLease(Rendezvous(redis_url, group), slot, lease_ttl_s, json.dumps(own_facts(device)), on_lost)
         self._communicators = CommunicatorCache(self._lease, host, device)
         self._lock = threading.Lock()
-        self._layout = self._own_layout()
+        own_layout = sglang_layout if self._is_receiver else source_layout
+        self._layout = own_layout(self._spec, self._parallel)
         self._coverage = Coverage(self._layout, self._rank, slot)
         self._shard_elements = self._layout.elements_of(self._rank)
         self._links = Links(slot)
@@ -168,7 +169,7 @@ class SyncMember:
             if round_id not in ("", published.round_id):
                 raise NotReady(f"{published.folder} was published by round {published.round_id}, not {round_id}")
             self._coverage.check(self._tensors)
-            packer, stats = self._packer(self._tensors, None), TransferStats()
+            packer, stats = self._packers.get(self._tensors, None), TransferStats()
             read_version(published, self._layout, self._rank, packer, stats, READ_BYTES)
             self._coverage.zero_padding(self._tensors)
             check_complete(stats.received, self._shard_elements)
@@ -278,7 +279,7 @@ class SyncMember:
             round_id=round_.round_id,
             plan=plan,
             participants=participants,
-            packer=self._packer(self._target, self._wire_dtype(round_)),
+            packer=self._packers.get(self._target, self._wire_dtype(round_)),
             policy_version=round_.policy_version,
             bucket_bytes=self._bucket_bytes(round_, participants),
             deadline=time.monotonic() + round_.transfer_timeout_s,
@@ -296,7 +297,7 @@ class SyncMember:
         if self._is_receiver:
             received = self._stats.received
             check_complete(received, self._shard_elements)
-            wrong = wrong_messages(received, self._packer(self._target, None))
+            wrong = wrong_messages(received, self._packers.get(self._target, None))
             if wrong:
                 names = sorted({self._layout.params[p] for p in wrong[0].ops["dst_param"]})
                 raise DigestMismatch(
@@ -330,11 +331,6 @@ class SyncMember:
     @property
     def _is_receiver(self) -> bool:
         return self._role != "trainer"
-
-    def _own_layout(self) -> Layout:
-        if self._is_receiver:
-            return sglang_layout(self._spec, self._parallel)
-        return source_layout(self._spec, self._parallel)
 
     def _end_round(self) -> None:
         """Back to idle; reports of this round stay, so that a repeated COMMIT is answered."""
@@ -373,7 +369,7 @@ class SyncMember:
             plan=plan,
             participants=participants,
             tensors=self._tensors,
-            packer=self._packer(self._tensors, dtype),
+            packer=self._packers.get(self._tensors, dtype),
             wire_dtype=str(dtype).removeprefix("torch."),
             is_trainer=not self._is_receiver,
         )
@@ -382,9 +378,6 @@ class SyncMember:
         """What a trainer rank sends; a receiver takes what it holds, and its card says so."""
         held = next(iter(self._tensors.values())).dtype
         return held if self._is_receiver else wire_dtype(round_.wire_dtype, held)
-
-    def _packer(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Packer:
-        return self._packers.get(tensors, dtype)
 
     def _drop(self) -> None:
         self._links.close()

@@ -69,7 +69,7 @@ class _InstallModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InstallMo
     DESCRIPTOR: _descriptor.EnumDescriptor
     INSTALL_MODE_UNSPECIFIED: _InstallMode.ValueType  # 0
     INSTALL_MODE_STAGED: _InstallMode.ValueType  # 1
-    """Received into spare buffers, copied in one go at COMMIT."""
+    """Received into spare buffers; at COMMIT they change places with the parameters (CPUs), or are copied (GPUs)."""
     INSTALL_MODE_IN_PLACE: _InstallMode.ValueType  # 2
     """Received into the parameters themselves while generation is paused."""
 
@@ -77,7 +77,7 @@ class InstallMode(_InstallMode, metaclass=_InstallModeEnumTypeWrapper): ...
 
 INSTALL_MODE_UNSPECIFIED: InstallMode.ValueType  # 0
 INSTALL_MODE_STAGED: InstallMode.ValueType  # 1
-"""Received into spare buffers, copied in one go at COMMIT."""
+"""Received into spare buffers; at COMMIT they change places with the parameters (CPUs), or are copied (GPUs)."""
 INSTALL_MODE_IN_PLACE: InstallMode.ValueType  # 2
 """Received into the parameters themselves while generation is paused."""
 Global___InstallMode: _TypeAlias = InstallMode  # noqa: Y015

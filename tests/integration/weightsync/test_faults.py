@@ -96,7 +96,7 @@ def neighbours(them: Fleet) -> tuple[Message, Message]:
     """Two messages, one after the other on the same link, of the same size in the same pieces."""
     member = them.members["trainer/0"]
     messages = member._plan.messages[Parallel()]  # type: ignore[union-attr]
-    packer = member._packer(member._tensors, None)
+    packer = member._packers.get(member._tensors, None)
     mine = [message for message in messages if message.src == 0]
     sizes = {m.sequence: [segment.num_bytes for segment in packer.segments(m)] for m in mine}
     return next((a, b) for a, b in pairwise(mine) if sizes[a.sequence] == sizes[b.sequence])
@@ -127,7 +127,7 @@ def swap_payloads(them: Fleet) -> Change:
         (other,) = (message for sequence, message in pair.items() if sequence != tag)
         member = them.members["trainer/0"]
         payload = torch.empty_like(buffer)
-        member._packer(member._tensors, None).pack(other, payload)
+        member._packers.get(member._tensors, None).pack(other, payload)
         return payload, tag
 
     return change

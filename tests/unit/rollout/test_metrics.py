@@ -11,8 +11,8 @@ def test_a_transfer_shows_its_slowest_rank() -> None:
         pb.PhaseReport(bytes_received=400, shard_bytes=400, staging_bytes=32, seconds={"transfer": 1.0}),
     ]
     metrics = RolloutMetrics(registry)
-    metrics.observe_reports(reports)
-    metrics.observe_reports([pb.PhaseReport(seconds={"commit": 0.1})])  # no transfer: leaves the figures alone
+    metrics.sync.observe_reports(reports)
+    metrics.sync.observe_reports([pb.PhaseReport(seconds={"commit": 0.1})])  # no transfer: leaves the figures alone
     found = {
         name: registry.get_sample_value(f"tandem_weight_sync_{name}")
         for name in ("received_bytes_total", "bandwidth_bytes_per_second", "redundancy_ratio", "staging_bytes")
@@ -29,9 +29,9 @@ def test_a_transfer_shows_its_slowest_rank() -> None:
 def test_outcomes_are_counted_and_a_mismatch_is_no_outcome() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
-    metrics.observe_outcome("mismatch", 6)
-    metrics.observe_outcome("poisoned", 6)
-    metrics.observe_outcome("committed", 7)
+    metrics.sync.observe_outcome("mismatch", 6)
+    metrics.sync.observe_outcome("poisoned", 6)
+    metrics.sync.observe_outcome("committed", 7)
     counts = {
         outcome: registry.get_sample_value("tandem_weight_sync_outcomes_total", {"outcome": outcome})
         for outcome in ("committed", "aborted", "poisoned")

@@ -37,7 +37,7 @@ class Served:
         metrics = RolloutMetrics(self.registry)
         ranks = self.ranks = FakeRanks()
         self.updates = WeightUpdates(
-            self.engine, ranks, Pauses(self.engine, admission), metrics.observe_state, metrics.observe_reports
+            self.engine, ranks, Pauses(self.engine, admission), metrics.observe_state, metrics.sync.observe_reports
         )
         self.servicer = RolloutServicer(
             name="rollout-0",
