@@ -29,6 +29,7 @@ from weightsync.plans.cost import Speeds
 from weightsync.plans.messages import cut_messages
 from weightsync.plans.plan import make_plan
 from weightsync.plans.round_plan import source_layout
+from weightsync.round.phases import ROUND
 from weightsync.simulate.phases import SimulatedFleet
 from weightsync.simulate.round import RoundScenario, simulate
 from weightsync.transfer.communicators.communicator import Communicator, form, join_store
@@ -36,8 +37,8 @@ from weightsync.transfer.communicators.tcp_store import bound_store
 from weightsync.transfer.digest import PayloadDigest
 
 BUCKET_BYTES = 4 * 2**20
-PHASES = ("prepare", "pause", "transfer", "verify", "commit")
-_CALLED = {name: getattr(pb, f"ROUND_PHASE_{name.upper()}") for name in PHASES}
+_CALLED = {rule.name: rule.phase for rule in ROUND}
+PHASES = tuple(_CALLED)
 # How far two looks at the machine's speeds may be apart for the time between them to count.
 STEADY = 1.25
 

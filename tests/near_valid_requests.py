@@ -18,16 +18,10 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round.phases import PHASES
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
 CALL_S = 10.0
-PHASES = (
-    pb.ROUND_PHASE_PREPARE,
-    pb.ROUND_PHASE_PAUSE,
-    pb.ROUND_PHASE_TRANSFER,
-    pb.ROUND_PHASE_VERIFY,
-    pb.ROUND_PHASE_COMMIT,
-)
 TRANSPORTS = (pb.SYNC_TRANSPORT_AUTO, pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_DISK)
 PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE)
 # Longer than the other side of a phase needs when both do it; what takes longer waits for somebody.

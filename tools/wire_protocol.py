@@ -1,4 +1,4 @@
-"""Writes the tables of docs/wire-protocol.md from the protos and servicekit's errors, or checks that they are current.
+"""Writes the tables of docs/wire-protocol.md from the protos, the phases and the errors, or checks them for drift.
 
 python -m tools.wire_protocol write | check
 """
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from servicekit.errors import ERRORS
+from weightsync.round.phases import GIVE_UP, ROUND
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "wire-protocol.md"
@@ -39,7 +40,11 @@ def tables() -> dict[str, str]:
     rows = [row for path in sorted(PROTOS.glob("*/v1/*.proto")) for row in calls(path.read_text(encoding="utf-8"))]
     named = "\n".join(f"| `{service}` | `{name}` | {shape} | {comment} |" for service, name, shape, comment in rows)
     errors = "\n".join(f"| `{each.reason}` | `{each.code.name}` | {_summary(each)} |" for each in ERRORS)
+    phases = "\n".join(
+        f"| {rule.name.upper()} | {rule.trainer} | {rule.replica} | {rule.failure} |" for rule in (*ROUND, GIVE_UP)
+    )
     return {
+        "phases": f"| phase | trainer | rollouts | if it fails |\n|---|---|---|---|\n{phases}",
         "calls": f"| service | call | request -> reply | what it does |\n|---|---|---|---|\n{named}",
         "reasons": f"| reason | gRPC status | meaning |\n|---|---|---|\n{errors}",
     }

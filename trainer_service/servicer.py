@@ -27,11 +27,12 @@ from trainer_service.batch.receive import ReceivedStep, receive_batches, receive
 from trainer_service.engine import TrainerEngine
 from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
+from weightsync.round import deadlines
+from weightsync.round.phases import ABORT, RULES, name_of
 from weightsync.transfer.hf_files import EXPORT_MARK
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-PUBLISH_MARGIN_S = 5.0
 CHECKPOINT = Written(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 EXPORT = Written(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
@@ -139,17 +140,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
         """A phase of a sync round on every rank."""
         self._ready  # noqa: B018
-        if request.phase not in weights_pb2.RoundPhase.values() or request.phase == 0:
+        if request.phase not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         self._fence.admit(request.round.fence)
-        phase = weights_pb2.RoundPhase.Name(request.phase).removeprefix("ROUND_PHASE_").lower()
-        if request.phase == weights_pb2.ROUND_PHASE_ABORT:
+        if request.phase == ABORT:
             # Beside the queue: the command that waits for a lost peer would hold this one up until its deadline.
             await asyncio.to_thread(self._interrupt, request.round.round_id)
-        with metrics.PUBLISH_SECONDS.labels(phase=phase).time():
+        with metrics.PUBLISH_SECONDS.labels(phase=name_of(request.phase)).time():
             # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
-            patience_s = request.round.formation_timeout_s + request.round.transfer_timeout_s + PUBLISH_MARGIN_S
-            replies = await self._command(Command.PUBLISH, request.SerializeToString(), patience_s)
+            replies = await self._command(
+                Command.PUBLISH, request.SerializeToString(), deadlines.command_s(request.round)
+            )
         reports = [weights_pb2.PhaseReport.FromString(reply) for reply in replies]
         metrics.observe_phase(request.phase, reports)
         return pb.PublishWeightsResponse(ranks=reports)

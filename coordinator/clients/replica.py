@@ -8,10 +8,10 @@ from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
+from weightsync.round.deadlines import CALL_LOAD_S
 
 # A status comes at once or the service is in trouble; its contract says 10 s.
 STATUS_TIMEOUT_S = 10.0
-LOAD_TIMEOUT_S = 600.0
 TAKE_OVER_TIMEOUT_S = 3600.0
 
 
@@ -65,7 +65,7 @@ class Replica:
             folder=folder, policy_version=policy_version, round_id=round_id, fence=fence
         )
         with rpc_errors(self.name):
-            await self._stub.LoadPublishedWeights(request, timeout=LOAD_TIMEOUT_S)
+            await self._stub.LoadPublishedWeights(request, timeout=CALL_LOAD_S)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
         """State, version, parallel sizes, software versions."""

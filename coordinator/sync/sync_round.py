@@ -1,14 +1,8 @@
 """One weight-sync round: its phases in order, on the trainer and every replica.
 
-PREPARE   everyone      plans equal
-PAUSE     rollouts      in_place only: with staged, generation goes on and COMMIT pauses for the flip
-TRANSFER  everyone      bytes received == shard bytes
-VERIFY    rollouts      digests (checked by the rollouts themselves)
-COMMIT    everyone      the version flips; asked for once more if a reply is lost
-ABORT     everyone      after a failure, at any phase
-
-Up to VERIFY all succeed or the round is given up. From COMMIT on every replica has verified bytes of its own: one that
-is lost there does not undo the others.
+The table of phases is weightsync/round/phases.py. What is checked here: PREPARE: plans are equal; TRANSFER: bytes
+received are those of the shard. COMMIT is asked for once more if a reply is lost. Up to VERIFY all succeed or the round
+is given up. From COMMIT on every replica has verified bytes of its own: losing one does not undo the others.
 """
 
 import asyncio
@@ -25,19 +19,12 @@ from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
+from weightsync.round import deadlines
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, first_write, rules_of
 
-# On top of the round's own deadlines, as the services' contracts state.
-PHASE_MARGIN_S = 30.0
 # A rank that fails closes its connections, and its peers say at once that they have lost it. Its own error, which says
 # more, may come a moment later than theirs.
 BLAME_S = 1.0
-
-PREPARE, PAUSE, TRANSFER = (
-    weights_pb2.ROUND_PHASE_PREPARE,
-    weights_pb2.ROUND_PHASE_PAUSE,
-    weights_pb2.ROUND_PHASE_TRANSFER,
-)
-VERIFY, COMMIT, ABORT = weights_pb2.ROUND_PHASE_VERIFY, weights_pb2.ROUND_PHASE_COMMIT, weights_pb2.ROUND_PHASE_ABORT
 
 log = get_logger(__name__)
 
@@ -49,9 +36,7 @@ class Participant(Protocol):
 
     name: str
 
-    async def run_phase(
-        self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
-    ) -> Reports:
+    async def run_phase(self, phase: Phase, sync_round: weights_pb2.Round, *, timeout_s: float) -> Reports:
         """Run one phase; a report per rank."""
         ...
 
@@ -81,22 +66,27 @@ class SyncRound:
         self._replicas = tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
-        self._timeout_s = description.formation_timeout_s + description.transfer_timeout_s + PHASE_MARGIN_S
-        self._begun: weights_pb2.RoundPhase.ValueType = weights_pb2.ROUND_PHASE_UNSPECIFIED
+        self._timeout_s = deadlines.call_s(description)
+        self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
 
     async def run(self) -> None:
         """All phases; `reports` and `outcomes` say what came of them.
 
         Raises: TandemError: of the participant that failed first, named; no replica has committed.
         """
-        prepared = await self._phase(PREPARE, self._everyone)
-        self.reports.check_plans(prepared)
-        paused = {} if self._is_staged else await self._phase(PAUSE, self._replicas)
-        moved = await self._phase(TRANSFER, self._everyone)
-        self.reports.check_bytes({replica.name: moved[replica.name] for replica in self._replicas})
-        verified = await self._phase(VERIFY, self._replicas)
-        for phase_reports in (prepared, paused, moved, verified, await self._commit()):
-            self.reports.add(phase_reports)
+        answers = []
+        for rule in rules_of(staged=self._is_staged):
+            answers.append(await self._commit() if rule.phase == COMMIT else await self._phase(rule))
+            self._check(rule.phase, answers[-1])
+        for reports in answers:
+            self.reports.add(reports)
+
+    def _check(self, phase: Phase, reports: dict[str, Reports]) -> None:
+        """Raises: Internal, DigestMismatch: what participants report does not fit together."""
+        if phase == PREPARE:
+            self.reports.check_plans(reports)
+        if phase == TRANSFER:
+            self.reports.check_bytes({replica.name: reports[replica.name] for replica in self._replicas})
 
     async def _commit(self) -> dict[str, Reports]:
         """COMMIT wherever it can be had."""
@@ -169,23 +159,21 @@ class SyncRound:
     @property
     def _may_have_written(self) -> bool:
         """Whether a replica of which nothing is known may hold a mixture."""
-        return self._begun >= (COMMIT if self._is_staged else TRANSFER)
+        return self._begun >= first_write(staged=self._is_staged)
 
     @property
     def _is_staged(self) -> bool:
         return self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
 
-    async def _phase(
-        self, phase: "weights_pb2.RoundPhase.ValueType", participants: Sequence[Participant]
-    ) -> dict[str, Reports]:
-        """One phase on all participants at once: inside it they wait for each other."""
-        self._begun = phase
-        with span(f"sync {weights_pb2.RoundPhase.Name(phase).removeprefix('ROUND_PHASE_').lower()}"):
-            return await self._phase_of_all(phase, participants)
+    async def _phase(self, rule: PhaseRule) -> dict[str, Reports]:
+        """One phase on all of its participants at once: inside it they wait for each other."""
+        self._begun = rule.phase
+        with span(f"sync {rule.name}"):
+            return await self._phase_of_all(
+                rule.phase, self._everyone if Role.TRAINER in rule.roles else self._replicas
+            )
 
-    async def _phase_of_all(
-        self, phase: "weights_pb2.RoundPhase.ValueType", participants: Sequence[Participant]
-    ) -> dict[str, Reports]:
+    async def _phase_of_all(self, phase: Phase, participants: Sequence[Participant]) -> dict[str, Reports]:
         tasks = {
             participant.name: asyncio.create_task(
                 self._call(phase, participant), name=f"{weights_pb2.RoundPhase.Name(phase)}-{participant.name}"
@@ -202,7 +190,7 @@ class SyncRound:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _call(self, phase: "weights_pb2.RoundPhase.ValueType", participant: Participant) -> Reports:
+    async def _call(self, phase: Phase, participant: Participant) -> Reports:
         call = participant.run_phase(phase, self.description, timeout_s=self._timeout_s)
         return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
 

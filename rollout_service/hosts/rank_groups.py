@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-from rollout_service.weights.ranks import CHECKSUM_TIMEOUT_S, LOAD_TIMEOUT_S, Ranks, all_of, phase_timeout_s
+from rollout_service.weights.ranks import Ranks, all_of
 from servicekit.errors import rpc_errors
 from tandem_api.rollout.v1 import worker_pb2 as wpb
 from tandem_api.rollout.v1 import worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
-
-# A worker's own deadlines end before, so that its error arrives and not ours.
-_MARGIN_S = 4.0
+from weightsync.round import deadlines
 
 
 class WorkerRanks:
@@ -30,20 +28,20 @@ class WorkerRanks:
         """
         request = wpb.RunRankPhasesRequest(leader_id=self._leader_id, phase=phase, round=round_)
         with rpc_errors(self._name):
-            reply = await self._stub.RunRankPhases(request, timeout=phase_timeout_s(phase, round_) + _MARGIN_S)
+            reply = await self._stub.RunRankPhases(request, timeout=deadlines.host_s(phase, round_))
         return list(reply.reports)
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Load published weights from disk on all ranks. Raises: TandemError."""
         wrapped = wpb.LoadPublishedShardsRequest(leader_id=self._leader_id, published=request)
         with rpc_errors(self._name):
-            await self._stub.LoadPublishedShards(wrapped, timeout=LOAD_TIMEOUT_S + _MARGIN_S)
+            await self._stub.LoadPublishedShards(wrapped, timeout=deadlines.HOST_LOAD_S)
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digest of every parameter, by its name, for each rank."""
         request = wpb.GetRankChecksumsRequest(leader_id=self._leader_id)
         with rpc_errors(self._name):
-            reply = await self._stub.GetRankChecksums(request, timeout=CHECKSUM_TIMEOUT_S + _MARGIN_S)
+            reply = await self._stub.GetRankChecksums(request, timeout=deadlines.HOST_CHECKSUM_S)
         return [dict(rank.checksums) for rank in reply.ranks]
 
 

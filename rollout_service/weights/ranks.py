@@ -8,14 +8,9 @@ from servicekit.errors import rpc_errors
 from servicekit.rpc.channel import open_channel
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.round import deadlines
 
 T = TypeVar("T")
-
-CHECKSUM_TIMEOUT_S = 55.0
-LOAD_TIMEOUT_S = 590.0
-# An abort interrupts what a rank waits for. One that does not answer by then is frozen, and must not hold the fleet up.
-ABORT_S = 10.0
-_MARGIN_S = 5.0
 
 
 class Ranks(Protocol):
@@ -50,34 +45,25 @@ class RankClients:
         Returns: a report per rank. Raises: TandemError: of the first rank that failed.
         """
         request = pb.RunPhaseRequest(phase=phase, round=round_)
-        timeout_s = phase_timeout_s(phase, round_)
+        timeout_s = deadlines.rank_s(phase, round_)
         calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in self._stubs]
         replies = await all_of(calls)
         return [reply.report for reply in replies]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Load published weights on all ranks. Raises: TandemError."""
-        await all_of([_named(i, s.LoadPublished(request, timeout=LOAD_TIMEOUT_S)) for i, s in self._stubs])
+        await all_of([_named(i, s.LoadPublished(request, timeout=deadlines.RANK_LOAD_S)) for i, s in self._stubs])
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digest of every parameter, by its name, for each rank."""
         request = pb.GetChecksumsRequest()
-        calls = [_named(i, s.GetChecksums(request, timeout=CHECKSUM_TIMEOUT_S)) for i, s in self._stubs]
+        calls = [_named(i, s.GetChecksums(request, timeout=deadlines.RANK_CHECKSUM_S)) for i, s in self._stubs]
         return [dict(reply.checksums) for reply in await all_of(calls)]
 
     async def close(self) -> None:
         """Close the channels to the ranks."""
         for channel in self._channels:
             await channel.close()
-
-
-def phase_timeout_s(phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
-    """Seconds that a rank may take: its own waits end before, so that its error arrives and not ours."""
-    if phase == pb.ROUND_PHASE_PREPARE:
-        return round_.formation_timeout_s + _MARGIN_S
-    if phase == pb.ROUND_PHASE_ABORT:
-        return min(round_.transfer_timeout_s, ABORT_S) + _MARGIN_S
-    return round_.transfer_timeout_s + _MARGIN_S
 
 
 async def _named(rank: int, call: Awaitable[T]) -> T:

@@ -2,16 +2,27 @@
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 from rollout_service.engine import RolloutEngine
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, TRANSFER, OpenRound, Phase
 from rollout_service.weights.ranks import Ranks
 from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round.guard import OpenRound
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, TRANSFER, Phase, Role
 
 log = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class ReplicaRound(OpenRound):
+    """touched: parameters may differ from what was served. session: SGLang's is open."""
+
+    role: Role = Role.REPLICA
+    touched: bool = False
+    session: bool = False
 
 
 class RoundSteps:
@@ -22,7 +33,7 @@ class RoundSteps:
         self._ranks = ranks
         self._pauses = pauses
 
-    async def run(self, phase: Phase, current: OpenRound) -> list[pb.PhaseReport]:
+    async def run(self, phase: Phase, current: ReplicaRound) -> list[pb.PhaseReport]:
         """PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
         if phase == PAUSE:
             await self._pauses.pause(current.message.pause_mode)
@@ -31,7 +42,7 @@ class RoundSteps:
             await self._touch(current)
         return await self._ranks.run_phase(phase, current.message)
 
-    async def install(self, current: OpenRound) -> list[pb.PhaseReport]:
+    async def install(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         """COMMIT, all but the flip: the new weights are the engine's, and it is still frozen. Raises: as run()."""
         if current.staged:
             await self._pauses.pause(current.message.pause_mode)
@@ -57,7 +68,7 @@ class RoundSteps:
             await self._engine.end_update()
         await _all(self._engine.set_version(published.policy_version), self._pauses.flush())
 
-    async def give_up(self, current: OpenRound) -> list[pb.PhaseReport]:
+    async def give_up(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         """ABORT."""
         reports = await self.interrupt(current.message)
         if current.session:
@@ -76,11 +87,11 @@ class RoundSteps:
         """Of a phase in which the ranks have no part."""
         return [pb.PhaseReport() for _ in range(self._ranks.num_ranks)]
 
-    async def _touch(self, current: OpenRound) -> None:
+    async def _touch(self, current: ReplicaRound) -> None:
         await self._engine.begin_update()
         current.touched = current.session = True
 
-    async def _end_session(self, current: OpenRound) -> None:
+    async def _end_session(self, current: ReplicaRound) -> None:
         await self._engine.end_update()
         current.session = False
 

@@ -16,9 +16,9 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
 | no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
-Each phase needs those of NEEDS (phases.py) to be done. A phase that is done, or under way, answers its repetitions with
-the same reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another round aborts an
-open one.
+Which phase may follow which says weightsync/round/phases.py. A phase that is done, or under way, answers its
+repetitions with the same reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another
+round aborts an open one.
 """
 
 import asyncio
@@ -29,18 +29,16 @@ from collections.abc import Callable
 from rollout_service.engine import RolloutEngine
 from rollout_service.waiting import to_its_end
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, OpenRound, Phase, require
 from rollout_service.weights.ranks import Ranks
-from rollout_service.weights.round_steps import RoundSteps
+from rollout_service.weights.round_steps import ReplicaRound, RoundSteps
 from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round import deadlines
+from weightsync.round.guard import require
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase, name_of
 
 log = get_logger(__name__)
-
-# A coordinator that waits for another participant's phase is silent towards us for the round's deadlines and 30 s at
-# most (PHASE_MARGIN_S there); after twice that margin it is gone.
-ROUND_MARGIN_S = 60.0
 
 Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
 
@@ -72,7 +70,7 @@ class WeightUpdates:
         self._on_reports = on_reports
         self._on_outcome = on_outcome
         self._rest: pb.ReplicaState.ValueType = UNSEEDED
-        self._round: OpenRound | None = None
+        self._round: ReplicaRound | None = None
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[Reply] | None = None
@@ -192,8 +190,8 @@ class WeightUpdates:
             self._expiry = None
         if self._round is not None:
             message = self._round.message
-            patience_s = message.formation_timeout_s + message.transfer_timeout_s + ROUND_MARGIN_S
-            self._expiry = asyncio.get_running_loop().call_later(patience_s, self._expire, message)
+            silence_s = deadlines.silence_s(message)
+            self._expiry = asyncio.get_running_loop().call_later(silence_s, self._expire, message)
 
     def _expire(self, round_: pb.Round) -> None:
         if self._is_open(round_) and not self._lock.locked():
@@ -207,7 +205,7 @@ class WeightUpdates:
         try:
             reports = await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
         except BaseException as error:
-            current.failure = f"{pb.RoundPhase.Name(phase)} failed: {error}"
+            current.failure = f"{name_of(phase).upper()} failed: {error}"
             if isinstance(error, DigestMismatch):
                 self._on_outcome("mismatch", round_.epoch)
             raise
@@ -225,7 +223,7 @@ class WeightUpdates:
                 raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
             log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
             await self._abort(self._round.message)
-        self._round = OpenRound(message=round_)
+        self._round = ReplicaRound(message=round_)
 
     def _refuse_older(self, what: str, policy_version: int) -> None:
         if self._rest != UNSEEDED and policy_version < self.policy_version:
@@ -234,7 +232,7 @@ class WeightUpdates:
                 f"but this replica has had version {self.policy_version}; versions only grow"
             )
 
-    async def _commit(self, current: OpenRound) -> list[pb.PhaseReport]:
+    async def _commit(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         start_s = time.monotonic()
         reports = await self._steps.install(current)
         self._rest, self.policy_version = SERVING, current.message.policy_version
@@ -263,7 +261,7 @@ class WeightUpdates:
         log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
         return reports
 
-    def _poison(self, current: OpenRound) -> None:
+    def _poison(self, current: ReplicaRound) -> None:
         self._rest = POISONED
         # Frozen requests would go on with a mixture of two versions; the engine ends them after the next COMMIT.
         self._pauses.evict(

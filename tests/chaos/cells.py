@@ -20,8 +20,9 @@ import signal
 from dataclasses import dataclass
 
 from tests.chaos.fleet import REPLICAS
+from weightsync.round.phases import ROUND, Role
 
-PHASES = ("prepare", "pause", "transfer", "verify", "commit")
+PHASES = tuple(rule.name for rule in ROUND)
 TARGETS = {
     "seed": "rollout-0",
     "middle": "rollout-1",
@@ -35,7 +36,7 @@ TARGETS = {
 MID_TRANSFER = 4
 # Of 13 headers that a receiver may ask for at once and its 13 acknowledgements of what it has copied.
 MID_COPY = 16
-_TRAINER_PHASES = ("prepare", "transfer", "commit")
+_TRAINER_PHASES = tuple(rule.name for rule in ROUND if Role.TRAINER in rule.roles)
 
 
 @dataclass(frozen=True, kw_only=True)

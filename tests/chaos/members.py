@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from prometheus_client import REGISTRY
 
-from rollout_service.weights import updates
 from servicekit.environment import ServiceEnvironment
 from servicekit.logs import configure_logging, get_logger
 from servicekit.redis import client as redis_client
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import RunConfig
 from tests.chaos.gates import Gate
+from weightsync.round import deadlines
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.session import SyncMember
 from weightsync.transfer.transports import disk
@@ -47,7 +47,7 @@ def begin(settings: Mapping[str, Any]) -> tuple[RunConfig, ServiceEnvironment]:
     torch.set_num_threads(1)
     if not settings["as_shipped"]:
         redis_client.ANSWER_TIMEOUT_S = redis_client.CONNECT_TIMEOUT_S = REDIS_TIMEOUT_S
-        updates.ROUND_MARGIN_S = ROUND_MARGIN_S
+        deadlines.SILENCE_MARGIN_S = deadlines.COMMAND_MARGIN_S = ROUND_MARGIN_S
     get_logger(__name__).info("process begins", pid=os.getpid())
     return RunConfig.model_validate(settings["config"]), ServiceEnvironment.model_validate(settings["environment"])
 

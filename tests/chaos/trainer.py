@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 import trainer_service.app as trainer_app
-import trainer_service.servicer as trainer_servicer
 import trainer_service.worker as trainer_worker
-from tests.chaos.members import ROUND_MARGIN_S, GatedMember, begin, set_up_gates
+from tests.chaos.members import GatedMember, begin, set_up_gates
 from tests.chaos.policy import TRAINER, shard_of, spec_of
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.samples import FloatArray, Samples
@@ -77,8 +76,6 @@ def main(settings: dict[str, Any]) -> None:
         def _load(self, store: Any, device: torch.device) -> Any:
             return FakeTrainerEngine(rank, int(settings["policy_version"]), settings["size"])
 
-    if not settings["as_shipped"]:
-        trainer_servicer.PUBLISH_MARGIN_S = ROUND_MARGIN_S
     trainer_worker.SyncMember = GatedMember  # type: ignore[misc]
     trainer_app.Worker = Worker  # type: ignore[misc]
     place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)

@@ -5,11 +5,12 @@ from typing import Protocol
 from servicekit.errors import Internal, TandemError, WrongVersion
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2
+from weightsync.round.phases import PREPARE, TRANSFER
 
 log = get_logger(__name__)
 
 # From here on the round's version is sent; COMMIT and ABORT must work whatever the trainer has meanwhile.
-_NEEDS_VERSION = (weights_pb2.ROUND_PHASE_PREPARE, weights_pb2.ROUND_PHASE_TRANSFER)
+_NEEDS_VERSION = (PREPARE, TRANSFER)
 
 
 class Member(Protocol):

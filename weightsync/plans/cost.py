@@ -12,8 +12,9 @@ from weightsync.plans.limits import RECEIVES, SEGMENT_BYTES, SENDS, number_of_bu
 from weightsync.plans.messages import Message
 from weightsync.plans.ops import OP_DTYPE, OpArray, elements
 from weightsync.plans.plan import TransferPlan
+from weightsync.round.phases import ROUND
 
-PHASES = ("prepare", "pause", "transfer", "verify", "commit")
+PHASES = tuple(rule.name for rule in ROUND)
 GIGABIT = 1e9 / 8  # bytes
 Seconds = npt.NDArray[np.floating[Any]]
 

@@ -1,17 +1,16 @@
 """One process's part in sync rounds: it holds a slot, keeps the epoch's communicator, and runs the phases.
 
-| phase    | needs                 | does                                                             | state after   |
-|----------|-----------------------|------------------------------------------------------------------|---------------|
-| PREPARE  | -                     | plan, coverage, room for a staged shard, communicator, cards     | PREPARED      |
-| PAUSE    | PREPARED              | nothing here (the service pauses its engine)                     | PREPARED      |
-| TRANSFER | PREPARED              | sends; or receives into staging (staged) or parameters (in place)| TRANSFERRED   |
-| VERIFY   | TRANSFERRED           | digests of what was installed                                    | VERIFIED      |
-| COMMIT   | VERIFIED (trainer: TRANSFERRED) | staging and parameters change places; version flips    | IDLE          |
-| ABORT    | any                   | drops staging and the communicator                               | IDLE          |
+PREPARE    plan, coverage, room for a staged shard, communicator, cards
+PAUSE      nothing here (the service pauses its engine)
+TRANSFER   sends; or receives into staging (staged) or parameters (in place)
+VERIFY     digests of what was installed
+COMMIT     staging and parameters change places; the round is over
+ABORT      drops staging and the communicator; the round is over
 
+Which phase may follow which says weightsync/round/phases.py.
 ABORT of a round that is not the open one changes nothing, but that the round cannot begin any more. A coordinator that
 was replaced is refused in every phase. A phase that was done is answered again with its report. A failed phase leaves
-the state where it was, except TRANSFER, which leaves FAILED: only ABORT helps then.
+the round as it was, except TRANSFER: only ABORT helps then.
 """
 
 import json
@@ -19,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -37,6 +35,8 @@ from weightsync.model.spec import ModelSpec
 from weightsync.plans.limits import largest_message
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan, plan_round, source_layout
+from weightsync.round.guard import OpenRound, require
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, VERIFY, Phase, Role, name_of
 from weightsync.transfer.communicators.cache import CommunicatorCache
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.communicators.watched import run_watched
@@ -59,14 +59,6 @@ from weightsync.transfer.transports.transport import (
 READ_BYTES = 32 * 2**20
 
 log = get_logger(__name__)
-
-
-class _State(Enum):
-    IDLE = "idle"
-    PREPARED = "prepared"
-    TRANSFERRED = "transferred"
-    VERIFIED = "verified"
-    FAILED = "failed"
 
 
 class SyncMember:
@@ -116,7 +108,7 @@ class SyncMember:
         self._links = Links(slot)
         self._packers = Packers(self._layout, "dst" if self._is_receiver else "src")
         self._spare = SpareShard(self._tensors)
-        self._state = _State.IDLE
+        self._open: OpenRound | None = None
         self._fence = FenceGuard()
         self._round_id = ""
         self._over: deque[str] = deque(maxlen=64)  # a PREPARE that comes behind its ABORT must not begin
@@ -163,7 +155,8 @@ class SyncMember:
         """
         with self._lock, on_device(self._device):
             self._fence.admit(fence or common_pb2.CoordinatorFence())
-            self._require(_State.IDLE)
+            if self._open is not None:
+                raise PhaseOrder(f"{self._slot}: round {self._open.message.round_id} is under way")
             check_folder(str(folder), self._disk_folder)
             published = open_latest(folder, self._spec.fingerprint(), at_least)
             if round_id not in ("", published.round_id):
@@ -178,26 +171,27 @@ class SyncMember:
             packer.forget()
             return published.policy_version
 
-    def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.PhaseReport:
+    def run_phase(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
         """Runs one phase; blocks until it is done, at most the round's deadlines.
 
         Raises: a TandemError, by the table in the module's docstring; Fenced: its coordinator was replaced; Evicted:
             another process has the slot.
         """
         self._fence.admit(round_.fence)
-        if phase == pb.ROUND_PHASE_ABORT:
+        if phase == ABORT:
             self.interrupt(round_.round_id)  # a transfer that waits for a lost peer holds the lock
         with self._lock, on_device(self._device):
             self._fence.admit(round_.fence)  # it may have waited behind the phase of a newer one
             done = self._done.get((round_.round_id, phase))
             if done is not None:
                 return done
-            if phase != pb.ROUND_PHASE_ABORT:  # an evicted worker must not act, but it must be able to give up
+            if phase != ABORT:  # an evicted worker must not act, but it must be able to give up
                 self._lease.check()
             start = time.monotonic()
             report = self._run(phase, round_)
-            name = pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
-            report.seconds.setdefault(name, time.monotonic() - start)
+            if self._open is not None:
+                self._open.done.add(phase)
+            report.seconds.setdefault(name_of(phase), time.monotonic() - start)
             report.plan_digest = self._plan.digest if self._plan is not None else ""
             report.policy_version = round_.policy_version
             report.transport = self._transport.name if self._transport is not None else ""
@@ -211,31 +205,28 @@ class SyncMember:
         """
         self._communicators.interrupt(round_id)
 
-    def _run(self, phase: int, round_: pb.Round) -> pb.PhaseReport:
-        handlers: dict[int, Callable[[pb.Round], pb.PhaseReport]] = {
-            pb.ROUND_PHASE_PREPARE: self._prepare,
-            pb.ROUND_PHASE_PAUSE: self._pause,
-            pb.ROUND_PHASE_TRANSFER: self._transfer,
-            pb.ROUND_PHASE_VERIFY: self._verify,
-            pb.ROUND_PHASE_COMMIT: self._commit,
-            pb.ROUND_PHASE_ABORT: self._abort,
-        }
-        if phase not in handlers:
-            raise PhaseOrder(f"{self._slot}: {phase} is no phase of a round")
-        if phase not in (pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_ABORT) and round_.round_id != self._round_id:
-            raise PhaseOrder(f"{self._slot}: round {round_.round_id} was not prepared here")
-        return handlers[phase](round_)
+    def _run(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
+        if phase == PREPARE:
+            return self._prepare(round_)
+        if phase == ABORT:
+            return self._abort(round_)
+        current = require(self._open, phase, round_, f"{self._slot}: ")
+        if phase == TRANSFER:
+            return self._transfer(current)
+        if phase == VERIFY:
+            return self._verify()
+        return self._commit() if phase == COMMIT else pb.PhaseReport()
 
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
         if round_.round_id in self._over:
             raise PhaseOrder(f"{self._slot}: round {round_.round_id} is over; start a new one")
-        if self._state is not _State.IDLE and round_.round_id != self._round_id:
+        if self._open is not None and round_.round_id != self._round_id:
             if round_.epoch < self._epoch:
                 raise Aborted(
                     f"{self._slot}: round {round_.round_id} is of epoch {round_.epoch}, here it is {self._epoch}"
                 )
             # Its coordinator is gone: it would have ended the round before it began another.
-            log.warning("round superseded", slot=self._slot, old=self._round_id, state=self._state.value)
+            log.warning("round superseded", slot=self._slot, old=self._round_id, done=[*map(name_of, self._open.done)])
             self._over.append(self._round_id)
             self._drop()
             self._end_round()
@@ -256,20 +247,16 @@ class SyncMember:
             self._drop()
             raise
         self._plan, self._participants = terms.plan, terms.participants
-        self._round_id, self._epoch, self._state = round_.round_id, round_.epoch, _State.PREPARED
+        self._round_id, self._epoch = round_.round_id, round_.epoch
+        self._open = OpenRound(message=round_, role=Role.RANK if self._is_receiver else Role.TRAINER)
         self._done.clear()
         report = pb.PhaseReport(shard_bytes=self._shard_bytes())
         report.seconds["prepare"] = planned - started
         report.seconds["rendezvous"] = time.monotonic() - planned
         return report
 
-    def _pause(self, round_: pb.Round) -> pb.PhaseReport:
-        self._require(_State.PREPARED)
-        return pb.PhaseReport()
-
-    def _transfer(self, round_: pb.Round) -> pb.PhaseReport:
-        self._require(_State.PREPARED)
-        self._state = _State.FAILED  # until the last byte is there
+    def _transfer(self, current: OpenRound) -> pb.PhaseReport:
+        round_, current.failure = current.message, "TRANSFER did not end"  # until the last byte is there
         plan, participants, transport, communicator = self._prepared()
         wait_for_device(self._device)  # what the engine has queued may still read or write the parameters
         if self._is_receiver:
@@ -289,11 +276,10 @@ class SyncMember:
         self._stats = run_watched(communicator, lambda: transport.run(job), job.deadline, lambda: late)
         if self._is_receiver:
             self._coverage.zero_padding(self._target)
-        self._state = _State.TRANSFERRED
+        current.failure = ""
         return self._stats.report(self._shard_bytes())
 
-    def _verify(self, round_: pb.Round) -> pb.PhaseReport:
-        self._require(_State.TRANSFERRED)
+    def _verify(self) -> pb.PhaseReport:
         if self._is_receiver:
             received = self._stats.received
             check_complete(received, self._shard_elements)
@@ -304,11 +290,9 @@ class SyncMember:
                     f"{self._slot}: {len(wrong)} of {len(received)} messages differ from what the trainer sent; "
                     f"the first, {wrong[0].sequence}, holds {', '.join(names[:8])}"
                 )
-        self._state = _State.VERIFIED
         return pb.PhaseReport(shard_bytes=self._shard_bytes())
 
-    def _commit(self, round_: pb.Round) -> pb.PhaseReport:
-        self._require(_State.VERIFIED, *([] if self._is_receiver else [_State.TRANSFERRED]))
+    def _commit(self) -> pb.PhaseReport:
         start = time.monotonic()
         if self._target is not self._tensors:
             wait_for_device(self._device)
@@ -335,7 +319,7 @@ class SyncMember:
     def _end_round(self) -> None:
         """Back to idle; reports of this round stay, so that a repeated COMMIT is answered."""
         self._communicators.under_way = ""
-        self._state = _State.IDLE
+        self._open = None
         self._target = self._tensors
         self._stats = TransferStats()
 
@@ -391,8 +375,3 @@ class SyncMember:
         if self._plan is None or self._participants is None or self._transport is None or self._comm is None:
             raise PhaseOrder(f"{self._slot}: no round is prepared")
         return self._plan, self._participants, self._transport, self._comm
-
-    def _require(self, *states: _State) -> None:
-        if self._state not in states:
-            wanted = " or ".join(state.value for state in states)
-            raise PhaseOrder(f"{self._slot}: the round is {self._state.value}, it must be {wanted}")

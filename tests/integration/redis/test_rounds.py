@@ -14,15 +14,9 @@ from tests.sync_fleet import GROUP, Fleet
 from tests.weight_stores import same, tiny_spec
 from weightsync.group.rendezvous import Evicted, Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.round.phases import PHASES
 
 pytestmark = pytest.mark.integration
-PHASES = (
-    pb.ROUND_PHASE_PREPARE,
-    pb.ROUND_PHASE_PAUSE,
-    pb.ROUND_PHASE_TRANSFER,
-    pb.ROUND_PHASE_VERIFY,
-    pb.ROUND_PHASE_COMMIT,
-)
 VICTIM = "rollout-0/0"
 
 

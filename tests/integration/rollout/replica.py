@@ -25,18 +25,12 @@ from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.round_plan import source_layout
+from weightsync.round.phases import PHASES
 from weightsync.transfer.hf_files import load_shards
 from weightsync.transfer.session import SyncMember
 
 START_S = 150.0
 CALL_S = 60.0
-PHASES = (
-    pb.ROUND_PHASE_PREPARE,
-    pb.ROUND_PHASE_PAUSE,
-    pb.ROUND_PHASE_TRANSFER,
-    pb.ROUND_PHASE_VERIFY,
-    pb.ROUND_PHASE_COMMIT,
-)
 
 
 class Replica:

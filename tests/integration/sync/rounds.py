@@ -14,15 +14,9 @@ from tests.integration.sync.replicas import CALL_S, Replicas
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.participants import Participants
+from weightsync.round.phases import PHASES
 
 SLOTS_S = 30.0
-PHASES = (
-    pb.ROUND_PHASE_PREPARE,
-    pb.ROUND_PHASE_PAUSE,
-    pb.ROUND_PHASE_TRANSFER,
-    pb.ROUND_PHASE_VERIFY,
-    pb.ROUND_PHASE_COMMIT,
-)
 
 RunPhase = Callable[[pb.RoundPhase.ValueType, pb.Round], Any]
 

@@ -10,15 +10,9 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.sync_fleet import Fleet
 from tests.weight_stores import same
 from weightsync.layouts.layout import Parallel
+from weightsync.round.phases import PHASES
 
 pytestmark = pytest.mark.integration
-PHASES = (
-    pb.ROUND_PHASE_PREPARE,
-    pb.ROUND_PHASE_PAUSE,
-    pb.ROUND_PHASE_TRANSFER,
-    pb.ROUND_PHASE_VERIFY,
-    pb.ROUND_PHASE_COMMIT,
-)
 ABORT = pb.ROUND_PHASE_ABORT
 MEMBERS = ("trainer/0", "rollout-0/0")
 

@@ -56,7 +56,7 @@ def test_a_rank_that_fails_is_the_case_s_error(monkeypatch: pytest.MonkeyPatch) 
     with redis_url() as url:
         result = run_case(case("collective", "in_place"), url, **SIZE)
     assert not result["exact"]
-    assert "the round is prepared, it must be transferred" in result["error"]
+    assert "has not done TRANSFER" in result["error"]
 
 
 @pytest.mark.slow

@@ -4,21 +4,21 @@ import asyncio
 
 import pytest
 
-from rollout_service.weights import updates
-from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.polling import until
 from tests.unit.rollout.test_updates import IN_PLACE, POISONED, SERVING, STAGED, Rig, a_round
+from weightsync.round import deadlines
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PHASES, PREPARE, TRANSFER, VERIFY
 
 # Deadlines of a round that is given up soon; a phase of a fake takes less than a millisecond.
 SOON = {"formation_timeout_s": 0.02, "transfer_timeout_s": 0.02}
-PHASES = (PREPARE, PAUSE, TRANSFER, VERIFY)
+BEFORE_COMMIT = PHASES[:-1]
 
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "ROUND_MARGIN_S", 0.02)
+    monkeypatch.setattr(deadlines, "SILENCE_MARGIN_S", 0.02)
 
 
 async def settled(rig: Rig) -> None:
@@ -31,7 +31,7 @@ async def settled(rig: Rig) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize(("install", "touched"), [(IN_PLACE, POISONED), (STAGED, SERVING)])
-@pytest.mark.parametrize("last", PHASES)
+@pytest.mark.parametrize("last", BEFORE_COMMIT)
 async def test_a_round_of_which_no_more_is_heard_is_given_up(
     install: pb.InstallMode.ValueType, touched: int, last: pb.RoundPhase.ValueType
 ) -> None:

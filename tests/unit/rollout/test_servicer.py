@@ -10,7 +10,6 @@ from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import REASON_KEY
 from servicekit.rpc.channel import open_channel
@@ -22,6 +21,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 from tests.unit.rollout.test_updates import a_round
 from weightsync.layouts.layout import Parallel
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 NAME = "tandem_api.rollout.v1.RolloutService"
 

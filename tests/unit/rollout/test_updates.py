@@ -6,12 +6,11 @@ import pytest
 from rollout_service.engine import GroupRequest, SamplingSettings
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
-from rollout_service.weights.ranks import phase_timeout_s
 from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
@@ -362,14 +361,3 @@ async def test_a_replica_that_serves_or_is_in_a_round_does_not_load_from_disk() 
     with pytest.raises(StaleVersion):
         await rig.updates.load_published(on_disk(version=0))
     assert "LOAD" not in rig.ranks.phases
-
-
-@pytest.mark.parametrize(
-    ("phase", "transfer_s", "expected_s"),
-    [(PREPARE, 60.0, 35.0), (TRANSFER, 60.0, 65.0), (COMMIT, 60.0, 65.0), (ABORT, 60.0, 15.0), (ABORT, 2.0, 7.0)],
-)
-def test_a_rank_may_take_the_rounds_deadlines_and_an_abort_less(
-    phase: int, transfer_s: float, expected_s: float
-) -> None:
-    round_ = a_round(formation_timeout_s=30.0, transfer_timeout_s=transfer_s)
-    assert phase_timeout_s(phase, round_) == expected_s

@@ -21,7 +21,7 @@ from weightsync.transfer import devices
 from weightsync.transfer.communicators.cache import CommunicatorCache
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.communicators.watched import run_watched
-from weightsync.transfer.session import SyncMember, _State
+from weightsync.transfer.session import SyncMember
 
 GPU = torch.device("cuda", 3)
 SLOTS = ("trainer/0", "rollout-0/0", "rollout-0/1", "rollout-0/2", "rollout-0/3")
@@ -132,8 +132,7 @@ def test_what_is_no_phase_runs_there_too(
 
 
 def test_a_commit_waits_for_the_ranks_gpu(threads: Threads, member: SyncMember) -> None:
-    member._state = _State.VERIFIED
-    in_a_foreign_thread(lambda: member._commit(pb.Round()))
+    in_a_foreign_thread(member._commit)
     assert set(threads.waited) == {f"device {GPU.index}"}
 
 

@@ -1,0 +1,69 @@
+"""How long each level waits for a phase: longer than what it waits for, so that the cause arrives and not a deadline.
+
+who waits                      for                          seconds
+rank                           its peers                    the round's formation or transfer timeout
+replica, or a host of it       its ranks                    + RANK_MARGIN_S; an ABORT at most ABORT_S + that
+leader of several hosts        a host                       + HOST_MARGIN_S
+trainer's rank 0               the trainer's ranks          both timeouts + COMMAND_MARGIN_S
+coordinator                    trainer and replicas         both timeouts + CALL_MARGIN_S
+replica                        the coordinator's next word  both timeouts + SILENCE_MARGIN_S
+
+tests/unit/weightsync/test_round_deadlines.py holds the order.
+"""
+
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round.phases import RULES, Phase, Wait
+
+RANK_MARGIN_S = 5.0
+HOST_MARGIN_S = 4.0
+COMMAND_MARGIN_S = 5.0
+# A replica drains what runs before it answers PAUSE, by limits of its own.
+CALL_MARGIN_S = 30.0
+# A coordinator that waits for another participant is silent towards a replica for as long as it may wait; after twice
+# its margin it is gone.
+SILENCE_MARGIN_S = 2 * CALL_MARGIN_S
+# An abort interrupts what a rank waits for. One that does not answer by then is frozen, and must not hold the fleet up.
+ABORT_S = 10.0
+
+# Outside rounds, by level: published weights read from disk, checksums of all parameters.
+RANK_LOAD_S, HOST_LOAD_S, CALL_LOAD_S = 590.0, 594.0, 600.0
+RANK_CHECKSUM_S, HOST_CHECKSUM_S = 55.0, 59.0
+
+
+def work_s(phase: Phase, round_: pb.Round) -> float:
+    """Of what a rank does in a phase."""
+    waits = {
+        Wait.FORMATION: round_.formation_timeout_s,
+        Wait.TRANSFER: round_.transfer_timeout_s,
+        Wait.ABORT: min(round_.transfer_timeout_s, ABORT_S),
+    }
+    return waits[RULES[phase].wait]
+
+
+def rank_s(phase: Phase, round_: pb.Round) -> float:
+    """For the answer of a rank."""
+    return work_s(phase, round_) + RANK_MARGIN_S
+
+
+def host_s(phase: Phase, round_: pb.Round) -> float:
+    """For the answer of a further host of a replica."""
+    return rank_s(phase, round_) + HOST_MARGIN_S
+
+
+def command_s(round_: pb.Round) -> float:
+    """For the answers of the trainer's ranks: one may still be in the phase before."""
+    return _both_s(round_) + COMMAND_MARGIN_S
+
+
+def call_s(round_: pb.Round) -> float:
+    """For the answer of the trainer or of a replica."""
+    return _both_s(round_) + CALL_MARGIN_S
+
+
+def silence_s(round_: pb.Round) -> float:
+    """For the coordinator's next phase, before a replica gives the round up."""
+    return _both_s(round_) + SILENCE_MARGIN_S
+
+
+def _both_s(round_: pb.Round) -> float:
+    return round_.formation_timeout_s + round_.transfer_timeout_s

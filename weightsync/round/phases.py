@@ -1,0 +1,166 @@
+"""The phases of a round, one row each: everything that knows phases reads this table.
+
+From it come the order in which the coordinator asks, the guards of trainer ranks, replicas and their ranks (guard.py),
+the deadlines (deadlines.py), the phases of forecast and simulation, and the table in docs/wire-protocol.md.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from tandem_api.weights.v1 import weights_pb2 as pb
+
+Phase: TypeAlias = pb.RoundPhase.ValueType
+
+PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
+VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_PHASE_ABORT
+
+
+class Role(Enum):
+    """What takes part in a round."""
+
+    # A rank of the trainer.
+    TRAINER = "trainer"
+    # A rollout replica: its service, which stops and starts generation.
+    REPLICA = "replica"
+    # A rank of a replica: it holds a shard of the weights.
+    RANK = "rank"
+
+
+ALL = frozenset(Role)
+
+
+class Wait(Enum):
+    """Which of a round's deadlines bounds a phase."""
+
+    FORMATION = "formation"
+    TRANSFER = "transfer"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRule:
+    """One phase.
+
+    Attributes:
+        roles: who has work in it; for others it changes nothing.
+        needs: phases that must be done before it. `required` says what that means for a role and a kind of round.
+        wait: the deadline of the work inside it.
+        is_in_staged: whether a staged round has it.
+        trainer, replica: what it does there, for the documentation; failure: the worst that its failure leaves.
+    """
+
+    phase: Phase
+    roles: frozenset[Role]
+    needs: frozenset[Phase]
+    wait: Wait
+    is_in_staged: bool = True
+    trainer: str
+    replica: str
+    failure: str
+
+    @property
+    def name(self) -> str:
+        """In lower case, as metrics, spans and options spell it: "prepare"."""
+        return name_of(self.phase)
+
+
+def name_of(phase: Phase) -> str:
+    """A phase as metrics, spans and options spell it.
+
+    >>> name_of(PREPARE)
+    'prepare'
+    """
+    return pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
+
+
+# A round without failures, in order. Up to VERIFY all succeed or the round is given up; from COMMIT on every replica
+# has verified bytes of its own, so that one that is lost there does not undo the others.
+ROUND: tuple[PhaseRule, ...] = (
+    PhaseRule(
+        phase=PREPARE,
+        roles=ALL,
+        needs=frozenset(),
+        wait=Wait.FORMATION,
+        trainer="plan, coverage, communicator of the epoch",
+        replica="the same",
+        failure="aborted, old version serves on",
+    ),
+    PhaseRule(
+        phase=PAUSE,
+        roles=frozenset({Role.REPLICA}),
+        needs=frozenset({PREPARE}),
+        wait=Wait.TRANSFER,
+        is_in_staged=False,
+        trainer="-",
+        replica="generation stops at a token boundary (in place)",
+        failure="aborted, old version serves on",
+    ),
+    PhaseRule(
+        phase=TRANSFER,
+        roles=ALL,
+        needs=frozenset({PREPARE, PAUSE}),
+        wait=Wait.TRANSFER,
+        trainer="sends",
+        replica="receive: into spare buffers (staged) or into the parameters (in place)",
+        failure="staged: aborted; in place: poisoned",
+    ),
+    PhaseRule(
+        phase=VERIFY,
+        roles=frozenset({Role.REPLICA, Role.RANK}),
+        needs=frozenset({TRANSFER}),
+        wait=Wait.TRANSFER,
+        trainer="-",
+        replica="pack what was installed again and compare digests",
+        failure="as TRANSFER",
+    ),
+    PhaseRule(
+        phase=COMMIT,
+        roles=ALL,
+        needs=frozenset({VERIFY}),
+        wait=Wait.TRANSFER,
+        trainer="the round is over",
+        replica="the version flips, caches are flushed, generation goes on",
+        failure="poisoned",
+    ),
+)
+# After a failure, at any phase.
+GIVE_UP = PhaseRule(
+    phase=ABORT,
+    roles=ALL,
+    needs=frozenset(),
+    wait=Wait.ABORT,
+    trainer="gives the round up",
+    replica="the same",
+    failure="-",
+)
+PHASES: tuple[Phase, ...] = tuple(rule.phase for rule in ROUND)
+RULES: dict[Phase, PhaseRule] = {rule.phase: rule for rule in (*ROUND, GIVE_UP)}
+
+
+def rules_of(*, staged: bool) -> tuple[PhaseRule, ...]:
+    """The phases of a round of that kind, in order."""
+    return tuple(rule for rule in ROUND if rule.is_in_staged or not staged)
+
+
+def required(phase: Phase, role: Role, *, staged: bool) -> frozenset[Phase]:
+    """What `role` must have done before `phase`: all that it needs, directly or not, and has a part in.
+
+    >>> [name_of(each) for each in sorted(required(COMMIT, Role.TRAINER, staged=False))]
+    ['prepare', 'transfer']
+    >>> [name_of(each) for each in sorted(required(TRANSFER, Role.REPLICA, staged=True))]
+    ['prepare']
+    """
+    found: set[Phase] = set()
+    left = set(RULES[phase].needs)
+    while left:
+        each = left.pop()
+        found.add(each)
+        left |= RULES[each].needs - found
+    own = {rule.phase for rule in rules_of(staged=staged) if role in rule.roles}
+    return frozenset(found & own)
+
+
+def first_write(*, staged: bool) -> Phase:
+    """The first phase after whose failure a replica may hold a mixture of two versions."""
+    return COMMIT if staged else TRANSFER
