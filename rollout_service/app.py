@@ -27,11 +27,12 @@ from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from weightsync.group.coordinator_lease import newest_leader
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
 
@@ -153,6 +154,7 @@ class _Replica:
         leader = await asyncio.to_thread(self._leader)
         servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]), leader)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
+        self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
         on_up()
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)

@@ -18,7 +18,7 @@ from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from weightsync.layouts.layout import Parallel
 
 # About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
@@ -30,7 +30,7 @@ _FINISH = {
 }
 
 
-class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """One replica.
 
     `max_groups` is rollout.max_groups_per_call, `parallel` the sizes that its ranks have, `leader` the newest
@@ -110,13 +110,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._generated_tokens += tokens
         self._metrics.generated_tokens.inc(tokens)
 
-    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
+    async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """Run one phase of a weight-sync round on this replica."""
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
         self._fence.admit(request.round.fence)
-        reports, state = await self._updates.run_phase(request.phase, request.round)
-        return pb.ReloadWeightsResponse(ranks=reports, state=state)
+        reports, _ = await self._updates.run_phase(request.phase, request.round)
+        return weights_pb2.RunPhaseResponse(reports=reports)
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

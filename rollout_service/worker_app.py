@@ -21,7 +21,9 @@ from servicekit.metrics import serve_metrics
 from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
+from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
 
@@ -131,6 +133,7 @@ class _Worker:
         membership = WorkerMembership(self._name, share, self._config.sync.lease_ttl_s)
         servicer = WorkerServicer(membership, worker_id)
         self._server.add(worker_pb2_grpc.add_RolloutWorkerServiceServicer_to_server, servicer, _FULL_NAME)
+        self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
         record = ServiceRecord(

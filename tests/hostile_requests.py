@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,14 +143,17 @@ class Hostile:
 
 
 class Attack:
-    """Sends requests to one service, and keeps what it answered."""
+    """Sends requests to a service, and to others at its address (`also`), and keeps what they answered."""
 
-    def __init__(self, address: str, service: Any, *, leave_out: tuple[str, ...] = (), metadata: Any = ()) -> None:
+    def __init__(
+        self, address: str, service: Any, *, also: Sequence[Any] = (), leave_out: Sequence[str] = (), metadata: Any = ()
+    ) -> None:
         self.answers: Counter[str] = Counter()  # by "method status"
         self.untyped: Counter[str] = Counter()
         self._address = address
         self._metadata = tuple(metadata)
-        self._methods = [method for method in service.methods if method.name not in leave_out]
+        methods = [method for each in (service, *also) for method in each.methods]
+        self._methods = [method for method in methods if method.name not in leave_out]
         self._prefix = f"/{service.full_name}/"
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
@@ -168,7 +171,10 @@ class Attack:
                 self._note(method, error)
 
     def _call(self, method: MethodDescriptor, payloads: list[bytes], timeout_s: float, metadata: Any) -> Iterator[Any]:
-        path, ways = f"{self._prefix}{method.name}", {"timeout": timeout_s, "metadata": metadata}
+        path, ways = (
+            f"/{method.containing_service.full_name}/{method.name}",
+            {"timeout": timeout_s, "metadata": metadata},
+        )
         if method.client_streaming and method.server_streaming:
             return iter(self._channel.stream_stream(path)(iter(payloads), **ways))
         if method.client_streaming:

@@ -18,6 +18,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.round.phases import PHASES
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
@@ -168,9 +169,9 @@ class ForTrainer:
                 trainer_pb2.TrainStepRequest(header=header),
                 trainer_pb2.TrainStepRequest(micro_batch=_samples()),
             ]
-        if method == "PublishWeights":
+        if method == "RunPhase":
             phase, round_ = self._rounds.next(version, chance)
-            return [trainer_pb2.PublishWeightsRequest(phase=phase, round=round_)]
+            return [pb.RunPhaseRequest(phase=phase, round=round_)]
         saved = self._run_dir / "near-SaveCheckpoint-0"
         others: dict[str, Message] = {
             "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
@@ -219,10 +220,10 @@ class ForRollout:
     def requests(self, method: str, chance: random.Random) -> list[Message]:
         """The messages of one call."""
         version = self._stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
-        if method == "ReloadWeights":
+        if method == "RunPhase":
             version = max(version, self._published[1])
             phase, round_ = self._rounds.next(version, chance)
-            return [rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)]
+            return [pb.RunPhaseRequest(phase=phase, round=round_)]
         folder, published, round_id = self._published
         others: dict[str, Message] = {
             "TakeOver": rollout_pb2.TakeOverRequest(fence=FENCE),
@@ -248,17 +249,7 @@ class ForRollout:
         self._channel.close()
 
 
-def publishing(address: str) -> Partner:
-    """A trainer's part in rounds."""
-    stub = trainer_pb2_grpc.TrainerServiceStub(grpc.insecure_channel(address))
-    return lambda phase, round_: stub.PublishWeights(
-        trainer_pb2.PublishWeightsRequest(phase=phase, round=round_), timeout=CALL_S
-    )
-
-
-def reloading(address: str) -> Partner:
-    """A replica's part in rounds."""
-    stub = rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(address))
-    return lambda phase, round_: stub.ReloadWeights(
-        rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_), timeout=CALL_S
-    )
+def taking_part(address: str) -> Partner:
+    """A trainer's or a replica's part in rounds."""
+    stub = weights_pb2_grpc.RoundServiceStub(grpc.insecure_channel(address))
+    return lambda phase, round_: stub.RunPhase(pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)

@@ -18,12 +18,14 @@ from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2_grpc
 from trainer_service.ranks.commands import Command, Commander, follow
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
 from weightsync.group.coordinator_lease import newest_leader
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.round import client
 from weightsync.transfer.devices import check_device
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
@@ -78,6 +80,7 @@ class _RankZero:
             NAME, bind=self._environment.bind, identity=identity, health_bind=self._environment.health_bind
         )
         server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+        server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, client.SERVICE)
         address = await server.start()
         export_disk_of(self._environment.run_dir)
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)

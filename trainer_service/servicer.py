@@ -18,7 +18,7 @@ from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_files.run_paths import Written, inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
@@ -40,7 +40,7 @@ PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensor
 log = get_logger(__name__)
 
 
-class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """Until `serve_engine` is called every RPC is refused with NOT_READY.
 
     run_dir: where requests may write. interrupt: ends what ranks wait for in a phase of the round of that id; blocking.
@@ -137,7 +137,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, [body]))
             yield pb.ComputeLogprobsResponse.FromString(replies[0])
 
-    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+    async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """A phase of a sync round on every rank."""
         self._ready  # noqa: B018
         if request.phase not in RULES:
@@ -153,7 +153,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         reports = [weights_pb2.PhaseReport.FromString(reply) for reply in replies]
         metrics.observe_phase(request.phase, reports)
-        return pb.PublishWeightsResponse(ranks=reports)
+        return weights_pb2.RunPhaseResponse(reports=reports)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         """Weights, optimizer and random states."""

@@ -7,7 +7,7 @@ from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from weightsync.round.client import of_participant
 from weightsync.round.deadlines import CALL_LOAD_S
 
 # A status comes at once or the service is in trouble; its contract says 10 s.
@@ -16,12 +16,16 @@ TAKE_OVER_TIMEOUT_S = 3600.0
 
 
 class Replica:
-    """One rollout service. Every method raises the TandemError that the service raised, with the name in front."""
+    """One rollout service. Every method raises the TandemError that the service raised, with the name in front.
+
+    rounds: asks it for the phases of a weight sync.
+    """
 
     def __init__(self, name: str, address: str, identity: Identity | None = None) -> None:
         self.name = name
         self._channel = open_channel(address, identity=identity, peer="rollout")
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self.rounds = of_participant(name, self._channel)
         self._generating = 0
 
     @property
@@ -47,15 +51,6 @@ class Replica:
         """Have coordinators that are older than `fence` refused; returns when what they have begun is done."""
         with rpc_errors(self.name):
             await self._stub.TakeOver(rollout_pb2.TakeOverRequest(fence=fence), timeout=TAKE_OVER_TIMEOUT_S)
-
-    async def run_phase(
-        self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
-    ) -> list[weights_pb2.PhaseReport]:
-        """Run one phase of a weight-sync round. Returns: a report per tensor-parallel rank."""
-        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=sync_round)
-        with rpc_errors(self.name):
-            response = await self._stub.ReloadWeights(request, timeout=timeout_s)
-        return list(response.ranks)
 
     async def load_published(
         self, folder: str, *, policy_version: int, round_id: str, fence: common_pb2.CoordinatorFence

@@ -11,7 +11,7 @@ from servicekit.rpc.channel import DeadlineChannel, open_channel
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from weightsync.round.client import of_participant
 
 # Longest deadlines by the service's contract (protos/tandem_api/trainer/v1/trainer.proto).
 STEP_TIMEOUT_S = 3600.0
@@ -43,6 +43,8 @@ class Trainer:
 
     Args:
         fence: of the coordinator that asks; None: of nobody who leads a run.
+    Attributes:
+        rounds: asks it for the phases of a weight sync.
     """
 
     name = "trainer"
@@ -54,7 +56,7 @@ class Trainer:
         self._fence = common_pb2.CoordinatorFence() if fence is None else fence
         self._identity = identity
         self._channel = self._open()
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._connect()
 
     async def move_to(self, address: str) -> None:
         """Talk to `address` from now on: a trainer that was restarted listens at another one."""
@@ -63,8 +65,12 @@ class Trainer:
         log.warning("the trainer has moved", old=self._address, new=address)
         self._address = address
         old, self._channel = self._channel, self._open()
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._connect()
         await old.close()
+
+    def _connect(self) -> None:
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self.rounds = of_participant(self.name, self._channel)
 
     def _open(self) -> DeadlineChannel:
         return open_channel(self._address, identity=self._identity, peer=self.name)
@@ -98,15 +104,6 @@ class Trainer:
             if request.HasField("header"):
                 request.header.fence.CopyFrom(self._fence)
             yield request
-
-    async def run_phase(
-        self, phase: "weights_pb2.RoundPhase.ValueType", sync_round: weights_pb2.Round, *, timeout_s: float
-    ) -> list[weights_pb2.PhaseReport]:
-        """Run one phase of a weight-sync round. Returns: a report per trainer rank."""
-        request = trainer_pb2.PublishWeightsRequest(phase=phase, round=sync_round)
-        with rpc_errors(self.name):
-            response = await self._stub.PublishWeights(request, timeout=timeout_s)
-        return list(response.ranks)
 
     async def save_checkpoint(self, folder: Path) -> int:
         """Write weights, optimizer and RNG into a folder. Returns: bytes written."""

@@ -7,7 +7,7 @@ is given up. From COMMIT on every replica has verified bytes of its own: losing 
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -19,7 +19,6 @@ from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
-from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, first_write, rules_of
 
 # A rank that fails closes its connections, and its peers say at once that they have lost it. Its own error, which says
@@ -31,18 +30,7 @@ log = get_logger(__name__)
 Reports = list[weights_pb2.PhaseReport]
 
 
-class Participant(Protocol):
-    """The trainer or a replica, as a round sees it."""
-
-    name: str
-
-    async def run_phase(self, phase: Phase, sync_round: weights_pb2.Round, *, timeout_s: float) -> Reports:
-        """Run one phase; a report per rank."""
-        ...
-
-    async def status(self, *, timeout_s: float) -> object:
-        """Answers at once whatever runs."""
-        ...
+Participant: TypeAlias = Trainer | Replica
 
 
 class SyncRound:
@@ -66,7 +54,6 @@ class SyncRound:
         self._replicas = tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
-        self._timeout_s = deadlines.call_s(description)
         self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
 
     async def run(self) -> None:
@@ -191,7 +178,7 @@ class SyncRound:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _call(self, phase: Phase, participant: Participant) -> Reports:
-        call = participant.run_phase(phase, self.description, timeout_s=self._timeout_s)
+        call = participant.rounds.run_phase(phase, self.description)
         return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
 
 

@@ -67,7 +67,7 @@ class HostWorkers:
     def ranks(self) -> list[WorkerRanks]:
         """The ranks of each worker, in the order of the hosts."""
         each = len(self._share.ranks)
-        return [WorkerRanks(bond.stub, self._leader_id, bond.title, each) for bond in self._bonds]
+        return [WorkerRanks(bond.channel, self._leader_id, bond.title, each) for bond in self._bonds]
 
     async def explain(self, error: Exception) -> Exception:
         """What to fail with, when our own part has failed: a worker may be the cause. Takes BLAME_S if none is."""

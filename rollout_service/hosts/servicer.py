@@ -7,10 +7,10 @@ from rollout_service.weights.ranks import Ranks
 from servicekit.errors import NotReady
 from tandem_api.rollout.v1 import worker_pb2 as pb
 from tandem_api.rollout.v1 import worker_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 
 
-class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
+class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """One host of an engine. `serve_ranks` opens it for weight sync."""
 
     def __init__(self, membership: WorkerMembership, worker_id: str) -> None:
@@ -36,10 +36,10 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer):
             asked_to_stop=self._membership.asked_to_stop,
         )
 
-    async def RunRankPhases(self, request: pb.RunRankPhasesRequest, context: Any) -> pb.RunRankPhasesResponse:
+    async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """Run a phase of a round on this host's ranks."""
         ranks = self._ranks_for(request.leader_id)
-        return pb.RunRankPhasesResponse(reports=await ranks.run_phase(request.phase, request.round))
+        return weights_pb2.RunPhaseResponse(reports=await ranks.run_phase(request.phase, request.round))
 
     async def LoadPublishedShards(
         self, request: pb.LoadPublishedShardsRequest, context: Any

@@ -55,10 +55,9 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     from rollout_service.sglang_engine.kernels import refuse_other_forms
-    from rollout_service.sglang_engine.receiver import ShardReceiver, load_with_sglang, receivable_tensors
+    from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver, load_with_sglang, receivable_tensors
     from servicekit.logs import configure_logging
     from servicekit.rpc.sync_server import start_sync_server
-    from tandem_api.weights.v1 import weights_pb2_grpc
     from weightsync.layouts.layout import Parallel
     from weightsync.model.spec import ModelSpec
     from weightsync.transfer.session import SyncMember
@@ -84,7 +83,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     )
     member.start()
     server = start_sync_server(
-        weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server,
+        add_receiver,
         ShardReceiver(member, lambda folder: load_with_sglang(runner.model, folder)),
         settings.address(parallel.tp_rank),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 
 from servicekit.errors import NotReady, PermissionDenied
@@ -75,8 +76,8 @@ def load_with_sglang(model: torch.nn.Module, folder: str) -> None:
     wait_for_device(device)
 
 
-class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
-    """ShardReceiverService of one rank."""
+class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_grpc.RoundServiceServicer):
+    """ShardReceiverService and RoundService of one rank."""
 
     def __init__(self, member: SyncMember, load_folder: Callable[[str], None]) -> None:
         self._member = member
@@ -84,7 +85,7 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
 
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
         """Run this rank's part in a phase."""
-        return pb.RunPhaseResponse(report=self._member.run_phase(request.phase, request.round))
+        return pb.RunPhaseResponse(reports=[self._member.run_phase(request.phase, request.round)])
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
         """Load this rank's shard from published weights. Raises: NotReady: the folder holds another version by now."""
@@ -110,6 +111,12 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer):
         _check_test_hooks("LoadFolder goes around weight sync")
         self._load_folder(request.path)
         return pb.LoadFolderResponse()
+
+
+def add_receiver(receiver: ShardReceiver, server: grpc.Server) -> None:
+    """Register both services of a rank."""
+    weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server(receiver, server)
+    weights_pb2_grpc.add_RoundServiceServicer_to_server(receiver, server)
 
 
 def _check_test_hooks(why: str) -> None:

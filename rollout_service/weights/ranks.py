@@ -1,4 +1,4 @@
-"""The service's side of ShardReceiverService: one phase on all ranks of the replica at once."""
+"""The service's side of its ranks: one phase, or a load from disk, on all of them at once."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -9,6 +9,7 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.round import deadlines
+from weightsync.round.client import RoundClient
 
 T = TypeVar("T")
 
@@ -38,17 +39,18 @@ class RankClients:
         self._channels = [open_channel(address) for address in addresses]
         stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
         self._stubs = list(enumerate(stubs, first_rank))
+        self._rounds = [
+            RoundClient(f"rank {rank}", channel, deadlines.rank_s)
+            for rank, channel in enumerate(self._channels, first_rank)
+        ]
 
     async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
         """One phase on all ranks at once.
 
         Returns: a report per rank. Raises: TandemError: of the first rank that failed.
         """
-        request = pb.RunPhaseRequest(phase=phase, round=round_)
-        timeout_s = deadlines.rank_s(phase, round_)
-        calls = [_named(i, stub.RunPhase(request, timeout=timeout_s)) for i, stub in self._stubs]
-        replies = await all_of(calls)
-        return [reply.report for reply in replies]
+        reports = await all_of([rank.run_phase(phase, round_) for rank in self._rounds])
+        return [report for each in reports for report in each]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Load published weights on all ranks. Raises: TandemError."""

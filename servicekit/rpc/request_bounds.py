@@ -64,7 +64,11 @@ BOUNDS: Table = {
         "failed_rounds": _COUNTER,
         "allow_staged_nccl": Flag(),
     },
-    "tandem_api.weights.v1.RunPhaseRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
+    "tandem_api.weights.v1.RunPhaseRequest": {
+        "phase": Choice(last=6),
+        "round": SubMessage(required=True),
+        "leader_id": _ID,
+    },
     "tandem_api.weights.v1.LoadPublishedRequest": {
         "folder": _PATH,
         "policy_version": _VERSION,
@@ -96,7 +100,6 @@ BOUNDS: Table = {
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "micro_batch": SubMessage()},
     "tandem_api.trainer.v1.ComputeLogprobsRequest": {"micro_batch": SubMessage()},
-    "tandem_api.trainer.v1.PublishWeightsRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
     "tandem_api.trainer.v1.SaveCheckpointRequest": {"path": _PATH, "fence": _FENCE},
     "tandem_api.trainer.v1.RestorePolicyRequest": {
         "path": _PATH,
@@ -125,7 +128,6 @@ BOUNDS: Table = {
         "sampling": SubMessage(),
         "policy_version": _VERSION,
     },
-    "tandem_api.rollout.v1.ReloadWeightsRequest": {"phase": Choice(last=6), "round": SubMessage(required=True)},
     "tandem_api.rollout.v1.LoadPublishedWeightsRequest": {
         "folder": _PATH,
         "policy_version": _VERSION,
@@ -146,11 +148,6 @@ BOUNDS: Table = {
         "store_address": Text(longest=300, pattern=r"[A-Za-z0-9._-]+:\d{1,5}"),
     },
     "tandem_api.rollout.v1.BeatRequest": {"leader_id": _ID},
-    "tandem_api.rollout.v1.RunRankPhasesRequest": {
-        "leader_id": _ID,
-        "phase": Choice(last=6),
-        "round": SubMessage(required=True),
-    },
     "tandem_api.rollout.v1.LoadPublishedShardsRequest": {"leader_id": _ID, "published": SubMessage(required=True)},
     "tandem_api.rollout.v1.GetRankChecksumsRequest": {"leader_id": _ID},
     "tandem_api.rollout.v1.LeaveRequest": {

@@ -8,10 +8,9 @@ from typing import Any
 
 from rollout_service import app as rollout_app
 from rollout_service.engine import FinishedGroup, GroupRequest, SamplingSettings
-from rollout_service.sglang_engine.receiver import ShardReceiver
+from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
 from servicekit.life.lifecycle import run_main
 from servicekit.rpc.sync_server import start_sync_server
-from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates
 from tests.chaos.policy import ROLLOUT, dtype_of, spec_of
@@ -62,7 +61,7 @@ def main(settings: dict[str, Any]) -> None:
     member.start()
     address = f"unix:{folder}/{name}-{os.getpid()}.sock"
     receiver = ShardReceiver(member, lambda _: None)
-    server = start_sync_server(weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server, receiver, address)
+    server = start_sync_server(add_receiver, receiver, address)
 
     async def serve(stop: asyncio.Event) -> None:
         await rollout_app.serve(config, name, environment, stop, lambda *_: GatedEngine(address, gate))

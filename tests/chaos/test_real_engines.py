@@ -31,6 +31,8 @@ from tests.polling import until
 from tests.service_processes import START_S, Services
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.round.client import RoundClient
+from weightsync.round.phases import Phase
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -54,6 +56,14 @@ CELLS = [
 ]
 
 
+class HarmedRounds(RoundClient):
+    def __init__(self, trainer: "HarmingTrainer", rounds: RoundClient) -> None:
+        self._trainer, self._rounds = trainer, rounds
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        return await self._trainer.run_phase(self._rounds, phase, round_)
+
+
 class HarmingTrainer(Trainer):
     """Does harm once a phase is under way everywhere: all participants are called at the same time.
 
@@ -65,10 +75,12 @@ class HarmingTrainer(Trainer):
         self._fleet, self._victim, self._phase, self._harm = fleet, victim, phase, harm
         self.done = False
 
-    async def run_phase(
-        self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round, *, timeout_s: float
-    ) -> list[pb.PhaseReport]:
-        call = asyncio.create_task(super().run_phase(phase, sync_round, timeout_s=timeout_s))
+    def _connect(self) -> None:
+        super()._connect()
+        self.rounds = HarmedRounds(self, self.rounds)
+
+    async def run_phase(self, rounds: RoundClient, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        call = asyncio.create_task(rounds.run_phase(phase, round_))
         if phase == self._phase and not self.done:
             self.done = True
             await asyncio.to_thread(self._strike)

@@ -19,7 +19,7 @@ from servicekit.errors import Unavailable
 from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.fakes.announced_fleet import announced_fleet
@@ -29,6 +29,7 @@ from tests.fakes.tiny_task import EOS, encode
 from tests.polling import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.round.client import SERVICE
 
 DEADLINE_S = 20.0
 TTL_S = 30.0
@@ -134,6 +135,7 @@ async def served(service: FakeRollout) -> AsyncIterator[str]:
     """The service's address."""
     server = GrpcServer("rollout")
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService")
+    server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
     try:
         yield await server.start()
     finally:

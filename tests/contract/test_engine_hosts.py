@@ -12,6 +12,7 @@ import pytest
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
 from rollout_service.hosts.rank_groups import RankGroups
+from rollout_service.sglang_engine.receiver import add_receiver
 from rollout_service.weights.ranks import RankClients
 from rollout_service.worker_app import serve_worker
 from servicekit.environment import ServiceEnvironment
@@ -32,7 +33,7 @@ DEADLINE_S = 20.0
 ROUND = pb.Round(round_id="r", formation_timeout_s=5, transfer_timeout_s=5)
 
 
-class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer):
+class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """A rank that tells which one it is; `fails` in a phase."""
 
     def __init__(self, rank: int) -> None:
@@ -43,7 +44,7 @@ class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer):
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
         if request.phase in self.fails:
             raise self.fails[request.phase]
-        return pb.RunPhaseResponse(report=pb.PhaseReport(bytes_received=self.rank))
+        return pb.RunPhaseResponse(reports=[pb.PhaseReport(bytes_received=self.rank)])
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
         self.loaded.append(request.folder)
@@ -76,7 +77,7 @@ class Rig:
         self.receivers = [Receiver(rank) for rank in range(4)]
         self.addresses = [f"unix:{folder}/{uuid.uuid4().hex[:6]}" for _ in self.receivers]
         self.servers = [
-            start_sync_server(weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server, receiver, address)
+            start_sync_server(add_receiver, receiver, address)
             for receiver, address in zip(self.receivers, self.addresses, strict=True)
         ]
         self.stopped = asyncio.Event()

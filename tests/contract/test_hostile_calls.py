@@ -22,6 +22,8 @@ SERVICES = {
     "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
 }
+# What trainer and replica serve beside their own.
+ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
 CALLS = 400
 SEED = 7
 # Of a process that has just begun to serve: the buffers of 40 connections and of large messages.
@@ -73,7 +75,8 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tar
 
 def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any, RightRequests | None]) -> None:
     served, service, near = target
-    attack = Attack(served.address, service, leave_out=("WatchEvents",))  # which waits for what comes
+    also = [] if service is SERVICES["coordinator"] else [ROUNDS]
+    attack = Attack(served.address, service, also=also, leave_out=("WatchEvents",))  # which waits for what comes
     attack.send(Hostile(SEED), 20)
     before = Usage.of(served.process.pid)
     odd = attack.odd_connections(40)

@@ -78,14 +78,14 @@ def test_an_iteration_is_one_trace_over_all_services(
 
     paths = {(service, each.name, *ancestors(each)) for service, each in inside}
     rollout, trainer = "tandem_api.rollout.v1.RolloutService", "tandem_api.trainer.v1.TrainerService"
+    rounds = "tandem_api.weights.v1.RoundService"
     assert paths >= {
         ("tandem-coordinator", "iteration"),
         ("tandem-coordinator", "reward", "iteration"),
         ("tandem-fleet", f"{rollout}/GenerateGroups", "generate", "iteration"),
         ("tandem-fleet", f"{trainer}/TrainStep", "train", "iteration"),
-        ("tandem-fleet", f"{trainer}/PublishWeights", "sync transfer", "sync", "iteration"),
-        ("tandem-fleet", f"{rollout}/ReloadWeights", "sync transfer", "sync", "iteration"),
-        ("tandem-fleet", f"{rollout}/ReloadWeights", "sync commit", "sync", "iteration"),
+        ("tandem-fleet", f"{rounds}/RunPhase", "sync transfer", "sync", "iteration"),
+        ("tandem-fleet", f"{rounds}/RunPhase", "sync commit", "sync", "iteration"),
     }
     attributes = {each.key: each.value.int_value for each in first.attributes}
     assert attributes["iteration"] == 1

@@ -12,8 +12,10 @@ from servicekit.security.certificates import TlsFiles
 from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
+from weightsync.round.client import SERVICE
 
 
 @dataclass
@@ -48,11 +50,13 @@ async def fake_fleet(
             trainer_service,
             "tandem_api.trainer.v1.TrainerService",
         )
+        servers["trainer"].add(weights_pb2_grpc.add_RoundServiceServicer_to_server, trainer_service, SERVICE)
         for service in rollouts:
             servers[service.name] = GrpcServer("rollout", identity=None if tls is None else Identity(tls, "rollout"))
             servers[service.name].add(
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
             )
+            servers[service.name].add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
         addresses = {name: await server.start() for name, server in servers.items()}
         for server in servers.values():
             stack.push_async_callback(server.drain, 0.0)

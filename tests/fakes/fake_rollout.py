@@ -15,7 +15,7 @@ from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeSync
 from tests.fakes.tiny_task import EOS, NUM_PARAMETERS, answer_of, encode
 
@@ -30,7 +30,7 @@ class GenerateFault:
 
 
 @dataclass
-class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
+class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """One replica.
 
     Attributes:
@@ -97,7 +97,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
             results = [self._aborted(group) for group in request.groups[good:]]
             yield pb.GenerateGroupsResponse(groups=results, engine_s=self.engine_s)
 
-    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Any) -> pb.ReloadWeightsResponse:
+    async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         sync_round = request.round
         self.fence.admit(sync_round.fence)
         if self.state == weights_pb2.REPLICA_STATE_SERVING and sync_round.policy_version < self.policy_version:
@@ -110,7 +110,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
             raise
         finally:
             self._follow(request.phase)
-        return pb.ReloadWeightsResponse(ranks=ranks, state=self.state)
+        return weights_pb2.RunPhaseResponse(reports=ranks)
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

@@ -16,11 +16,12 @@ from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.contract.kube_objects import NAMESPACE, pod, worker
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
 from weightsync.group.rendezvous import Rendezvous, SlotLease
+from weightsync.round.client import SERVICE
 
 # Longer than a test: what ends a record is the end of its pod.
 _TTL_S = 60.0
@@ -134,6 +135,7 @@ class FakeRolloutSet:
         server.add(
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
         )
+        server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
         address = await server.start()
         lease = SlotLease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
         await asyncio.to_thread(lease.start)

@@ -12,7 +12,7 @@ from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import COMMIT, PREPARE, TRANSFER, FakeSync
 
 
@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass
-class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
     """The trainer.
 
     Attributes:
@@ -84,9 +84,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise Unavailable("the reply was lost")
         return self._replies[step.header.step_id]
 
-    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+    async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         self.fence.admit(request.round.fence)
-        return pb.PublishWeightsResponse(ranks=self.sync.run_phase(request.phase, request.round))
+        return weights_pb2.RunPhaseResponse(reports=self.sync.run_phase(request.phase, request.round))
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         self.fence.admit(request.fence)

@@ -15,7 +15,7 @@ import numpy as np
 
 from servicekit.logs import configure_logging
 from servicekit.rpc.server import GrpcServer
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
@@ -88,6 +88,7 @@ def trainer(folder: Path, server: GrpcServer) -> None:
     from trainer_service.ranks.handlers import CommandHandlers
     from trainer_service.ranks.publish import Publisher
     from trainer_service.servicer import TrainerServicer
+    from weightsync.round.client import SERVICE
 
     commander, engine = Commander(), Engine()
     handlers = CommandHandlers(engine, Publisher(Member()), folder).table()  # type: ignore[arg-type]
@@ -96,6 +97,7 @@ def trainer(folder: Path, server: GrpcServer) -> None:
     servicer.serve_engine(engine)  # type: ignore[arg-type]
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, name)
+    server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
 
 
 def coordinator(folder: Path, server: GrpcServer) -> None:

@@ -13,7 +13,6 @@ from google.protobuf.message_factory import GetMessageClass
 from servicekit.errors import InvalidRequest
 from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, SubMessage, Text, check_message
 from servicekit.rpc.request_bounds import BOUNDS, BUCKET_BYTES, MAX_RANKS, RULES, TIMEOUT_S, check_request
-from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from tests.house.repository import REPO
@@ -132,12 +131,12 @@ def test_a_round_of_too_many_or_doubled_ranks_is_refused(replicas: list[int], sa
         replicas=[weights_pb2.ReplicaSpec(name="r-0", parallel=each) for each in sizes],
     )
     with pytest.raises(InvalidRequest, match=says):
-        check_request(trainer_pb2.PublishWeightsRequest(phase=1, round=round_))
+        check_request(weights_pb2.RunPhaseRequest(phase=1, round=round_))
 
 
 def test_a_missing_round_is_named() -> None:
     with pytest.raises(InvalidRequest, match="round is not set"):
-        check_request(trainer_pb2.PublishWeightsRequest(phase=1))
+        check_request(weights_pb2.RunPhaseRequest(phase=1))
 
 
 def test_what_a_configuration_may_say_a_request_may_say_too() -> None:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rollout_service.sglang_engine.receiver import ShardReceiver
+from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
 from servicekit.rpc.sync_server import start_sync_server
-from tandem_api.weights.v1 import weights_pb2_grpc
 from tools.bench_sync.commands import serve_commands
 from tools.bench_sync.gathering import Owners, gather, tensors_by_owner
 from weightsync.layouts.layout import Parallel
@@ -122,7 +121,7 @@ async def _main() -> None:
     )
     member.start()
     server = start_sync_server(
-        weights_pb2_grpc.add_ShardReceiverServiceServicer_to_server,
+        add_receiver,
         ShardReceiver(member, lambda folder: None),
         f"unix:{folder}/trainer{rank}.sock",
     )

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from tandem_api.weights.v1 import weights_pb2_grpc
 from tools.bench_sync.rig import Rig
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.plans.participants import Participants
+from weightsync.round.client import RoundClient
 
 CALL_S = 120.0
 
@@ -28,7 +29,9 @@ class Session:
     """A rig with open channels."""
 
     rig: Rig
-    senders: list[weights_pb2_grpc.ShardReceiverServiceStub] = field(default_factory=list)
+    # Of the trainer's ranks, and of the replicas.
+    senders: list[RoundClient] = field(default_factory=list)
+    rounds: list[RoundClient] = field(default_factory=list)
     replicas: list[rollout_pb2_grpc.RolloutServiceStub] = field(default_factory=list)
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -38,21 +41,14 @@ class Session:
     async def everywhere(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
         """One phase on trainer and replicas at once. Returns: its seconds."""
         start_s = time.perf_counter()
-        own = pb.RunPhaseRequest(phase=phase, round=round_)
-        await asyncio.gather(
-            *(stub.RunPhase(own, timeout=CALL_S) for stub in self.senders), *self._replica_calls(phase, round_)
-        )
+        await asyncio.gather(*(each.run_phase(phase, round_) for each in (*self.senders, *self.rounds)))
         return time.perf_counter() - start_s
 
     async def on_replicas(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
         """One phase on the replicas alone. Returns: its seconds."""
         start_s = time.perf_counter()
-        await asyncio.gather(*self._replica_calls(phase, round_))
+        await asyncio.gather(*(each.run_phase(phase, round_) for each in self.rounds))
         return time.perf_counter() - start_s
-
-    def _replica_calls(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[Awaitable[object]]:
-        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
-        return [stub.ReloadWeights(request, timeout=CALL_S) for stub in self.replicas]
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digests of every rollout rank's parameters."""
@@ -99,10 +95,14 @@ class Session:
 @asynccontextmanager
 async def session(rig: Rig) -> AsyncIterator[Session]:
     """Channels around a `with` block."""
-    channels = [grpc.aio.insecure_channel(a, options=CHANNEL_OPTIONS) for a in rig.sender_addresses() + rig.addresses]
+    addresses = rig.sender_addresses() + rig.addresses
+    channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
     opened = Session(rig)
     num_senders = len(rig.sender_addresses())
-    opened.senders = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in channels[:num_senders]]
+    clients = [
+        RoundClient(address, channel, lambda *_: CALL_S) for address, channel in zip(addresses, channels, strict=True)
+    ]
+    opened.senders, opened.rounds = clients[:num_senders], clients[num_senders:]
     opened.replicas = [rollout_pb2_grpc.RolloutServiceStub(channel) for channel in channels[num_senders:]]
     try:
         yield opened

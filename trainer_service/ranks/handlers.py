@@ -6,6 +6,7 @@ from pathlib import Path
 from servicekit.errors import TandemError, WrongVersion
 from servicekit.stopwatch import Stopwatch
 from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
 from trainer_service.engine import TrainerEngine
@@ -53,8 +54,8 @@ class CommandHandlers:
         return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
 
     def publish(self, parts: Sequence[bytes]) -> bytes:
-        """parts: PublishWeightsRequest."""
-        request = pb.PublishWeightsRequest.FromString(parts[0])
+        """parts: RunPhaseRequest."""
+        request = weights_pb2.RunPhaseRequest.FromString(parts[0])
         return self._publisher.run(request.phase, request.round, self._engine.policy_version).SerializeToString()
 
     def save(self, parts: Sequence[bytes]) -> bytes:

@@ -26,7 +26,7 @@ from tandem_api.common.v1 import common_pb2 as tandem__api_dot_common_dot_v1_dot
 from tandem_api.weights.v1 import weights_pb2 as tandem__api_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/rollout/v1/rollout.proto\x12\x15tandem_api.rollout.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"s\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\"L\n\x0bPromptGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x17\n\x0fnum_completions\x18\x03 \x01(\r\"\x9c\x01\n\x15GenerateGroupsRequest\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.PromptGroup\x12\x37\n\x08sampling\x18\x02 \x01(\x0b\x32%.tandem_api.rollout.v1.SamplingParams\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"\xbe\x01\n\nCompletion\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.tandem_api.rollout.v1.FinishReason\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.tandem_api.common.v1.VersionSpan\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"W\n\x0bGroupResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32!.tandem_api.rollout.v1.Completion\"^\n\x16GenerateGroupsResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.GroupResult\x12\x10\n\x08\x65ngine_s\x18\x02 \x01(\x01\"u\n\x14ReloadWeightsRequest\x12\x30\n\x05phase\x18\x01 \x01(\x0e\x32!.tandem_api.weights.v1.RoundPhase\x12+\n\x05round\x18\x02 \x01(\x0b\x32\x1c.tandem_api.weights.v1.Round\"~\n\x15ReloadWeightsResponse\x12\x31\n\x05ranks\x18\x01 \x03(\x0b\x32\".tandem_api.weights.v1.PhaseReport\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x8e\x01\n\x1bLoadPublishedWeightsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"R\n\x1cLoadPublishedWeightsResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x7f\n\x16PauseGenerationRequest\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .tandem_api.weights.v1.PauseMode\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"M\n\x17PauseGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"P\n\x17ResumeGenerationRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"N\n\x18ResumeGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x12\n\x10GetStatusRequest\"\xaa\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0erunning_groups\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x36\n\x08parallel\x18\x06 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x38\n\x08versions\x18\x07 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0f\x65ngine_progress\x18\x08 \x01(\x04\"\x15\n\x13GetChecksumsRequest\"\x89\x01\n\rRankChecksums\x12\x46\n\tchecksums\x18\x01 \x03(\x0b\x32\x33.tandem_api.rollout.v1.RankChecksums.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x14GetChecksumsResponse\x12\x33\n\x05ranks\x18\x01 \x03(\x0b\x32$.tandem_api.rollout.v1.RankChecksums*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xfb\x06\n\x0eRolloutService\x12[\n\x08TakeOver\x12&.tandem_api.rollout.v1.TakeOverRequest\x1a\'.tandem_api.rollout.v1.TakeOverResponse\x12o\n\x0eGenerateGroups\x12,.tandem_api.rollout.v1.GenerateGroupsRequest\x1a-.tandem_api.rollout.v1.GenerateGroupsResponse0\x01\x12j\n\rReloadWeights\x12+.tandem_api.rollout.v1.ReloadWeightsRequest\x1a,.tandem_api.rollout.v1.ReloadWeightsResponse\x12\x7f\n\x14LoadPublishedWeights\x12\x32.tandem_api.rollout.v1.LoadPublishedWeightsRequest\x1a\x33.tandem_api.rollout.v1.LoadPublishedWeightsResponse\x12p\n\x0fPauseGeneration\x12-.tandem_api.rollout.v1.PauseGenerationRequest\x1a..tandem_api.rollout.v1.PauseGenerationResponse\x12s\n\x10ResumeGeneration\x12..tandem_api.rollout.v1.ResumeGenerationRequest\x1a/.tandem_api.rollout.v1.ResumeGenerationResponse\x12^\n\tGetStatus\x12\'.tandem_api.rollout.v1.GetStatusRequest\x1a(.tandem_api.rollout.v1.GetStatusResponse\x12g\n\x0cGetChecksums\x12*.tandem_api.rollout.v1.GetChecksumsRequest\x1a+.tandem_api.rollout.v1.GetChecksumsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/rollout/v1/rollout.proto\x12\x15tandem_api.rollout.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"s\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\"L\n\x0bPromptGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x17\n\x0fnum_completions\x18\x03 \x01(\r\"\x9c\x01\n\x15GenerateGroupsRequest\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.PromptGroup\x12\x37\n\x08sampling\x18\x02 \x01(\x0b\x32%.tandem_api.rollout.v1.SamplingParams\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"\xbe\x01\n\nCompletion\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.tandem_api.rollout.v1.FinishReason\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.tandem_api.common.v1.VersionSpan\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"W\n\x0bGroupResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32!.tandem_api.rollout.v1.Completion\"^\n\x16GenerateGroupsResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.GroupResult\x12\x10\n\x08\x65ngine_s\x18\x02 \x01(\x01\"\x8e\x01\n\x1bLoadPublishedWeightsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"R\n\x1cLoadPublishedWeightsResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x7f\n\x16PauseGenerationRequest\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .tandem_api.weights.v1.PauseMode\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"M\n\x17PauseGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"P\n\x17ResumeGenerationRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"N\n\x18ResumeGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x12\n\x10GetStatusRequest\"\xaa\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0erunning_groups\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x36\n\x08parallel\x18\x06 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x38\n\x08versions\x18\x07 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0f\x65ngine_progress\x18\x08 \x01(\x04\"\x15\n\x13GetChecksumsRequest\"\x89\x01\n\rRankChecksums\x12\x46\n\tchecksums\x18\x01 \x03(\x0b\x32\x33.tandem_api.rollout.v1.RankChecksums.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x14GetChecksumsResponse\x12\x33\n\x05ranks\x18\x01 \x03(\x0b\x32$.tandem_api.rollout.v1.RankChecksums*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x8f\x06\n\x0eRolloutService\x12[\n\x08TakeOver\x12&.tandem_api.rollout.v1.TakeOverRequest\x1a\'.tandem_api.rollout.v1.TakeOverResponse\x12o\n\x0eGenerateGroups\x12,.tandem_api.rollout.v1.GenerateGroupsRequest\x1a-.tandem_api.rollout.v1.GenerateGroupsResponse0\x01\x12\x7f\n\x14LoadPublishedWeights\x12\x32.tandem_api.rollout.v1.LoadPublishedWeightsRequest\x1a\x33.tandem_api.rollout.v1.LoadPublishedWeightsResponse\x12p\n\x0fPauseGeneration\x12-.tandem_api.rollout.v1.PauseGenerationRequest\x1a..tandem_api.rollout.v1.PauseGenerationResponse\x12s\n\x10ResumeGeneration\x12..tandem_api.rollout.v1.ResumeGenerationRequest\x1a/.tandem_api.rollout.v1.ResumeGenerationResponse\x12^\n\tGetStatus\x12\'.tandem_api.rollout.v1.GetStatusRequest\x1a(.tandem_api.rollout.v1.GetStatusResponse\x12g\n\x0cGetChecksums\x12*.tandem_api.rollout.v1.GetChecksumsRequest\x1a+.tandem_api.rollout.v1.GetChecksumsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._loaded_options = None
   _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2391
-  _globals['_FINISHREASON']._serialized_end=2511
+  _globals['_FINISHREASON']._serialized_start=2144
+  _globals['_FINISHREASON']._serialized_end=2264
   _globals['_TAKEOVERREQUEST']._serialized_start=134
   _globals['_TAKEOVERREQUEST']._serialized_end=206
   _globals['_TAKEOVERRESPONSE']._serialized_start=208
@@ -53,34 +53,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPRESULT']._serialized_end=886
   _globals['_GENERATEGROUPSRESPONSE']._serialized_start=888
   _globals['_GENERATEGROUPSRESPONSE']._serialized_end=982
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=984
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=1101
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=1103
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=1229
-  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_start=1232
-  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_end=1374
-  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_start=1376
-  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_end=1458
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1460
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1587
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1589
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1666
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1668
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1748
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1750
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1828
-  _globals['_GETSTATUSREQUEST']._serialized_start=1830
-  _globals['_GETSTATUSREQUEST']._serialized_end=1848
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1851
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2149
-  _globals['_GETCHECKSUMSREQUEST']._serialized_start=2151
-  _globals['_GETCHECKSUMSREQUEST']._serialized_end=2172
-  _globals['_RANKCHECKSUMS']._serialized_start=2175
-  _globals['_RANKCHECKSUMS']._serialized_end=2312
-  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_start=2264
-  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_end=2312
-  _globals['_GETCHECKSUMSRESPONSE']._serialized_start=2314
-  _globals['_GETCHECKSUMSRESPONSE']._serialized_end=2389
-  _globals['_ROLLOUTSERVICE']._serialized_start=2514
-  _globals['_ROLLOUTSERVICE']._serialized_end=3405
+  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_start=985
+  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_end=1127
+  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_start=1129
+  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_end=1211
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1213
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1340
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1342
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1419
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1421
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1501
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1503
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1581
+  _globals['_GETSTATUSREQUEST']._serialized_start=1583
+  _globals['_GETSTATUSREQUEST']._serialized_end=1601
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1604
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1902
+  _globals['_GETCHECKSUMSREQUEST']._serialized_start=1904
+  _globals['_GETCHECKSUMSREQUEST']._serialized_end=1925
+  _globals['_RANKCHECKSUMS']._serialized_start=1928
+  _globals['_RANKCHECKSUMS']._serialized_end=2065
+  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_start=2017
+  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_end=2065
+  _globals['_GETCHECKSUMSRESPONSE']._serialized_start=2067
+  _globals['_GETCHECKSUMSRESPONSE']._serialized_end=2142
+  _globals['_ROLLOUTSERVICE']._serialized_start=2267
+  _globals['_ROLLOUTSERVICE']._serialized_end=3050
 # @@protoc_insertion_point(module_scope)

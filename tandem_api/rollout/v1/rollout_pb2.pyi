@@ -261,54 +261,6 @@ class GenerateGroupsResponse(_message.Message):
 Global___GenerateGroupsResponse: _TypeAlias = GenerateGroupsResponse  # noqa: Y015
 
 @_typing.final
-class ReloadWeightsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PHASE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    phase: _weights_pb2.RoundPhase.ValueType
-    @_builtins.property
-    def round(self) -> _weights_pb2.Round: ...
-    def __init__(
-        self,
-        *,
-        phase: _weights_pb2.RoundPhase.ValueType = ...,
-        round: _weights_pb2.Round | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "round", b"round"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReloadWeightsRequest: _TypeAlias = ReloadWeightsRequest  # noqa: Y015
-
-@_typing.final
-class ReloadWeightsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANKS_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    state: _weights_pb2.ReplicaState.ValueType
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.PhaseReport]:
-        """One per tensor-parallel rank, in rank order."""
-
-    def __init__(
-        self,
-        *,
-        ranks: _abc.Iterable[_weights_pb2.PhaseReport] | None = ...,
-        state: _weights_pb2.ReplicaState.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReloadWeightsResponse: _TypeAlias = ReloadWeightsResponse  # noqa: Y015
-
-@_typing.final
 class LoadPublishedWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

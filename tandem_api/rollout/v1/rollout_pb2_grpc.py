@@ -45,11 +45,6 @@ class RolloutServiceStub:
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.FromString,
                 _registered_method=True)
-        self.ReloadWeights = channel.unary_unary(
-                '/tandem_api.rollout.v1.RolloutService/ReloadWeights',
-                request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
-                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
-                _registered_method=True)
         self.LoadPublishedWeights = channel.unary_unary(
                 '/tandem_api.rollout.v1.RolloutService/LoadPublishedWeights',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsRequest.SerializeToString,
@@ -94,16 +89,6 @@ class RolloutServiceServicer:
         Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReloadWeights(self, request, context):
-        """Runs one phase of a weight-sync round on every rank of this replica. Idempotent by (round_id, phase).
-        Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
-        version is older than the one served (reason STALE_VERSION) or a phase is out of order;
-        ABORTED: a peer failed; DATA_LOSS: a digest differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,11 +143,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GenerateGroups,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.FromString,
                     response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.SerializeToString,
-            ),
-            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReloadWeights,
-                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.FromString,
-                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.SerializeToString,
             ),
             'LoadPublishedWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadPublishedWeights,
@@ -245,33 +225,6 @@ class RolloutService:
             '/tandem_api.rollout.v1.RolloutService/GenerateGroups',
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReloadWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem_api.rollout.v1.RolloutService/ReloadWeights',
-            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
-            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,12 +43,6 @@ class RolloutServiceStub:
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
     """
-    ReloadWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReloadWeightsRequest, _rollout_pb2.ReloadWeightsResponse]
-    """Runs one phase of a weight-sync round on every rank of this replica. Idempotent by (round_id, phase).
-    Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
-    version is older than the one served (reason STALE_VERSION) or a phase is out of order;
-    ABORTED: a peer failed; DATA_LOSS: a digest differs.
-    """
     LoadPublishedWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]
     """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
     trainer, and lets it serve. Idempotent. Longest deadline: 600 s. FAILED_PRECONDITION: the folder does not hold
@@ -77,12 +71,6 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
-    """
-    ReloadWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReloadWeightsRequest, _rollout_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
-    """Runs one phase of a weight-sync round on every rank of this replica. Idempotent by (round_id, phase).
-    Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
-    version is older than the one served (reason STALE_VERSION) or a phase is out of order;
-    ABORTED: a peer failed; DATA_LOSS: a digest differs.
     """
     LoadPublishedWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]  # type: ignore[assignment]
     """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
@@ -121,18 +109,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
-        """
-
-    @_abc_1.abstractmethod
-    def ReloadWeights(
-        self,
-        request: _rollout_pb2.ReloadWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rollout_pb2.ReloadWeightsResponse, _abc.Awaitable[_rollout_pb2.ReloadWeightsResponse]]:
-        """Runs one phase of a weight-sync round on every rank of this replica. Idempotent by (round_id, phase).
-        Longest deadline: the round's formation + transfer timeouts + 30 s. FAILED_PRECONDITION: the round's
-        version is older than the one served (reason STALE_VERSION) or a phase is out of order;
-        ABORTED: a peer failed; DATA_LOSS: a digest differs.
         """
 
     @_abc_1.abstractmethod

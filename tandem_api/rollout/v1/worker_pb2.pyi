@@ -125,54 +125,6 @@ class BeatResponse(_message.Message):
 Global___BeatResponse: _TypeAlias = BeatResponse  # noqa: Y015
 
 @_typing.final
-class RunRankPhasesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEADER_ID_FIELD_NUMBER: _builtins.int
-    PHASE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    leader_id: _builtins.str
-    phase: _weights_pb2.RoundPhase.ValueType
-    @_builtins.property
-    def round(self) -> _weights_pb2.Round: ...
-    def __init__(
-        self,
-        *,
-        leader_id: _builtins.str = ...,
-        phase: _weights_pb2.RoundPhase.ValueType = ...,
-        round: _weights_pb2.Round | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "phase", b"phase", "round", b"round"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RunRankPhasesRequest: _TypeAlias = RunRankPhasesRequest  # noqa: Y015
-
-@_typing.final
-class RunRankPhasesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REPORTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def reports(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.PhaseReport]:
-        """One per rank of this host, in rank order."""
-
-    def __init__(
-        self,
-        *,
-        reports: _abc.Iterable[_weights_pb2.PhaseReport] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reports", b"reports"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RunRankPhasesResponse: _TypeAlias = RunRankPhasesResponse  # noqa: Y015
-
-@_typing.final
 class LoadPublishedShardsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -46,11 +46,6 @@ class RolloutWorkerServiceStub:
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatResponse.FromString,
                 _registered_method=True)
-        self.RunRankPhases = channel.unary_unary(
-                '/tandem_api.rollout.v1.RolloutWorkerService/RunRankPhases',
-                request_serializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesRequest.SerializeToString,
-                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesResponse.FromString,
-                _registered_method=True)
         self.LoadPublishedShards = channel.unary_unary(
                 '/tandem_api.rollout.v1.RolloutWorkerService/LoadPublishedShards',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.LoadPublishedShardsRequest.SerializeToString,
@@ -90,15 +85,6 @@ class RolloutWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RunRankPhases(self, request, context):
-        """Runs one phase of a weight-sync round on every rank of this host. Idempotent by (round_id, phase). Longest
-        deadline: the round's formation or transfer timeout + 10 s. Statuses: those of ShardReceiverService.RunPhase;
-        FAILED_PRECONDITION: the ranks are still starting.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def LoadPublishedShards(self, request, context):
         """Fills the ranks of this host from a version on disk. Idempotent. Longest deadline: 600 s. Statuses: those of
         ShardReceiverService.LoadPublished.
@@ -133,11 +119,6 @@ def add_RolloutWorkerServiceServicer_to_server(servicer, server):
                     servicer.Beat,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatRequest.FromString,
                     response_serializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatResponse.SerializeToString,
-            ),
-            'RunRankPhases': grpc.unary_unary_rpc_method_handler(
-                    servicer.RunRankPhases,
-                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesRequest.FromString,
-                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesResponse.SerializeToString,
             ),
             'LoadPublishedShards': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadPublishedShards,
@@ -211,33 +192,6 @@ class RolloutWorkerService:
             '/tandem_api.rollout.v1.RolloutWorkerService/Beat',
             tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatRequest.SerializeToString,
             tandem__api_dot_rollout_dot_v1_dot_worker__pb2.BeatResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RunRankPhases(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem_api.rollout.v1.RolloutWorkerService/RunRankPhases',
-            tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesRequest.SerializeToString,
-            tandem__api_dot_rollout_dot_v1_dot_worker__pb2.RunRankPhasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,11 +44,6 @@ class RolloutWorkerServiceStub:
     """"I am here", both ways: each side ends when the other is silent for sync.lease_ttl_s. Idempotent. Longest deadline:
     5 s.
     """
-    RunRankPhases: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RunRankPhasesRequest, _worker_pb2.RunRankPhasesResponse]
-    """Runs one phase of a weight-sync round on every rank of this host. Idempotent by (round_id, phase). Longest
-    deadline: the round's formation or transfer timeout + 10 s. Statuses: those of ShardReceiverService.RunPhase;
-    FAILED_PRECONDITION: the ranks are still starting.
-    """
     LoadPublishedShards: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadPublishedShardsRequest, _worker_pb2.LoadPublishedShardsResponse]
     """Fills the ranks of this host from a version on disk. Idempotent. Longest deadline: 600 s. Statuses: those of
     ShardReceiverService.LoadPublished.
@@ -73,11 +68,6 @@ class RolloutWorkerServiceAsyncStub(RolloutWorkerServiceStub):
     Beat: _aio.UnaryUnaryMultiCallable[_worker_pb2.BeatRequest, _worker_pb2.BeatResponse]  # type: ignore[assignment]
     """"I am here", both ways: each side ends when the other is silent for sync.lease_ttl_s. Idempotent. Longest deadline:
     5 s.
-    """
-    RunRankPhases: _aio.UnaryUnaryMultiCallable[_worker_pb2.RunRankPhasesRequest, _worker_pb2.RunRankPhasesResponse]  # type: ignore[assignment]
-    """Runs one phase of a weight-sync round on every rank of this host. Idempotent by (round_id, phase). Longest
-    deadline: the round's formation or transfer timeout + 10 s. Statuses: those of ShardReceiverService.RunPhase;
-    FAILED_PRECONDITION: the ranks are still starting.
     """
     LoadPublishedShards: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadPublishedShardsRequest, _worker_pb2.LoadPublishedShardsResponse]  # type: ignore[assignment]
     """Fills the ranks of this host from a version on disk. Idempotent. Longest deadline: 600 s. Statuses: those of
@@ -112,17 +102,6 @@ class RolloutWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.BeatResponse, _abc.Awaitable[_worker_pb2.BeatResponse]]:
         """"I am here", both ways: each side ends when the other is silent for sync.lease_ttl_s. Idempotent. Longest deadline:
         5 s.
-        """
-
-    @_abc_1.abstractmethod
-    def RunRankPhases(
-        self,
-        request: _worker_pb2.RunRankPhasesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.RunRankPhasesResponse, _abc.Awaitable[_worker_pb2.RunRankPhasesResponse]]:
-        """Runs one phase of a weight-sync round on every rank of this host. Idempotent by (round_id, phase). Longest
-        deadline: the round's formation or transfer timeout + 10 s. Statuses: those of ShardReceiverService.RunPhase;
-        FAILED_PRECONDITION: the ranks are still starting.
         """
 
     @_abc_1.abstractmethod

@@ -304,51 +304,6 @@ class ComputeLogprobsResponse(_message.Message):
 Global___ComputeLogprobsResponse: _TypeAlias = ComputeLogprobsResponse  # noqa: Y015
 
 @_typing.final
-class PublishWeightsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PHASE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    phase: _weights_pb2.RoundPhase.ValueType
-    @_builtins.property
-    def round(self) -> _weights_pb2.Round: ...
-    def __init__(
-        self,
-        *,
-        phase: _weights_pb2.RoundPhase.ValueType = ...,
-        round: _weights_pb2.Round | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "round", b"round"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
-
-@_typing.final
-class PublishWeightsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANKS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.PhaseReport]:
-        """One per trainer rank, in rank order."""
-
-    def __init__(
-        self,
-        *,
-        ranks: _abc.Iterable[_weights_pb2.PhaseReport] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PublishWeightsResponse: _TypeAlias = PublishWeightsResponse  # noqa: Y015
-
-@_typing.final
 class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

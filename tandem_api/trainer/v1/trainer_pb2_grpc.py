@@ -50,11 +50,6 @@ class TrainerServiceStub:
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsResponse.FromString,
                 _registered_method=True)
-        self.PublishWeights = channel.unary_unary(
-                '/tandem_api.trainer.v1.TrainerService/PublishWeights',
-                request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
-                response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsResponse.FromString,
-                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/tandem_api.trainer.v1.TrainerService/SaveCheckpoint',
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
@@ -102,14 +97,6 @@ class TrainerServiceServicer:
     def ComputeLogprobs(self, request_iterator, context):
         """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
         Longest deadline: 3600 s. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PublishWeights(self, request, context):
-        """Runs one phase of a weight-sync round on every trainer rank. Idempotent by (round_id, phase).
-        Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,11 +152,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ComputeLogprobs,
                     request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.FromString,
                     response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsResponse.SerializeToString,
-            ),
-            'PublishWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.PublishWeights,
-                    request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsRequest.FromString,
-                    response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -274,33 +256,6 @@ class TrainerService:
             '/tandem_api.trainer.v1.TrainerService/ComputeLogprobs',
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PublishWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem_api.trainer.v1.TrainerService/PublishWeights',
-            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
-            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.PublishWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,10 +47,6 @@ class TrainerServiceStub:
     """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
     Longest deadline: 3600 s. Idempotent.
     """
-    PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
-    """Runs one phase of a weight-sync round on every trainer rank. Idempotent by (round_id, phase).
-    Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
-    """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
     INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
@@ -86,10 +82,6 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
     Longest deadline: 3600 s. Idempotent.
-    """
-    PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
-    """Runs one phase of a weight-sync round on every trainer rank. Idempotent by (round_id, phase).
-    Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
@@ -141,16 +133,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogprobsResponse], _abc.AsyncIterator[_trainer_pb2.ComputeLogprobsResponse]]:
         """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
         Longest deadline: 3600 s. Idempotent.
-        """
-
-    @_abc_1.abstractmethod
-    def PublishWeights(
-        self,
-        request: _trainer_pb2.PublishWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.PublishWeightsResponse, _abc.Awaitable[_trainer_pb2.PublishWeightsResponse]]:
-        """Runs one phase of a weight-sync round on every trainer rank. Idempotent by (round_id, phase).
-        Longest deadline: the round's formation + transfer timeouts + 30 s. ABORTED: a peer failed.
         """
 
     @_abc_1.abstractmethod

@@ -591,7 +591,10 @@ class RunPhaseRequest(_message.Message):
 
     PHASE_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
     phase: Global___RoundPhase.ValueType
+    leader_id: _builtins.str
+    """To a further host of a replica only: the leader that it was joined to."""
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(
@@ -599,10 +602,11 @@ class RunPhaseRequest(_message.Message):
         *,
         phase: Global___RoundPhase.ValueType = ...,
         round: Global___Round | None = ...,
+        leader_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "phase", b"phase", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,17 +616,19 @@ Global___RunPhaseRequest: _TypeAlias = RunPhaseRequest  # noqa: Y015
 class RunPhaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REPORT_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def report(self) -> Global___PhaseReport: ...
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseReport]:
+        """One per rank of whoever was asked, in rank order."""
+
     def __init__(
         self,
         *,
-        report: Global___PhaseReport | None = ...,
+        reports: _abc.Iterable[Global___PhaseReport] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,89 @@ if _version_not_supported:
     )
 
 
+class RoundServiceStub:
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RunPhase = channel.unary_unary(
+                '/tandem_api.weights.v1.RoundService/RunPhase',
+                request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
+                _registered_method=True)
+
+
+class RoundServiceServicer:
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    def RunPhase(self, request, context):
+        """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase). Longest deadline: the round's
+        formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+        host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
+        order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
+        leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RoundServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RunPhase': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunPhase,
+                    request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.FromString,
+                    response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem_api.weights.v1.RoundService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem_api.weights.v1.RoundService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RoundService:
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    @staticmethod
+    def RunPhase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.weights.v1.RoundService/RunPhase',
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
+            tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ShardReceiverServiceStub:
     """Served by each rollout rank on a Unix socket for its own replica's service.
     """
@@ -35,11 +118,6 @@ class ShardReceiverServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.RunPhase = channel.unary_unary(
-                '/tandem_api.weights.v1.ShardReceiverService/RunPhase',
-                request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
-                response_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
-                _registered_method=True)
         self.LoadPublished = channel.unary_unary(
                 '/tandem_api.weights.v1.ShardReceiverService/LoadPublished',
                 request_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedRequest.SerializeToString,
@@ -65,15 +143,6 @@ class ShardReceiverServiceStub:
 class ShardReceiverServiceServicer:
     """Served by each rollout rank on a Unix socket for its own replica's service.
     """
-
-    def RunPhase(self, request, context):
-        """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
-        timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
-        DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def LoadPublished(self, request, context):
         """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
@@ -109,11 +178,6 @@ class ShardReceiverServiceServicer:
 
 def add_ShardReceiverServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'RunPhase': grpc.unary_unary_rpc_method_handler(
-                    servicer.RunPhase,
-                    request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.FromString,
-                    response_serializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.SerializeToString,
-            ),
             'LoadPublished': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadPublished,
                     request_deserializer=tandem__api_dot_weights_dot_v1_dot_weights__pb2.LoadPublishedRequest.FromString,
@@ -145,33 +209,6 @@ def add_ShardReceiverServiceServicer_to_server(servicer, server):
 class ShardReceiverService:
     """Served by each rollout rank on a Unix socket for its own replica's service.
     """
-
-    @staticmethod
-    def RunPhase(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem_api.weights.v1.ShardReceiverService/RunPhase',
-            tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseRequest.SerializeToString,
-            tandem__api_dot_weights_dot_v1_dot_weights__pb2.RunPhaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def LoadPublished(request,

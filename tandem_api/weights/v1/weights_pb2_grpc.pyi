@@ -26,6 +26,58 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
+class RoundServiceStub:
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RoundServiceAsyncStub: ...
+    RunPhase: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]
+    """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase). Longest deadline: the round's
+    formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+    host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
+    order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
+    leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+    """
+
+@_typing.type_check_only
+class RoundServiceAsyncStub(RoundServiceStub):
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    RunPhase: _aio.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]  # type: ignore[assignment]
+    """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase). Longest deadline: the round's
+    formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+    host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
+    order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
+    leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+    """
+
+class RoundServiceServicer(metaclass=_abc_1.ABCMeta):
+    """What takes part in a round: the trainer and each replica (asked by the coordinator), a further host of a replica (by
+    the replica's leader), a rank of a replica (by its service, on a Unix socket).
+    """
+
+    @_abc_1.abstractmethod
+    def RunPhase(
+        self,
+        request: _weights_pb2.RunPhaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.RunPhaseResponse, _abc.Awaitable[_weights_pb2.RunPhaseResponse]]:
+        """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase). Longest deadline: the round's
+        formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+        host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
+        order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
+        leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        """
+
+def add_RoundServiceServicer_to_server(servicer: RoundServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class ShardReceiverServiceStub:
     """Served by each rollout rank on a Unix socket for its own replica's service."""
 
@@ -33,11 +85,6 @@ class ShardReceiverServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShardReceiverServiceAsyncStub: ...
-    RunPhase: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]
-    """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
-    timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
-    DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
-    """
     LoadPublished: _grpc.UnaryUnaryMultiCallable[_weights_pb2.LoadPublishedRequest, _weights_pb2.LoadPublishedResponse]
     """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
     FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
@@ -58,11 +105,6 @@ class ShardReceiverServiceAsyncStub(ShardReceiverServiceStub):
     """Served by each rollout rank on a Unix socket for its own replica's service."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    RunPhase: _aio.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]  # type: ignore[assignment]
-    """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
-    timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
-    DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
-    """
     LoadPublished: _aio.UnaryUnaryMultiCallable[_weights_pb2.LoadPublishedRequest, _weights_pb2.LoadPublishedResponse]  # type: ignore[assignment]
     """Fills this rank's parameters from a version on disk, each block checked. Idempotent. Longest deadline: 600 s.
     FAILED_PRECONDITION: the folder does not hold exactly this version of this round; DATA_LOSS: a file is torn.
@@ -80,17 +122,6 @@ class ShardReceiverServiceAsyncStub(ShardReceiverServiceStub):
 
 class ShardReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by each rollout rank on a Unix socket for its own replica's service."""
-
-    @_abc_1.abstractmethod
-    def RunPhase(
-        self,
-        request: _weights_pb2.RunPhaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_weights_pb2.RunPhaseResponse, _abc.Awaitable[_weights_pb2.RunPhaseResponse]]:
-        """Runs one phase on this rank. Idempotent by (round_id, phase). Longest deadline: the round's transfer
-        timeout plus 5 s. INVALID_ARGUMENT: the round does not fit this engine; ABORTED: a peer failed;
-        DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
-        """
 
     @_abc_1.abstractmethod
     def LoadPublished(

@@ -21,6 +21,7 @@ from servicekit.redis.registry import Registry
 from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
@@ -89,6 +90,7 @@ class Replica:
         self.metrics_address = records[0].metrics_address
         self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+        self.rounds = weights_pb2_grpc.RoundServiceStub(self.channel)
         return self
 
     def generate(
@@ -116,9 +118,8 @@ class Replica:
         by_id = {group.group_id: group for reply in replies for group in reply.groups}
         return [by_id[str(i)] for i in range(len(prompts))]
 
-    def phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> rollout_pb2.ReloadWeightsResponse:
-        request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
-        return self.stub.ReloadWeights(request, timeout=CALL_S)
+    def phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.RunPhaseResponse:
+        return self.rounds.RunPhase(pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)
 
     def status(self) -> rollout_pb2.GetStatusResponse:
         return self.stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
@@ -206,7 +207,7 @@ class Trainer:
         }
         return pb.Round(**defaults | fields)
 
-    def both(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> rollout_pb2.ReloadWeightsResponse:
+    def both(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.RunPhaseResponse:
         """A phase on the trainer and on the replica at once."""
         with ThreadPoolExecutor(1) as pool:
             own = pool.submit(self.member.run_phase, phase, round_)
@@ -214,7 +215,7 @@ class Trainer:
             own.result(timeout=CALL_S)
         return reply
 
-    def sync(self, version: int, **fields: Any) -> dict[int, rollout_pb2.ReloadWeightsResponse]:
+    def sync(self, version: int, **fields: Any) -> dict[int, pb.RunPhaseResponse]:
         """A whole round."""
         round_ = self.round(version, **fields)
         return {phase: self.both(phase, round_) for phase in PHASES}

@@ -101,7 +101,7 @@ def test_the_ranks_of_two_hosts_get_what_those_of_one_host_get(
 ) -> None:
     pair.trainer.load(models[0])
     replies = pair.trainer.sync(1, transport=pb.SYNC_TRANSPORT_COLLECTIVE)
-    reports = replies[pb.ROUND_PHASE_TRANSFER].ranks
+    reports = replies[pb.ROUND_PHASE_TRANSFER].reports
     assert [report.bytes_received == report.shard_bytes > 0 for report in reports] == [True, True]
     assert checksums(pair.leader) == checksums(one_host)
     ids = greedy(pair.leader, 1)
@@ -128,7 +128,7 @@ def test_a_round_given_up_leaves_the_ranks_of_both_hosts_as_they_were(pair: Pair
     round_ = pair.trainer.round(version + 1, install_mode=pb.INSTALL_MODE_STAGED)
     for phase in (pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER):
         pair.trainer.both(phase, round_)
-    assert pair.trainer.both(pb.ROUND_PHASE_ABORT, round_).state == pb.REPLICA_STATE_SERVING
+    assert pair.trainer.both(pb.ROUND_PHASE_ABORT, round_).reports[0].state == pb.REPLICA_STATE_SERVING
     assert checksums(pair.leader) == before
     assert greedy(pair.leader, version)
 

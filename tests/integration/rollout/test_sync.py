@@ -49,7 +49,7 @@ def test_each_sync_changes_what_is_generated_and_forgets_the_old_prefixes(
     replica: Replica, trainer: Trainer, model: Path, other_model: Path
 ) -> None:
     replies = trainer.sync(1)
-    (rank,) = replies[pb.ROUND_PHASE_TRANSFER].ranks
+    (rank,) = replies[pb.ROUND_PHASE_TRANSFER].reports
     assert rank.bytes_received == rank.shard_bytes > 0
     assert replies[pb.ROUND_PHASE_COMMIT].state == pb.REPLICA_STATE_SERVING
     first = greedy(replica, 1)
@@ -89,7 +89,7 @@ def test_a_round_given_up_before_its_transfer_leaves_the_old_version_serving(
     for phase in PHASES[:2]:
         trainer.both(phase, round_)
     assert replica.status().state == pb.REPLICA_STATE_PAUSED
-    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).state == pb.REPLICA_STATE_SERVING
+    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).reports[0].state == pb.REPLICA_STATE_SERVING
     assert argmax_of(other_model, greedy(replica, 3))
 
 
@@ -97,7 +97,7 @@ def test_a_round_given_up_after_its_transfer_poisons_until_the_next_sync(replica
     round_ = trainer.round(6)
     for phase in PHASES[:3]:
         trainer.both(phase, round_)
-    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).state == pb.REPLICA_STATE_POISONED
+    assert trainer.both(pb.ROUND_PHASE_ABORT, round_).reports[0].state == pb.REPLICA_STATE_POISONED
     with pytest.raises(grpc.RpcError) as refused:
         replica.generate([PROMPT], version=3)
     assert reason_of(refused.value) == "POISONED"
@@ -188,7 +188,7 @@ def test_staged_bytes_travel_while_the_old_version_generates(
         assert argmax_of(other_model, greedy(replica, version))
         assert not receiving.done()
         trainer.member.run_phase(pb.ROUND_PHASE_TRANSFER, round_)
-        assert receiving.result(timeout=CALL_S).state == pb.REPLICA_STATE_SERVING
+        assert receiving.result(timeout=CALL_S).reports[0].state == pb.REPLICA_STATE_SERVING
     assert argmax_of(other_model, greedy(replica, version))  # all bytes are there, and none is in use
     trainer.both(pb.ROUND_PHASE_VERIFY, round_)
     trainer.both(pb.ROUND_PHASE_COMMIT, round_)

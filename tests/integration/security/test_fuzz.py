@@ -4,7 +4,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from tests.contract.test_hostile_calls import Target
 from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
 from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
-from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Partner, Rounds, publishing, reloading
+from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Partner, Rounds, taking_part
 from tests.service_processes import Services
 from weightsync.group.rendezvous import Rendezvous
 
@@ -43,15 +43,19 @@ def services(redis_server: str) -> Iterator[Services]:
         running.close()
 
 
+ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
+
+
 def under_attack(
     address: str,
     service: Any,
     pids: list[int],
     near: RightRequests | None = None,
     leave_out: tuple[str, ...] = (),
+    also: Sequence[Any] = (ROUNDS,),
 ) -> None:
-    """The whole of it, against one service whose processes are these."""
-    attack = Attack(address, service, leave_out=leave_out)
+    """The whole of it, against one service whose processes are these, and what it serves beside its own."""
+    attack = Attack(address, service, also=also, leave_out=leave_out)
     attack.send(Hostile(SEED, near), WARM_CALLS)
     before = [Usage.of(pid) for pid in pids]
     odd = attack.odd_connections(100)
@@ -106,7 +110,7 @@ def published(trainer: str, rounds: Rounds) -> tuple[Path, int, str]:
         status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus
         version = status(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
     round_ = rounds.begun(version, weights_pb2.SYNC_TRANSPORT_DISK)
-    rounds.run(round_, publishing(trainer))
+    rounds.run(round_, taking_part(trainer))
     return Path(round_.disk_folder), version, round_.round_id
 
 
@@ -125,10 +129,10 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     def rounds(name: str, partner: Partner) -> Rounds:
         return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)
 
-    near_trainer = ForTrainer(trainer_at, run_dir, rounds("of-the-trainer", reloading(rollout_at)))
+    near_trainer = ForTrainer(trainer_at, run_dir, rounds("of-the-trainer", taking_part(rollout_at)))
     under_attack(trainer_at, trainer, [services.processes[rank].pid for rank in ranks], near_trainer)
-    found = published(trainer_at, rounds("published", reloading(rollout_at)))
-    near_rollout = ForRollout(rollout_at, rounds("of-the-replica", publishing(trainer_at)), found)
+    found = published(trainer_at, rounds("published", taking_part(rollout_at)))
+    near_rollout = ForRollout(rollout_at, rounds("of-the-replica", taking_part(trainer_at)), found)
     under_attack(rollout_at, rollout, [services.processes["rollout-0"].pid], near_rollout)
     assert [process.poll() for process in services.processes.values()] == [None] * 3
     for name in (*ranks, "rollout-0"):
@@ -146,7 +150,7 @@ def test_the_coordinators_service_outlives_it(tmp_path: Path) -> None:
     target = Target("coordinator", tmp_path)
     service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
     try:
-        under_attack(target.address, service, [target.process.pid], leave_out=("WatchEvents",))
+        under_attack(target.address, service, [target.process.pid], leave_out=("WatchEvents",), also=())
         assert target.process.poll() is None
         target.process.communicate("", timeout=20)
         assert target.process.returncode == 0

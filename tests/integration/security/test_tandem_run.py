@@ -15,6 +15,7 @@ from servicekit.security.certificates import role_name
 from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
+from tandem_api.weights.v1 import weights_pb2
 from tests.certificates import Authority, variables, write_files
 from tests.e2e.conftest import Tandem, rows_of, run_arguments
 
@@ -45,6 +46,7 @@ SERVICES: dict[str, Any] = {
     "trainer-0": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
     "rollout-0": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
 }
+ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
 
@@ -56,8 +58,9 @@ def test_another_user_of_the_machine_can_command_nothing(tmp_path: Path) -> None
         assert listening(run) - set(LOOPBACK) == set()
         for name, service in SERVICES.items():
             with grpc.insecure_channel(address_of(folder / "logs" / f"{name}.log")) as channel:
-                for method in service.methods:
-                    assert refused(channel, f"/{service.full_name}/{method.name}", method) == "UNAUTHENTICATED"
+                for method in [*service.methods, *([] if name == "coordinator" else ROUNDS.methods)]:
+                    path = f"/{method.containing_service.full_name}/{method.name}"
+                    assert refused(channel, path, method) == "UNAUTHENTICATED"
         assert (folder / ".token").stat().st_mode & 0o777 == 0o600
         assert "running" in tandem(tmp_path, "status")
         assert "small" in tandem(tmp_path, "top", "--once")

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from servicekit.rpc.limits import CHANNEL_OPTIONS
-from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.integration.sync.replicas import CALL_S, Replicas
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
@@ -45,19 +45,19 @@ def run_round(
     round_.MergeFrom(pb.Round(**fields))  # type: ignore[arg-type]
     round_.epoch = rendezvous.wait_for(Participants.of_round(round_).slots, SLOTS_S).epoch
     channels = [grpc.insecure_channel(address, options=CHANNEL_OPTIONS) for address in replicas.addresses.values()]
-    stubs = [rollout_pb2_grpc.RolloutServiceStub(channel) for channel in channels]
+    stubs = [weights_pb2_grpc.RoundServiceStub(channel) for channel in channels]
     received: list[pb.PhaseReport] = []
     with ThreadPoolExecutor(len(trainer) + len(stubs)) as pool:
         for phase in PHASES:
             if phase == pb.ROUND_PHASE_PAUSE and round_.install_mode == pb.INSTALL_MODE_STAGED:
                 continue  # COMMIT pauses
-            request = rollout_pb2.ReloadWeightsRequest(phase=phase, round=round_)
+            request = pb.RunPhaseRequest(phase=phase, round=round_)
             own = [pool.submit(run, phase, round_) for run in trainer]
-            theirs = [pool.submit(stub.ReloadWeights, request, timeout=CALL_S) for stub in stubs]
+            theirs = [pool.submit(stub.RunPhase, request, timeout=CALL_S) for stub in stubs]
             failures = [str(error) for future in [*own, *theirs] if (error := future.exception(timeout=CALL_S))]
             if failures:  # the trainer's first: receivers that waited for it say less
                 raise AssertionError("\n".join(failures))
-            reports = [rank for future in theirs for rank in future.result().ranks]
+            reports = [rank for future in theirs for rank in future.result().reports]
             if phase == pb.ROUND_PHASE_TRANSFER:
                 received = reports
     for channel in channels:

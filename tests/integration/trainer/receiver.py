@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 async def receive(
-    stub: Any, redis_url: str, model: Path, trainer: Parallel
+    stub: Any, rounds: Any, redis_url: str, model: Path, trainer: Parallel
 ) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
     """A whole round. Returns: what arrived, and the trainer ranks' reports of TRANSFER."""
     spec, parallel = ModelSpec.from_folder(model), Parallel()
@@ -40,9 +40,9 @@ async def receive(
                 number = weights_pb2.RoundPhase.Value(f"ROUND_PHASE_{phase}")
                 mine = pool.submit(member.run_phase, number, round_)
                 if phase != "VERIFY":
-                    request = pb.PublishWeightsRequest(phase=number, round=round_)
-                    reply = await stub.PublishWeights(request, timeout=60)
-                    reports = reply.ranks if phase == "TRANSFER" else reports
+                    request = weights_pb2.RunPhaseRequest(phase=number, round=round_)
+                    reply = await rounds.RunPhase(request, timeout=60)
+                    reports = reply.reports if phase == "TRANSFER" else reports
                 mine.result(timeout=30)
     finally:
         member.close()

@@ -20,7 +20,7 @@ from servicekit.redis.registry import ServiceRecord
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
 from tests.integration.trainer.tiny_inputs import VOCAB
@@ -39,6 +39,12 @@ def record(shared_trainer: TrainerProcesses) -> ServiceRecord:
 def folder(shared_trainer: TrainerProcesses) -> Path:
     """A folder of one test, below that of the trainer's run."""
     return Path(tempfile.mkdtemp(dir=shared_trainer.folder))
+
+
+@pytest_asyncio.fixture
+async def rounds(record: ServiceRecord) -> AsyncIterator[weights_pb2_grpc.RoundServiceStub]:
+    async with open_channel(record.address) as channel:
+        yield weights_pb2_grpc.RoundServiceStub(channel)
 
 
 @pytest_asyncio.fixture
@@ -251,17 +257,17 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, shared_redis: str, tiny_model: Path, folder: Path
+    stub: Any, rounds: Any, shared_redis: str, tiny_model: Path, folder: Path
 ) -> None:
-    tensors, reports = await receive(stub, shared_redis, tiny_model, Parallel(tensor=2))
+    tensors, reports = await receive(stub, rounds, shared_redis, tiny_model, Parallel(tensor=2))
     assert len(reports) == 2
     assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
 
 
-async def test_round_of_another_version_is_refused(stub: Any) -> None:
+async def test_round_of_another_version_is_refused(stub: Any, rounds: Any) -> None:
     round_ = a_round(policy_version=await version(stub) + 1)
-    request = pb.PublishWeightsRequest(phase=weights_pb2.ROUND_PHASE_PREPARE, round=round_)
-    assert isinstance(await refusal(stub.PublishWeights(request, timeout=TIMEOUT_S)), WrongVersion)
+    request = weights_pb2.RunPhaseRequest(phase=weights_pb2.ROUND_PHASE_PREPARE, round=round_)
+    assert isinstance(await refusal(rounds.RunPhase(request, timeout=TIMEOUT_S)), WrongVersion)
 
 
 def a_round(**fields: Any) -> weights_pb2.Round:
@@ -271,19 +277,19 @@ def a_round(**fields: Any) -> weights_pb2.Round:
     )
 
 
-async def test_values_that_ended_the_trainer_are_refused_at_once(stub: Any) -> None:
+async def test_values_that_ended_the_trainer_are_refused_at_once(stub: Any, rounds: Any) -> None:
     now = await version(stub)
     many = weights_pb2.ReplicaSpec(name="rollout-0", parallel=weights_pb2.ParallelSizes(tensor=30_000_000))
-    rounds = {
+    described = {
         "formation_timeout_s is inf": a_round(formation_timeout_s=math.inf),
         "transfer_timeout_s is nan": a_round(transfer_timeout_s=math.nan),
         "tensor is 30000000": a_round(policy_version=now, replicas=[many]),
         "round_id is ": a_round(round_id="../../x"),
     }
-    for says, round_ in rounds.items():
+    for says, round_ in described.items():
         for phase in (weights_pb2.ROUND_PHASE_ABORT, weights_pb2.ROUND_PHASE_PREPARE):
-            request = pb.PublishWeightsRequest(phase=phase, round=round_)
-            error = await refusal(stub.PublishWeights(request, timeout=5))
+            request = weights_pb2.RunPhaseRequest(phase=phase, round=round_)
+            error = await refusal(rounds.RunPhase(request, timeout=5))
             assert isinstance(error, InvalidRequest)
             assert says in str(error)
     for number in (2**63, 2**64 - 1):

@@ -17,10 +17,11 @@ from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2
+from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 from tests.unit.rollout.test_updates import a_round
 from weightsync.layouts.layout import Parallel
+from weightsync.round.client import SERVICE
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 NAME = "tandem_api.rollout.v1.RolloutService"
@@ -51,12 +52,15 @@ class Served:
             leader=leader,
         )
         self.server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, NAME)
+        self.server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, self.servicer, SERVICE)
 
     async def start(self) -> None:
         for phase in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT):
             await self.updates.run_phase(phase, a_round("seed", 1))
         self.address = await self.server.start()
-        self.stub = rollout_pb2_grpc.RolloutServiceStub(open_channel(self.address))
+        channel = open_channel(self.address)
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        self.rounds = weights_pb2_grpc.RoundServiceStub(channel)
 
     async def generate(self, num_groups: int = 2, version: int = 1) -> list[Any]:
         request = pb.GenerateGroupsRequest(
@@ -134,7 +138,7 @@ async def test_pause_status_and_checksums(served: Served) -> None:
 
 async def test_a_round_without_an_id_is_refused(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.ReloadWeights(pb.ReloadWeightsRequest(phase=PREPARE), timeout=5.0)
+        await served.rounds.RunPhase(weights_pb2.RunPhaseRequest(phase=PREPARE), timeout=5.0)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -147,7 +151,7 @@ async def test_replies_stay_below_a_token_limit(served: Served, monkeypatch: pyt
 OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
 FENCED: dict[str, Any] = {
     "TakeOver": pb.TakeOverRequest(fence=OLD),
-    "ReloadWeights": pb.ReloadWeightsRequest(phase=ABORT, round=a_round("open", fence=OLD)),
+    "RunPhase": weights_pb2.RunPhaseRequest(phase=ABORT, round=a_round("open", fence=OLD)),
     "LoadPublishedWeights": pb.LoadPublishedWeightsRequest(folder="/f", round_id="r", policy_version=9, fence=OLD),
     "PauseGeneration": pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN, fence=OLD),
     "ResumeGeneration": pb.ResumeGenerationRequest(fence=OLD),
@@ -158,7 +162,7 @@ FENCED: dict[str, Any] = {
 async def test_a_replaced_coordinator_is_refused(served: Served, call: str) -> None:
     await served.stub.TakeOver(pb.TakeOverRequest(fence=NEW), timeout=5.0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await getattr(served.stub, call)(FENCED[call], timeout=5.0)
+        await getattr(served.rounds if call == "RunPhase" else served.stub, call)(FENCED[call], timeout=5.0)
     assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == "FENCED"
     assert (served.updates.state, served.updates.policy_version) == (weights_pb2.REPLICA_STATE_SERVING, 1)
 
@@ -173,12 +177,12 @@ async def test_a_replica_that_is_started_again_refuses_it_too() -> None:
 
 
 async def test_whoever_takes_over_finds_no_round_of_its_predecessor(served: Served) -> None:
-    prepare = pb.ReloadWeightsRequest(phase=PREPARE, round=a_round("open", fence=OLD))
-    await served.stub.ReloadWeights(prepare, timeout=5.0)
+    prepare = weights_pb2.RunPhaseRequest(phase=PREPARE, round=a_round("open", fence=OLD))
+    await served.rounds.RunPhase(prepare, timeout=5.0)
     taken = await served.stub.TakeOver(pb.TakeOverRequest(fence=NEW), timeout=5.0)
     assert taken.policy_version == 1
     new = a_round("new", fence=NEW)
     for phase in (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT):
-        await served.stub.ReloadWeights(pb.ReloadWeightsRequest(phase=phase, round=new), timeout=5.0)
+        await served.rounds.RunPhase(weights_pb2.RunPhaseRequest(phase=phase, round=new), timeout=5.0)
     assert served.updates.policy_version == 2
     assert served.ranks.phases[-5:] == ["ABORT", "PREPARE", "TRANSFER", "VERIFY", "COMMIT"]

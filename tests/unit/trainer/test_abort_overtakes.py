@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from servicekit.errors import PeerLost
-from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
 from trainer_service.ranks.commands import Command, Commander, Wire
@@ -35,16 +34,16 @@ class HangingRank:
 
     def publish(self, parts: object) -> bytes:
         assert isinstance(parts, list)
-        request = pb.PublishWeightsRequest.FromString(parts[0])
+        request = weights_pb2.RunPhaseRequest.FromString(parts[0])
         if request.phase == TRANSFER:
             self.begun.set()
             raise PeerLost(f"{self.interrupted.result(timeout=10)} was given up")
         return weights_pb2.PhaseReport(policy_version=7).SerializeToString()
 
 
-def request(phase: "weights_pb2.RoundPhase.ValueType") -> pb.PublishWeightsRequest:
+def request(phase: "weights_pb2.RoundPhase.ValueType") -> weights_pb2.RunPhaseRequest:
     round_ = weights_pb2.Round(round_id="round-7", formation_timeout_s=60, transfer_timeout_s=60)
-    return pb.PublishWeightsRequest(phase=phase, round=round_)
+    return weights_pb2.RunPhaseRequest(phase=phase, round=round_)
 
 
 def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) -> None:
@@ -55,15 +54,15 @@ def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) ->
     servicer = TrainerServicer(commander, max_samples=1, run_dir=tmp_path, interrupt=rank.interrupt)
     servicer._engine = object()  # type: ignore[assignment]
 
-    async def both() -> pb.PublishWeightsResponse:
-        transfer = asyncio.create_task(servicer.PublishWeights(request(TRANSFER), None))
+    async def both() -> weights_pb2.RunPhaseResponse:
+        transfer = asyncio.create_task(servicer.RunPhase(request(TRANSFER), None))
         await asyncio.to_thread(rank.begun.wait, 10)
         async with asyncio.timeout(5):
-            reply = await servicer.PublishWeights(request(ABORT), None)
+            reply = await servicer.RunPhase(request(ABORT), None)
         with pytest.raises(PeerLost, match="round-7 was given up"):
             await transfer
         return reply
 
     reply = asyncio.run(both())
     commander.submit(Command.STOP)
-    assert [report.policy_version for report in reply.ranks] == [7]
+    assert [report.policy_version for report in reply.reports] == [7]

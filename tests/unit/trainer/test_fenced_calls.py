@@ -78,7 +78,7 @@ def step(header: pb.TrainStepHeader, taken: asyncio.Event | None = None) -> Asyn
 
 CALLS: dict[str, Any] = {
     "TakeOver": pb.TakeOverRequest(fence=OLD),
-    "PublishWeights": pb.PublishWeightsRequest(phase=ABORT, round=weights_pb2.Round(round_id="r", fence=OLD)),
+    "RunPhase": weights_pb2.RunPhaseRequest(phase=ABORT, round=weights_pb2.Round(round_id="r", fence=OLD)),
     "SaveCheckpoint": pb.SaveCheckpointRequest(path="/run/x", fence=OLD),
     "ExportModel": pb.ExportModelRequest(path="/run/x", fence=OLD),
     "RestorePolicy": pb.RestorePolicyRequest(path="", policy_version=1, fence=OLD),

@@ -33,6 +33,8 @@ from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tools.gpu_check.services.settings import RUN_ID, Scale, Shape, model_config, run_config, write_model
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.round.client import RoundClient
+from weightsync.round.phases import Phase
 
 # Engines import for 20 s, capture graphs for as long; several times that on busy cores.
 START_S = 300.0
@@ -56,15 +58,24 @@ class StruckTrainer(Trainer):
 
     strike: Strike | None = None
 
-    async def run_phase(
-        self, phase: "pb.RoundPhase.ValueType", sync_round: pb.Round, *, timeout_s: float
-    ) -> list[pb.PhaseReport]:
-        """Run one phase, and strike in it: it is not over before the harm is done."""
-        strike = self.strike
+    def _connect(self) -> None:
+        super()._connect()
+        self.rounds = StruckRounds(self, self.rounds)
+
+
+class StruckRounds(RoundClient):
+    """Runs phases on `trainer`, and strikes in one: it is not over before the harm is done."""
+
+    def __init__(self, trainer: StruckTrainer, rounds: RoundClient) -> None:
+        self._trainer, self._rounds = trainer, rounds
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        """As RoundClient."""
+        strike = self._trainer.strike
         if strike is None or strike.phase != phase:
-            return await super().run_phase(phase, sync_round, timeout_s=timeout_s)
-        self.strike = None
-        call = asyncio.create_task(super().run_phase(phase, sync_round, timeout_s=timeout_s), name="struck phase")
+            return await self._rounds.run_phase(phase, round_)
+        self._trainer.strike = None
+        call = asyncio.create_task(self._rounds.run_phase(phase, round_), name="struck phase")
         await strike.during()
         return await call
 
