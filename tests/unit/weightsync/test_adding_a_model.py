@@ -18,7 +18,7 @@ from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model import mapping
 from weightsync.model import spec as model_spec
-from weightsync.model.mapping import Part, Placement, Rule, rules_for
+from weightsync.model.mapping import CanonicalPart, Placement, Rule, rules_for
 from weightsync.model.mapping.dense import ATTENTION_RULES, MLP_RULES
 from weightsync.plans.plan import make_plan
 from weightsync.transfer.coverage import check_coverage
@@ -38,7 +38,7 @@ def carry_out(title: str) -> dict[str, Any]:
         "Family": model_spec.Family,
         "TABLES": mapping.TABLES,
         "Rule": Rule,
-        "Part": Part,
+        "CanonicalPart": CanonicalPart,
         "Placement": Placement,
         "ATTENTION_RULES": ATTENTION_RULES,
         "MLP_RULES": MLP_RULES,
@@ -117,7 +117,10 @@ def test_a_rule_that_only_one_side_has_is_named_before_planning() -> None:
     [
         ({"sglang": "model.norm.weight"}, r"SGLang parameter model\.norm\.weight"),
         ({"megatron": ("decoder.final_layernorm.weight",)}, r"Megatron parameter decoder\.final_layernorm\.weight"),
-        ({"parts": (Part(name="lm_head.weight", rows="vocab", cols="hidden"),)}, r"canonical tensor lm_head\.weight"),
+        (
+            {"parts": (CanonicalPart(name="lm_head.weight", rows="vocab", cols="hidden"),)},
+            r"canonical tensor lm_head\.weight",
+        ),
     ],
 )
 def test_names_that_clash_are_refused(change: dict[str, Any], named: str) -> None:
@@ -129,7 +132,7 @@ def test_names_that_clash_are_refused(change: dict[str, Any], named: str) -> Non
 
 def test_a_shape_that_is_unknown_to_the_spec_is_named() -> None:
     (rule,) = carry_out("A family with a norm")["SANDWICH_RULES"]
-    odd = dataclasses.replace(rule, parts=(Part(name=rule.parts[0].name, rows="hiden"),))
+    odd = dataclasses.replace(rule, parts=(CanonicalPart(name=rule.parts[0].name, rows="hiden"),))
     mapping.TABLES["sandwich"] = ATTENTION_RULES + MLP_RULES + (odd,)
     with pytest.raises(ConfigError, match=r"post_feedforward_layernorm.*'hiden'"):
         hf_layout(tiny_spec("sandwich"))
