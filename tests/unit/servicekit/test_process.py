@@ -19,12 +19,12 @@ from servicekit.versions import software_versions
 GOOD = {"REDIS_URL": "redis://:secret@127.0.0.1:6379", "TANDEM_RUN_ID": "demo-1", "TANDEM_RUN_DIR": "/tmp"}
 
 
-def test_the_environment_has_defaults_for_what_is_local():
+def test_the_environment_has_defaults_for_what_is_local() -> None:
     environment = ServiceEnvironment.from_env({**GOOD, "TANDEM_GRPC_PORT": "5005", "HOME": "/root"})
     assert (environment.run_id, environment.bind, environment.metrics_port) == ("demo-1", "127.0.0.1:5005", 0)
 
 
-def test_every_wrong_variable_is_named_at_once():
+def test_every_wrong_variable_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         ServiceEnvironment.from_env({"TANDEM_RUN_ID": "a b", "TANDEM_METRICS_PORT": "70000", "TANDEM_RUN_DIR": "/none"})
     problems = str(caught.value).split("; environment")
@@ -38,19 +38,19 @@ def test_every_wrong_variable_is_named_at_once():
     ("name", "value"),
     [("REDIS_URL", "http://:secret@h"), ("REDIS_URL", ""), ("TANDEM_GRPC_PORT", "http"), ("TANDEM_GRPC_PORT", "-1")],
 )
-def test_a_malformed_variable_is_named_without_its_secret(name, value):
+def test_a_malformed_variable_is_named_without_its_secret(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"environment variable {name}") as caught:
         ServiceEnvironment.from_env({**GOOD, name: value})
     assert "secret" not in str(caught.value)
 
 
-def test_versions_are_those_installed():
+def test_versions_are_those_installed() -> None:
     versions = software_versions(["pydantic_core", "no-such-package"])
     assert set(versions) == {"python", "pydantic_core"}
     assert versions["pydantic_core"][0].isdigit()
 
 
-def test_metrics_are_served_on_a_port_that_is_told():
+def test_metrics_are_served_on_a_port_that_is_told() -> None:
     port = serve_metrics("127.0.0.1")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         assert b"tandem_rpc_seconds" in reply.read()
@@ -60,8 +60,9 @@ def test_metrics_are_served_on_a_port_that_is_told():
 
 PROGRAM = """
 import asyncio, logging, sys
-from servicekit import lifecycle, logs
+from servicekit import logs
 from servicekit.errors import ConfigError, PeerLost
+from servicekit.life import lifecycle
 
 async def main(stop):
     logs.get_logger("ours").debug("not shown")
@@ -97,7 +98,7 @@ def run_program(mode: str, *, send: int | None = None) -> tuple[int, list[dict[s
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_ends_a_service_with_success(sent):
+def test_a_stop_signal_ends_a_service_with_success(sent: signal.Signals) -> None:
     code, lines = run_program("run", send=sent)
     assert code == 0
     assert (lines[-1]["message"], lines[-1]["signal"]) == ("stop requested", sent.name)
@@ -111,14 +112,14 @@ def test_a_stop_signal_ends_a_service_with_success(sent):
         ("fail", 1, "PeerLost: rank 3 is gone"),
     ],
 )
-def test_a_failure_is_told_by_code_and_last_line(mode, expected, error):
+def test_a_failure_is_told_by_code_and_last_line(mode: str, expected: int, error: str) -> None:
     code, lines = run_program(mode)
     assert code == expected
     assert lines[-1]["error"] == error
     assert ("exception" in lines[-1]) == (mode == "fail")  # a traceback is for bugs, not for typing errors
 
 
-def test_log_lines_of_ours_and_of_libraries_are_json_with_the_same_fields():
+def test_log_lines_of_ours_and_of_libraries_are_json_with_the_same_fields() -> None:
     _, lines = run_program("config")
     ours, library = lines[0], lines[1]
     assert {key: ours[key] for key in ("message", "state", "level", "logger")} == {
@@ -134,7 +135,7 @@ def test_log_lines_of_ours_and_of_libraries_are_json_with_the_same_fields():
         assert "rank" not in line
 
 
-async def test_a_task_that_dies_ends_the_wait_with_its_error():
+async def test_a_task_that_dies_ends_the_wait_with_its_error() -> None:
     async def die() -> None:
         raise PeerLost("gone")
 
@@ -144,7 +145,7 @@ async def test_a_task_that_dies_ends_the_wait_with_its_error():
     assert forever.cancelled()
 
 
-async def test_a_task_that_returns_unasked_is_a_failure():
+async def test_a_task_that_returns_unasked_is_a_failure() -> None:
     async def leave() -> None:
         return
 
@@ -152,7 +153,7 @@ async def test_a_task_that_returns_unasked_is_a_failure():
         await lifecycle.run_until_stopped(asyncio.Event(), [asyncio.create_task(leave(), name="pump")])
 
 
-async def test_watch_tells_failures_only():
+async def test_watch_tells_failures_only() -> None:
     async def fail() -> None:
         raise KeyError("x")
 
@@ -169,7 +170,7 @@ async def test_watch_tells_failures_only():
     assert [type(error) for error in told] == [KeyError]
 
 
-async def test_signals_set_the_event_also_when_they_come_twice():
+async def test_signals_set_the_event_also_when_they_come_twice() -> None:
     stop = lifecycle.install_stop_signals(asyncio.get_running_loop())
     try:
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
