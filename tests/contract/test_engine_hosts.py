@@ -27,6 +27,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.certificates import Authority, files_of, variables
+from tests.fakes.refusal import refuse_in_thread
 from tests.unit.rollout.fake_engine import FakeEngine
 
 DEADLINE_S = 20.0
@@ -39,7 +40,7 @@ class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_grpc.R
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.loaded: list[str] = []
-        self.fails: dict[int, Exception] = {}
+        self.fails: dict[pb.RoundPhase.ValueType, Exception] = {}
 
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
         if request.phase in self.fails:
@@ -52,6 +53,12 @@ class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_grpc.R
 
     def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
         return pb.GetChecksumsResponse(checksums={"rank": str(self.rank)})
+
+    def LoadFolder(self, request: pb.LoadFolderRequest, context: Any) -> pb.LoadFolderResponse:
+        refuse_in_thread(context)
+
+    def PoisonWeights(self, request: pb.PoisonWeightsRequest, context: Any) -> pb.PoisonWeightsResponse:
+        refuse_in_thread(context)
 
 
 class Rig:

@@ -17,6 +17,7 @@ from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeSync
+from tests.fakes.refusal import refuse
 from tests.fakes.tiny_task import EOS, NUM_PARAMETERS, answer_of, encode
 
 
@@ -48,7 +49,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     faults: deque[GenerateFault | None] = field(default_factory=deque)
     requests: list[pb.GenerateGroupsRequest] = field(default_factory=list)
     loads: list[pb.LoadPublishedWeightsRequest] = field(default_factory=list)
-    state: int = weights_pb2.REPLICA_STATE_UNSEEDED
+    state: weights_pb2.ReplicaState.ValueType = weights_pb2.REPLICA_STATE_UNSEEDED
     policy_version: int = 0
     groups_per_response: int = 4
     # After a fault in a round it answers nothing any more, as a process that was killed.
@@ -144,7 +145,16 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
         )
 
-    def _follow(self, phase: int) -> None:
+    async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
+        await refuse(context)
+
+    async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
+        await refuse(context)
+
+    async def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
+        await refuse(context)
+
+    def _follow(self, phase: weights_pb2.RoundPhase.ValueType) -> None:
         """The replica's state follows the round's."""
         if phase == COMMIT and self.sync.committed is not None:
             self.state, self.policy_version = weights_pb2.REPLICA_STATE_SERVING, self.sync.committed

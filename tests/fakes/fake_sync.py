@@ -16,7 +16,7 @@ VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_P
 class Fault:
     """Raise `error` when `phase` comes; after its work is done if `lost_reply`."""
 
-    phase: int
+    phase: pb.RoundPhase.ValueType
     error: TandemError
     lost_reply: bool = False
 
@@ -31,20 +31,20 @@ class FakeSync:
         seen: (round_id, phase) of every call that came.
     """
 
-    order: tuple[int, ...]
+    order: tuple[pb.RoundPhase.ValueType, ...]
     num_ranks: int = 1
     received_bytes: int = 0
     shard_bytes: int = 0
     plan_digest: str = "abc"
     seconds: dict[str, float] = field(default_factory=dict)
     faults: deque[Fault] = field(default_factory=deque)
-    seen: list[tuple[str, int]] = field(default_factory=list)
+    seen: list[tuple[str, pb.RoundPhase.ValueType]] = field(default_factory=list)
     committed: int | None = None
-    aborted_after: int | None = None
+    aborted_after: pb.RoundPhase.ValueType | None = None
     _round_id: str = ""
-    _done: list[int] = field(default_factory=list)
+    _done: list[pb.RoundPhase.ValueType] = field(default_factory=list)
 
-    def run_phase(self, phase: int, sync_round: pb.Round) -> list[pb.PhaseReport]:
+    def run_phase(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> list[pb.PhaseReport]:
         self.seen.append((sync_round.round_id, phase))
         fault = self.faults.popleft() if self.faults and self.faults[0].phase == phase else None
         if fault is not None and not fault.lost_reply:
@@ -54,10 +54,10 @@ class FakeSync:
             raise fault.error
         return [self._report(phase, sync_round) for _ in range(self.num_ranks)]
 
-    def phases(self) -> list[int]:
+    def phases(self) -> list[pb.RoundPhase.ValueType]:
         return [phase for _, phase in self.seen]
 
-    def _advance(self, phase: int, sync_round: pb.Round) -> None:
+    def _advance(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> None:
         if phase == ABORT:
             self.aborted_after = self._done[-1] if self._done and self._round_id == sync_round.round_id else None
             self._done = []
@@ -74,7 +74,7 @@ class FakeSync:
         if phase == COMMIT:
             self.committed = sync_round.policy_version
 
-    def _report(self, phase: int, sync_round: pb.Round) -> pb.PhaseReport:
+    def _report(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> pb.PhaseReport:
         name = pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
         report = pb.PhaseReport(plan_digest=self.plan_digest, policy_version=sync_round.policy_version)
         report.seconds[name] = self.seconds.get(name, 0.001)

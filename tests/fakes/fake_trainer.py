@@ -14,6 +14,7 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import COMMIT, PREPARE, TRANSFER, FakeSync
+from tests.fakes.refusal import refuse
 
 
 @dataclass
@@ -83,6 +84,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             self.lost_replies -= 1
             raise Unavailable("the reply was lost")
         return self._replies[step.header.step_id]
+
+    async def ComputeLogprobs(
+        self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
+    ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
+        await refuse(context)
+        yield pb.ComputeLogprobsResponse()  # never reached: it makes this a stream
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         self.fence.admit(request.round.fence)
