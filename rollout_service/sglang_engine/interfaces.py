@@ -13,8 +13,13 @@ from servicekit.errors import ConfigError
 class InterfaceAddress(Protocol):
     """What psutil tells of an address."""
 
-    family: socket.AddressFamily
-    address: str
+    @property
+    def family(self) -> socket.AddressFamily:
+        """IPv4, IPv6, a link's own."""
+
+    @property
+    def address(self) -> str:
+        """As text."""
 
 
 def resolve(host: str) -> str:

@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-Callback = Callable[[], None]
+# What it returns is not looked at.
+Callback = Callable[[], object]
 
 
 class Clock:

@@ -5,10 +5,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from launcher.check.memory_budget import rollout_memory, trainer_memory
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.fleet import ServiceFleet
+from tools.gpu_check.services.settings import Scale, Shape
 from weightsync.model.spec import ModelSpec
 
 MIB = 2**20
@@ -93,7 +95,15 @@ def check_memory(fleet: ServiceFleet, findings: Findings, samples: Path) -> None
     findings.add("peak memory per rank", wrong, **figures)
 
 
-def gpu_ranks(fleet: ServiceFleet) -> dict[str, list[str]]:
+class Placed(Protocol):
+    """What tells on which GPUs a fleet's ranks are."""
+
+    shape: Shape
+    scale: Scale
+    replicas: tuple[str, ...]
+
+
+def gpu_ranks(fleet: Placed) -> dict[str, list[str]]:
     """Which ranks are on each GPU."""
     plan = fleet.shape.devices(fleet.scale)
     found: dict[str, list[str]] = {}
