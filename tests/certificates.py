@@ -50,7 +50,7 @@ class Authority:
         subject: str | None = None,
         begins: datetime.timedelta = -DAY,
         ends: datetime.timedelta = DAY,
-        addresses: Sequence[ipaddress.IPv4Address] = (),
+        addresses: Sequence[ipaddress.IPv4Address | ipaddress.IPv6Address] = (),
     ) -> Pair:
         """A certificate for DNS `names` and IP `addresses`, valid from now + `begins` to now + `ends`."""
         key = ec.generate_private_key(ec.SECP256R1())

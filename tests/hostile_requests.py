@@ -86,10 +86,12 @@ class Hostile:
         for _ in range(self.random.choice([0, 0, 1, 1, 2])):
             at = self.random.randrange(len(messages))
             if messages[at].DESCRIPTOR.fields:
-                messages[at] = changed(
-                    messages[at], self.random, lambda field: self._value(field.containing_type, field, 0)
-                )
+                messages[at] = changed(messages[at], self.random, self._other_value)
         return [message.SerializeToString() for message in messages]
+
+    def _other_value(self, field: FieldDescriptor) -> Any:
+        assert field.containing_type is not None
+        return self._value(field.containing_type, field, 0)
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
         """A random message."""
@@ -118,8 +120,8 @@ class Hostile:
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return self.random.random() < 0.5
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-            fits = isinstance(inner, Text) and good
-            return self.random.choice([s for s in STRINGS if not fits or not inner.problem(s)] or ["r-1"])
+            wrong = [s for s in STRINGS if isinstance(inner, Text) and good and inner.problem(s)]
+            return self.random.choice([s for s in STRINGS if s not in wrong] or ["r-1"])
         if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             if good:
                 return self._rounds_s if field.name.endswith("_timeout_s") else self.random.choice([0.0, 0.5, 1.0])
@@ -132,7 +134,8 @@ class Hostile:
         if field.name == "token":  # a large one would shut out everybody after it
             return self.random.choice([0, 1])
         if good:
-            small = field.name == "policy_version" or field.containing_type.name == "ParallelSizes"
+            owner = field.containing_type
+            small = field.name == "policy_version" or (owner is not None and owner.name == "ParallelSizes")
             largest = int(bound.high) if isinstance(bound, Number) and not small else 2
             return self.random.choice([0, 1, 1, 2, largest] if largest < 2**31 else [0, 1, 2, 7])
         unsigned = field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)

@@ -119,7 +119,9 @@ def compare(case: Case, redis_url: str, rounds: int = 7) -> Compared:
     `rounds` are tried.
     """
     stage = _stage(case)
-    taken, simulated, counted = [], [], []
+    taken: list[dict[str, float]] = []
+    simulated: list[dict[str, float]] = []
+    counted: list[Speeds] = []
     tried = 0
     with fleet_of(case, redis_url) as fleet, pair() as ends:
         timed_round(fleet, 1)  # forms the communicator, plans, fills caches
@@ -299,7 +301,7 @@ def _message_s(pairs: list[list[Communicator]], window: int, times: int = 64) ->
     return _together(work) / times
 
 
-def _together(work: list[Callable[[], None]]) -> float:
+def _together(work: Sequence[Callable[[], None]]) -> float:
     """Seconds until all are done, each in a thread of its own, from when all threads are there."""
     barrier = threading.Barrier(len(work) + 1)
 

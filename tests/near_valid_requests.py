@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
@@ -27,10 +27,14 @@ TRANSPORTS = (pb.SYNC_TRANSPORT_AUTO, pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRAN
 PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE)
 # Longer than the other side of a phase needs when both do it; what takes longer waits for somebody.
 PARTNER_S = 1.0
-Phase = pb.RoundPhase.ValueType
-Partner = Callable[[Phase, pb.Round], object]
+Partner = Callable[[pb.RoundPhase.ValueType, pb.Round], object]
 NewValue = Callable[[FieldDescriptor], Any]
 SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
+
+
+def parallel_sizes(**changes: Any) -> pb.ParallelSizes:
+    """One of everything, but for `changes`."""
+    return pb.ParallelSizes(**dict[str, Any].fromkeys(SIZES, 1) | changes)
 
 
 def changed(message: Message, chance: random.Random, new_value: NewValue) -> Message:
@@ -57,7 +61,8 @@ def changed(message: Message, chance: random.Random, new_value: NewValue) -> Mes
 
 
 def _fields(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
-    for field in message.DESCRIPTOR.fields:
+    # The C++ descriptors have the same attributes.
+    for field in cast(Descriptor, message.DESCRIPTOR).fields:
         if field.containing_oneof is not None and not message.HasField(field.name):
             continue
         yield message, field
@@ -90,11 +95,11 @@ class Rounds:
         self._beside = ThreadPoolExecutor(1)
         self._doing: Future[object] = Future()
         self._doing.set_result(None)
-        self._left: list[Phase] = []
+        self._left: list[pb.RoundPhase.ValueType] = []
         self._count = 0
         self._round = pb.Round()
 
-    def next(self, version: int, chance: random.Random) -> tuple[Phase, pb.Round]:
+    def next(self, version: int, chance: random.Random) -> tuple[pb.RoundPhase.ValueType, pb.Round]:
         """The phase that is next, and its round; the partner has begun it."""
         if self._given_up() or not self._left:
             self._left = list(PHASES)
@@ -134,7 +139,7 @@ class Rounds:
             policy_version=version,
             group=self._group,
             epoch=self._epoch(),
-            trainer=pb.ParallelSizes(**{**dict.fromkeys(SIZES, 1), "tensor": 2}),
+            trainer=parallel_sizes(tensor=2),
             replicas=self._replicas,
             install_mode=pb.INSTALL_MODE_STAGED,
             pause_mode=pb.PAUSE_MODE_DRAIN,

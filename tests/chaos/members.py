@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from prometheus_client import REGISTRY
@@ -20,6 +21,7 @@ from weightsync.round import deadlines
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.session import SyncMember
 from weightsync.transfer.transports import disk
+from weightsync.transfer.transports.disk_files import write_rank
 
 # Of services that answer with nothing to do, on two cores that others use too.
 REDIS_TIMEOUT_S = 0.5
@@ -102,7 +104,7 @@ def set_up_gates(folder: Path, name: str) -> Gate:
 
     Communicator.send = gated(Communicator.send)  # type: ignore[method-assign]
     Communicator.receive = gated(Communicator.receive)  # type: ignore[method-assign]
-    disk.write_rank = gated(disk.write_rank)
+    mock.patch.object(disk, "write_rank", gated(write_rank)).start()
     disk._fill = gated(disk._fill)
     return gate
 

@@ -7,6 +7,7 @@ harmed process has come back.
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def check_memory(fleet: ChaosFleet) -> None:
 def come_back(cell: Cell, fleet: ChaosFleet) -> None:
     if cell.killed:
         revive: dict[str, Callable[[], Any]] = {"redis": fleet.redis.restart, "coordinator": lambda: None}
-        revive |= {name: lambda name=name: fleet.start_replica(name) for name in REPLICAS}
+        revive |= {name: partial(fleet.start_replica, name) for name in REPLICAS}
         revive |= dict.fromkeys(TRAINERS, fleet.start_trainer)
         revive[cell.process]()
         return

@@ -228,7 +228,7 @@ class RealFleet:
 
     async def states(self) -> dict[str, int]:
         """State of every replica that answers."""
-        found = {}
+        found: dict[str, int] = {}
         async with self.coordinator(Trainer("127.0.0.1:1")) as (_, fleet):
             for replica in await fleet.look():
                 with contextlib.suppress(TandemError):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ def main(settings: dict[str, Any]) -> None:
         def _load(self, store: Any, device: torch.device) -> Any:
             return FakeTrainerEngine(rank, int(settings["policy_version"]), settings["size"])
 
-    trainer_worker.SyncMember = GatedMember  # type: ignore[misc]
-    trainer_app.Worker = Worker  # type: ignore[misc]
+    mock.patch.object(trainer_worker, "SyncMember", GatedMember).start()
+    mock.patch.object(trainer_app, "Worker", Worker).start()
     place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)
     trainer_app.run(WorkerSettings(config=config, environment=environment, place=place, resume=False))

@@ -206,17 +206,20 @@ async def test_top_draws_a_run_until_its_end(
     monkeypatch.setenv("TANDEM_RUN_ID", environment.run_id)
     monkeypatch.setenv("TANDEM_RUN_DIR", str(environment.run_dir))
     monkeypatch.setenv("TERM", "xterm")
-    once, live = (Console(file=StringIO(), width=160, force_terminal=terminal) for terminal in (False, True))
+    said, shown = StringIO(), StringIO()
+    once, live = (
+        Console(file=file, width=160, force_terminal=terminal) for file, terminal in ((said, False), (shown, True))
+    )
     async with watched_run(config, environment) as run:
         await asyncio.to_thread(show, environment.run_dir, once, once=True)
         watching = asyncio.create_task(asyncio.to_thread(show, environment.run_dir, live, once=False))
-        await asyncio.to_thread(until, lambda: "starting" in live.file.getvalue())
+        await asyncio.to_thread(until, lambda: "starting" in shown.getvalue())
         assert not watching.done()
         run.fleet.rollout_services[0].hold.set()
         await asyncio.wait_for(watching, DEADLINE_S)
-    assert once.file.getvalue().startswith(f"{config.run.name}  starting  iteration 0 of 6, policy version 0\n")
-    assert "\x1b" not in once.file.getvalue()
-    assert "finished" in live.file.getvalue().rpartition("\x1b[?1049l")[2]
+    assert said.getvalue().startswith(f"{config.run.name}  starting  iteration 0 of 6, policy version 0\n")
+    assert "\x1b" not in said.getvalue()
+    assert "finished" in shown.getvalue().rpartition("\x1b[?1049l")[2]
 
 
 async def test_top_names_what_it_does_not_find(environment: ServiceEnvironment) -> None:

@@ -81,7 +81,9 @@ async def test_every_participant_gets_the_same_round() -> None:
 
 @pytest.mark.parametrize("phase", [PREPARE, PAUSE, TRANSFER, VERIFY])
 @pytest.mark.parametrize("error", [Aborted("gone"), PeerLost("peer lost"), DigestMismatch("digest differs")])
-async def test_a_failed_round_is_aborted_everywhere_and_tried_in_a_new_epoch(phase: int, error: TandemError) -> None:
+async def test_a_failed_round_is_aborted_everywhere_and_tried_in_a_new_epoch(
+    phase: pb.RoundPhase.ValueType, error: TandemError
+) -> None:
     group = FakeGroup()
     async with fake_fleet() as fleet:
         fleet.rollout_services[1].sync.faults.append(Fault(phase, error))

@@ -15,7 +15,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
-from tests.near_valid_requests import SIZES, ForRollout, ForTrainer, Rounds
+from tests.near_valid_requests import ForRollout, ForTrainer, Rounds, parallel_sizes
 
 SERVICES = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
@@ -52,7 +52,7 @@ class Target:
 
 def right_requests(name: str, target: Target) -> RightRequests | None:
     """None: the coordinator's have no field that could be nearly right."""
-    sizes = weights_pb2.ParallelSizes(**{**dict.fromkeys(SIZES, 1), "tensor": 2})
+    sizes = parallel_sizes(tensor=2)
     replicas = (weights_pb2.ReplicaSpec(name="rollout-0", parallel=sizes),)
     rounds = Rounds("tandem:run", lambda: 1, target.folder / "weights", replicas)
     if name == "trainer":

@@ -131,14 +131,15 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch cannot do with fake tensors, done by other means."""
     import megatron.core.optimizer.clip_grads as norms
     import megatron.core.tensor_parallel.random as states
+    from megatron.core.models.gpt import GPTModel
 
-    from trainer_service.megatron_engine import build, checkpoint
+    from trainer_service.megatron_engine import checkpoint
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))
     monkeypatch.setattr(states, "_set_cuda_rng_state", lambda *_, **__: None)
     monkeypatch.setattr(norms, "l2_norm_impl", lambda *_: (torch.zeros(1, device="cuda"), None))  # reads every norm
-    monkeypatch.setattr(build.GPTModel, "to", _to)
-    monkeypatch.setattr(build.GPTModel, "bfloat16", lambda self: self)  # its parameters are so already
+    monkeypatch.setattr(GPTModel, "to", _to)
+    monkeypatch.setattr(GPTModel, "bfloat16", lambda self: self)  # its parameters are so already
     numpy = torch.Tensor.numpy
 
     def zeros(fake: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,7 @@ def test_every_bound_is_of_its_fields_kind() -> None:
         else:
             assert isinstance(bound, kind(field)), field.full_name
         if isinstance(bound, Choice):
+            assert field.enum_type is not None
             assert [value.number for value in field.enum_type.values] == list(range(bound.last + 1)), field.full_name
         if isinstance(bound, Number):
             assert math.isfinite(bound.low)
@@ -103,11 +104,13 @@ def beyond(field: FieldDescriptor, bound: Bound) -> list[Any]:
 def test_values_beyond_a_bound_are_refused_by_name() -> None:
     tried = 0
     for field, bound in fields():
+        owner = field.containing_type
+        assert owner is not None
         for value in beyond(field, bound):
-            message: Message = GetMessageClass(field.containing_type)()
+            message: Message = GetMessageClass(owner)()
             setattr(message, field.name, value)
             with pytest.raises(InvalidRequest, match=rf"^{field.name} (is|has) "):
-                check_message(message, {field.containing_type.full_name: {field.name: bound}}, {})
+                check_message(message, {owner.full_name: {field.name: bound}}, {})
             tried += 1
     assert tried > 80
 
@@ -131,12 +134,12 @@ def test_a_round_of_too_many_or_doubled_ranks_is_refused(replicas: list[int], sa
         replicas=[weights_pb2.ReplicaSpec(name="r-0", parallel=each) for each in sizes],
     )
     with pytest.raises(InvalidRequest, match=says):
-        check_request(weights_pb2.RunPhaseRequest(phase=1, round=round_))
+        check_request(weights_pb2.RunPhaseRequest(phase=weights_pb2.ROUND_PHASE_PREPARE, round=round_))
 
 
 def test_a_missing_round_is_named() -> None:
     with pytest.raises(InvalidRequest, match="round is not set"):
-        check_request(weights_pb2.RunPhaseRequest(phase=1))
+        check_request(weights_pb2.RunPhaseRequest(phase=weights_pb2.ROUND_PHASE_PREPARE))
 
 
 def test_what_a_configuration_may_say_a_request_may_say_too() -> None:

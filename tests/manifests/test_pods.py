@@ -1,6 +1,7 @@
 """Rules that every pod of every overlay keeps: limits, security, probes, images, termination."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_probes_ask_for_what_the_health_service_serves(manifests: tuple[Manifest
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_start_up_may_take_as_long_as_the_run_allows(name: str, tmp_path) -> None:
+def test_start_up_may_take_as_long_as_the_run_allows(name: str, tmp_path: Path) -> None:
     """A pod that is ended before run.startup_timeout_s would start over for ever."""
     path = tmp_path / "run.yaml"
     path.write_text(run_yaml(overlay(name)), encoding="utf-8")

@@ -202,6 +202,7 @@ class TestTheRun:
         (container,) = pod_template(find(overlay(name), "Job", "coordinator"))["spec"]["containers"]
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         for path in (config.model.path, config.data.train, config.data.heldout):
+            assert path is not None
             inside = any(path.is_relative_to(mount) for mount in mounts)
             # The images of the demo hold it.
             assert inside or str(path).startswith("/opt/tandem/examples/arithmetic/"), path

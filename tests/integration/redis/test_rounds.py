@@ -40,7 +40,7 @@ def run_until(fleet: Fleet, round_: pb.Round, end: int) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES[1:], ids=pb.RoundPhase.Name)
-def test_a_lease_that_runs_out_in_a_round_does_not_undo_it(fleet: Fleet, phase: int) -> None:
+def test_a_lease_that_runs_out_in_a_round_does_not_undo_it(fleet: Fleet, phase: pb.RoundPhase.ValueType) -> None:
     round_ = fleet.round(1)
     run_until(fleet, round_, phase)
     expire(fleet, VICTIM)
@@ -80,7 +80,7 @@ def test_a_lease_that_runs_out_while_prepare_waits_for_it_ends_the_epoch(fleet: 
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=pb.RoundPhase.Name)
-def test_a_worker_replaced_in_its_slot_acts_no_more(fleet: Fleet, phase: int) -> None:
+def test_a_worker_replaced_in_its_slot_acts_no_more(fleet: Fleet, phase: pb.RoundPhase.ValueType) -> None:
     round_ = fleet.round(1)
     run_until(fleet, round_, phase)
     Rendezvous(fleet.redis_url, GROUP).join(VICTIM, "newer", 30.0)

@@ -188,7 +188,7 @@ class Trainer:
 
     def round(self, version: int, **fields: Any) -> pb.Round:
         epoch = Rendezvous(self._replica.redis_url, self._group).snapshot().epoch
-        defaults = {
+        defaults: dict[str, Any] = {
             "round_id": uuid.uuid4().hex,
             "policy_version": version,
             "group": self._group,

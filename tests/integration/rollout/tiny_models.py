@@ -51,6 +51,8 @@ def make_model(folder: Path, family: str = "qwen3", tied: bool = False, seed: in
     return folder
 
 
+# No mlp_only_layers: SGLang 0.5.23 gives every layer of this family experts.
+_EXPERTS: dict[str, object] = {"moe_intermediate_size": 24, "norm_topk_prob": True}
 _FAMILIES: dict[str, Callable[[dict[str, object]], PreTrainedModel]] = {
     "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
     "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **sizes})),
@@ -59,8 +61,6 @@ _FAMILIES: dict[str, Callable[[dict[str, object]], PreTrainedModel]] = {
         Qwen3MoeConfig(**{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, **_EXPERTS, **sizes})
     ),
 }
-# No mlp_only_layers: SGLang 0.5.23 gives every layer of this family experts.
-_EXPERTS = {"moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:

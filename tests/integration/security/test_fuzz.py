@@ -21,7 +21,15 @@ from tests.contract.test_hostile_calls import Target
 from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
 from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
-from tests.near_valid_requests import CALL_S, SIZES, ForRollout, ForTrainer, Partner, Rounds, taking_part
+from tests.near_valid_requests import (
+    CALL_S,
+    ForRollout,
+    ForTrainer,
+    Partner,
+    Rounds,
+    parallel_sizes,
+    taking_part,
+)
 from tests.service_processes import Services
 from weightsync.group.rendezvous import Rendezvous
 
@@ -71,8 +79,8 @@ def under_attack(
         connection.close()
     attack.status()
     print(service.name, dict(attack.answers))
-    for method, (past, done) in attack.shares().items():
-        print(f"{service.name}.{method}: {past:.0%} past the edge, {done:.0%} done")
+    for method, (past, carried_out) in attack.shares().items():
+        print(f"{service.name}.{method}: {past:.0%} past the edge, {carried_out:.0%} done")
     assert attack.untyped == {}
     assert max(asked) < 10
     after = [Usage.of(pid) for pid in pids]
@@ -124,7 +132,7 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     trainer_at, rollout_at = services.address_of("trainer", "trainer"), services.address_of("rollout", "rollout-0")
     group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
     run_dir = services.folder / "run"
-    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=weights_pb2.ParallelSizes(**dict.fromkeys(SIZES, 1)))
+    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=parallel_sizes())
 
     def rounds(name: str, partner: Partner) -> Rounds:
         return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)

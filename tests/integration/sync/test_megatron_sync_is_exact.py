@@ -4,6 +4,7 @@ The exported folder is also compared with the one that was imported: HF -> Megat
 """
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -109,4 +110,7 @@ def publisher(trainer: weights_pb2_grpc.RoundServiceStub) -> RunPhase:
 
 def sizes(trainer: dict[str, int]) -> Parallel:
     """The layout that a trainer section asks for; sequence parallelism splits no weights."""
-    return Parallel(**{key.removesuffix("_parallel"): n for key, n in trainer.items() if key != "sequence_parallel"})
+    kept: dict[str, Any] = {
+        key.removesuffix("_parallel"): n for key, n in trainer.items() if key != "sequence_parallel"
+    }
+    return Parallel(**kept)

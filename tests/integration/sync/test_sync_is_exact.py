@@ -7,6 +7,7 @@ cheap; test_megatron_sync_is_exact.py has the real trainer.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Kind:
     sources: list[Parallel]
     targets: list[Parallel]
     tied: bool = False
-    changes: dict[str, object] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
@@ -81,7 +82,7 @@ FAST = ("qwen2-tied", "llama-replicated-kv", "qwen3_moe")
 def test_sync_writes_what_sglang_would_load(name: str, services: Services, tmp_path: Path) -> None:
     kind = KINDS[name]
     # Six layers: stages of 3 + 3, 1 + 4 + 1 or 1 + 2 + 2 + 1, and virtual ones of one layer.
-    model = make_model(tmp_path / "m", kind.family, kind.tied, **{"num_hidden_layers": 6, **kind.changes})
+    model = make_model(tmp_path / "m", kind.family, kind.tied, **dict[str, Any](num_hidden_layers=6) | kind.changes)
     replicas = Replicas(services, model, {f"rollout-{i}": target for i, target in enumerate(kind.targets)})
     replicas.wait_up()
     truth = replicas.truth(model)

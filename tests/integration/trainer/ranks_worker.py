@@ -60,7 +60,7 @@ def handlers(rank: int) -> dict[Command, Any]:
     }
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, list[tuple[Command, list[bytes]]]] = {
     "works": [(Command.SAVE, [b"one", b"", b"three"]), (Command.EXPORT, []), (Command.SAVE, []), (Command.STOP, [])],
     "fails": [(Command.LOGPROBS, [])],
     "dies": [(Command.PUBLISH, [])],

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_two_hosts_start_together_and_start_again_together(hosts: Hosts) -> None
     assert not hosts.says(1, "readiness")
     hosts.start(0)
     for host in (0, 1):
-        until(lambda host=host: hosts.says(host, "readiness"), READY_TIMEOUT_S)
+        until(partial(hosts.says, host, "readiness"), READY_TIMEOUT_S)
 
     # One rank dies: its host says so at once, and no rank goes on without it.
     hosts.kill_rank(1)
@@ -110,7 +111,7 @@ def test_two_hosts_start_together_and_start_again_together(hosts: Hosts) -> None
     assert hosts.exit_code(0) == 1
     hosts.start(0)
     for host in (0, 1):
-        until(lambda host=host: hosts.says(host, "readiness"), READY_TIMEOUT_S)
+        until(partial(hosts.says, host, "readiness"), READY_TIMEOUT_S)
 
     for process in hosts.processes.values():
         process.send_signal(signal.SIGTERM)

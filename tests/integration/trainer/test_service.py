@@ -293,8 +293,8 @@ async def test_values_that_ended_the_trainer_are_refused_at_once(stub: Any, roun
             assert isinstance(error, InvalidRequest)
             assert says in str(error)
     for number in (2**63, 2**64 - 1):
-        request = pb.RestorePolicyRequest(policy_version=number)
-        assert isinstance(await refusal(stub.RestorePolicy(request, timeout=5)), InvalidRequest)
+        restore = pb.RestorePolicyRequest(policy_version=number)
+        assert isinstance(await refusal(stub.RestorePolicy(restore, timeout=5)), InvalidRequest)
     assert await version(stub) == now
 
 

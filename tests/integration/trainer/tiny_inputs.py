@@ -61,7 +61,8 @@ def make_samples(num_samples: int = 24, seed: int = 1) -> Samples:
 
 def write_samples(samples: Samples, path: Path) -> None:
     """As .npz."""
-    np.savez(path, **{field.name: np.asarray(getattr(samples, field.name)) for field in fields(samples)})
+    arrays: dict[str, Any] = {field.name: np.asarray(getattr(samples, field.name)) for field in fields(samples)}
+    np.savez(path, **arrays)
 
 
 def read_samples(path: Path) -> Samples:

@@ -1,6 +1,7 @@
 """Fleets of real SyncMembers over real Redis and gloo."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,9 @@ from weightsync.layouts.layout import Parallel
 
 @pytest.fixture
 def fleet(redis_server: str) -> Iterator[Callable[..., Fleet]]:
-    made = []
+    made: list[Fleet] = []
 
-    def make(trainer: Parallel, replicas: dict[str, Parallel], **spec: object) -> Fleet:
+    def make(trainer: Parallel, replicas: dict[str, Parallel], **spec: Any) -> Fleet:
         made.append(Fleet(redis_server, tiny_spec(**spec), trainer, replicas))
         return made[-1]
 

@@ -21,7 +21,7 @@ def two(fleet: Callable[..., Fleet]) -> Fleet:
     return fleet(Parallel(), {"rollout-0": Parallel()})
 
 
-def run(them: Fleet, phase: int, round_: pb.Round) -> None:
+def run(them: Fleet, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> None:
     failed = [answer for answer in them.run(phase, round_).values() if isinstance(answer, Exception)]
     assert not failed, failed
 

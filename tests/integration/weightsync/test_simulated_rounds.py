@@ -23,7 +23,7 @@ TP2 = Parallel(tensor=2)
     ids=lambda case: f"{case.hidden}-{case.replicas}x{case.rollout.tensor}",
 )
 def test_a_simulated_round_takes_as_long_as_a_real_one(case: Case, redis_server: str) -> None:
-    ratios = []
+    ratios: list[float] = []
     while len(ratios) < TRIES:
         try:
             ratios.append(compare(case, redis_server).ratio)

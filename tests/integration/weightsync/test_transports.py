@@ -50,7 +50,11 @@ def failure(outcome: dict[str, pb.PhaseReport | Exception], kind: type[Exception
 @pytest.mark.parametrize("transport", NAMES)
 @pytest.mark.parametrize("trainer", [Parallel(tensor=2), Parallel(pipeline=2, data=2)])
 def test_every_transport_is_exact_round_after_round(
-    fleet: Callable[..., Fleet], tmp_path: Path, transport: int, install: int, trainer: Parallel
+    fleet: Callable[..., Fleet],
+    tmp_path: Path,
+    transport: pb.SyncTransport.ValueType,
+    install: pb.InstallMode.ValueType,
+    trainer: Parallel,
 ) -> None:
     them = fleet(trainer, TWO_REPLICAS)
     for version in (1, 2, 3):

@@ -4,6 +4,7 @@ import ast
 import re
 
 import pytest
+from pydantic import BaseModel
 
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import all_keys, description, note
@@ -77,7 +78,9 @@ def test_every_variable_on_the_page_is_named_by_the_code() -> None:
         (SyncSection, "dtype", "one of `same`, `bfloat16`", "`same`"),
     ],
 )
-def test_types_and_defaults_are_told_as_they_are_written(section, key, type_, default) -> None:
+def test_types_and_defaults_are_told_as_they_are_written(
+    section: type[BaseModel], key: str, type_: str, default: str
+) -> None:
     field = section.model_fields[key]
     assert (type_text(field), default_text(field)) == (type_, default)
 

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,10 @@ def test_the_summary_has_what_the_issue_asks_for() -> None:
         last_accuracy=0.5,
         totals=Totals(weight_sync_s=[0.3, 0.1, 0.2], bytes_per_rollout_rank=64, redundancy=1.0),
     )
-    rows = [{"iteration_s": 1.0, "overhead_share": 0.1}, {"iteration_s": 3.0, "overhead_share": None}]
+    rows: list[dict[str, float | int | None]] = [
+        {"iteration_s": 1.0, "overhead_share": 0.1},
+        {"iteration_s": 3.0, "overhead_share": None},
+    ]
     summary = build_summary(state, rows, {"torch": "2"})
     json.dumps(summary, allow_nan=False)
     keys = "iterations initial_accuracy final_accuracy wall_s generated_tokens trained_samples policy_version"
@@ -101,7 +105,7 @@ def test_versions_of_services_that_differ_are_both_kept() -> None:
     assert (merged["torch"], merged["rollout-0.torch"]) == ("2.13", "2.12")
 
 
-def report(**fields: object) -> weights_pb2.PhaseReport:
+def report(**fields: Any) -> weights_pb2.PhaseReport:
     return weights_pb2.PhaseReport(**fields)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from tandem_files.atomic import write_bytes_atomic, write_json_atomic
 from tandem_files.checkpoints import (
     COMPLETE,
     DamagedCheckpoint,
+    Sound,
     list_complete,
     mark_complete,
     newest_iteration,
@@ -23,7 +26,7 @@ from tandem_files.checkpoints import (
 from tandem_files.digests import file_digest, write_manifest
 
 
-def make(run_dir, iteration, complete=True):
+def make(run_dir: Path, iteration: int, complete: bool = True) -> Path:
     folder = step_folder(run_dir, iteration)
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "weights").write_text("w")
@@ -32,13 +35,13 @@ def make(run_dir, iteration, complete=True):
     return folder
 
 
-def test_folders_sort_by_name_as_by_number(tmp_path):
+def test_folders_sort_by_name_as_by_number(tmp_path: Path) -> None:
     assert step_folder(tmp_path, 12) == tmp_path / "checkpoints" / "step-00000012"
     with pytest.raises(ValueError, match="-1"):
         step_folder(tmp_path, -1)
 
 
-def test_only_complete_checkpoints_count_oldest_first(tmp_path):
+def test_only_complete_checkpoints_count_oldest_first(tmp_path: Path) -> None:
     assert list_complete(tmp_path) == []
     folders = {iteration: make(tmp_path, iteration, complete=iteration != 20) for iteration in (20, 10, 123456789, 3)}
     (tmp_path / "checkpoints" / "step-x").mkdir()
@@ -46,7 +49,7 @@ def test_only_complete_checkpoints_count_oldest_first(tmp_path):
     assert list_complete(tmp_path) == [(3, folders[3]), (10, folders[10]), (123456789, folders[123456789])]
 
 
-def test_the_mark_keeps_its_fields(tmp_path):
+def test_the_mark_keeps_its_fields(tmp_path: Path) -> None:
     folder = make(tmp_path, 5)
     mark_complete(folder, iteration=5, policy_version=7)
     assert read_complete(folder) == {"iteration": 5, "policy_version": 7}
@@ -54,7 +57,7 @@ def test_the_mark_keeps_its_fields(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '"x"', "\xff"])
-def test_a_missing_or_damaged_mark_is_named(tmp_path, content):
+def test_a_missing_or_damaged_mark_is_named(tmp_path: Path, content: str | None) -> None:
     folder = make(tmp_path, 5, complete=False)
     if content is not None:
         (folder / COMPLETE).write_bytes(content.encode("latin-1"))
@@ -62,12 +65,12 @@ def test_a_missing_or_damaged_mark_is_named(tmp_path, content):
         read_complete(folder)
 
 
-def test_a_checkpoint_that_was_not_written_is_not_marked(tmp_path):
+def test_a_checkpoint_that_was_not_written_is_not_marked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step-00000001 does not exist"):
         mark_complete(step_folder(tmp_path, 1))
 
 
-def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
+def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
     for iteration, complete in ((1, True), (2, False), (3, True), (4, True), (5, False)):
         make(tmp_path, iteration, complete)
     removed = prune(tmp_path, keep=2)
@@ -76,14 +79,14 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     assert prune(tmp_path, keep=2) == []
 
 
-def test_pruning_keeps_at_least_one(tmp_path):
+def test_pruning_keeps_at_least_one(tmp_path: Path) -> None:
     make(tmp_path, 1, complete=False)
     assert prune(tmp_path, keep=1) == []
     with pytest.raises(ValueError, match="at least 1, got 0"):
         prune(tmp_path, keep=0)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_json_atomic(path, {"iteration": 1})
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -94,7 +97,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def make_full(run_dir, iteration):
+def make_full(run_dir: Path, iteration: int) -> Path:
     """A checkpoint as trainer and coordinator leave it: shards under a manifest, everything else in complete.json."""
     folder = step_folder(run_dir, iteration)
     trainer = folder / "trainer"
@@ -117,25 +120,34 @@ FILES = [
 ]
 
 
-def flip(path):
+def newest(run_dir: Path) -> Sound:
+    """The newest sound checkpoint of a folder that has one."""
+    found = newest_sound(run_dir)
+    assert found is not None
+    return found
+
+
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def cut(path):
+def cut(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [flip, cut, lambda path: path.unlink()], ids=["flipped", "truncated", "deleted"])
-def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(tmp_path, name, harm):
+def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(
+    tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
     for iteration in (4, 8):
         make_full(tmp_path, iteration)
-    assert newest_sound(tmp_path).iteration == 8
+    assert newest(tmp_path).iteration == 8
     harm(step_folder(tmp_path, 8) / name)
-    sound = newest_sound(tmp_path)
+    sound = newest(tmp_path)
     assert (sound.iteration, sound.folder) == (4, step_folder(tmp_path, 4))
     (complaint,) = sound.complaints()
     assert complaint.startswith("the checkpoint of iteration 8 ")
@@ -150,7 +162,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(tmp_path, name, har
     assert len(over) == 2 - len(found)
 
 
-def test_when_all_are_damaged_each_is_named(tmp_path):
+def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:
     for iteration in (4, 8):
         flip(make_full(tmp_path, iteration) / "trainer" / "shard-b")
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -160,12 +172,14 @@ def test_when_all_are_damaged_each_is_named(tmp_path):
     assert newest_iteration(tmp_path) == 8  # as far as small files tell
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_no_longer_pruned_for(tmp_path):
+def test_a_damaged_checkpoint_is_set_aside_and_no_longer_pruned_for(tmp_path: Path) -> None:
     for iteration in (4, 8):
         make_full(tmp_path, iteration)
     flip(step_folder(tmp_path, 8) / "coordinator.json")
-    (damage,) = newest_sound(tmp_path).stepped_over
-    assert set_aside(damage).name == "damaged-step-00000008"
+    (damage,) = newest(tmp_path).stepped_over
+    aside = set_aside(damage)
+    assert aside is not None
+    assert aside.name == "damaged-step-00000008"
     make_full(tmp_path, 6)
     assert prune(tmp_path, keep=2) == []
     assert [iteration for iteration, _ in list_complete(tmp_path)] == [4, 6]

@@ -129,8 +129,9 @@ for number in range(3):
     view.say(f"line {number} " + "x" * 100_000)
 print("the end", file=sys.stderr)
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "first\n"
         process.stdout.close()

@@ -1,6 +1,7 @@
 """A replica whose coordinator dies in a round, is replaced, or gives the round up while a phase is under way."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PHASES, PREPARE, TRANSFER, VERIFY
 
 # Deadlines of a round that is given up soon; a phase of a fake takes less than a millisecond.
-SOON = {"formation_timeout_s": 0.02, "transfer_timeout_s": 0.02}
+SOON: dict[str, Any] = {"formation_timeout_s": 0.02, "transfer_timeout_s": 0.02}
 BEFORE_COMMIT = PHASES[:-1]
 
 

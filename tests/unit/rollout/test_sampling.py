@@ -13,13 +13,14 @@ LIMITS = EngineLimits(vocab_size=100, longest_request=64)
 
 
 def request(**changes: Any) -> pb.GenerateGroupsRequest:
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "stop_token_ids": [1]}
+    params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "stop_token_ids": [1]}
     groups = changes.pop("groups", [pb.PromptGroup(group_id="g", prompt_ids=[1, 2], num_completions=3)])
     return pb.GenerateGroupsRequest(groups=groups, sampling=pb.SamplingParams(**params | changes))
 
 
 def group(**changes: Any) -> list[pb.PromptGroup]:
-    return [pb.PromptGroup(**{"group_id": "g", "prompt_ids": [1, 2], "num_completions": 3} | changes)]
+    fields: dict[str, Any] = {"group_id": "g", "prompt_ids": [1, 2], "num_completions": 3}
+    return [pb.PromptGroup(**fields | changes)]
 
 
 def test_a_good_request_becomes_data() -> None:

@@ -1,18 +1,17 @@
 """Fixtures: a served echo service and clients of it."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
 from servicekit.rpc.channel import open_channel
 from servicekit.rpc.server import GrpcServer
-from tests.unit.servicekit.echo_service import SERVICE, Echo, EchoClient, add_echo
+from tests.unit.servicekit.echo_service import SERVICE, Echo, EchoClient, OpenClient, ServeEcho, add_echo
 
 
 @pytest.fixture
-async def serve_echo() -> AsyncIterator[Callable[..., Any]]:
+async def serve_echo() -> AsyncIterator[ServeEcho]:
     """`server, servicer, address = await serve_echo(bind=...)`; drained after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -27,7 +26,7 @@ async def serve_echo() -> AsyncIterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-async def open_client() -> AsyncIterator[Callable[[str], EchoClient]]:
+async def open_client() -> AsyncIterator[OpenClient]:
     """`client = open_client(address)`; closed after the test."""
     async with contextlib.AsyncExitStack() as stack:
 

@@ -1,12 +1,13 @@
 """A small real gRPC service of all four kinds of RPC, whose handlers do what the request says."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 
 from servicekit import errors
+from servicekit.rpc.server import GrpcServer
 
 SERVICE = "tandem_test.v1.EchoService"
 
@@ -111,5 +112,9 @@ class EchoClient:
         call = self._channel.stream_stream(f"/{SERVICE}/Both")(iter([b"a", request]), timeout=timeout)
         return [reply async for reply in call]
 
+
+# What the fixtures of conftest.py give: `server, servicer, address = await serve_echo(bind)`, `open_client(address)`.
+ServeEcho = Callable[..., Awaitable[tuple[GrpcServer, Echo, str]]]
+OpenClient = Callable[..., EchoClient]
 
 KINDS = ("unary", "replies", "requests", "both")

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import redis
@@ -12,28 +14,36 @@ from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
 from servicekit.redis.registry import Registry, ServiceRecord
+from tests.conftest import RedisProcess
 from tests.polling import throughout, until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 PASSWORD = "right-one"
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that knows the users of the ACL file: `admin` may do all, `tandem_url` is Tandem's."""
+
+    admin: redis.Redis
+    strangers_url: str
+    tandem_url: str
+
+
 @pytest.fixture
-def server(redis_process):
-    """`server.admin` may do all, `server.url` is Tandem's; only the lines of the ACL file make users."""
+def server(redis_process: Callable[..., RedisProcess]) -> Server:
+    """Only the lines of the ACL file make users."""
     process = redis_process()
-    process.admin = redis.Redis.from_url(process.url, decode_responses=True)
-    process.admin.execute_command("ACL", "SETUSER", "root", "on", ">root", "~*", "&*", "+@all")
-    process.admin = redis.Redis.from_url(process.url.replace("unix://", "unix://root:root@"), decode_responses=True)
+    first = redis.Redis.from_url(process.url, decode_responses=True)
+    first.execute_command("ACL", "SETUSER", "root", "on", ">root", "~*", "&*", "+@all")
+    admin = redis.Redis.from_url(process.url.replace("unix://", "unix://root:root@"), decode_responses=True)
     for line in redis_acl.acl_file(PASSWORD).splitlines():
         _, name, *rules = line.split()
-        process.admin.execute_command("ACL", "SETUSER", name, "reset", *rules)
-    process.strangers_url = process.url
-    process.tandem_url = process.url.replace("unix://", f"unix://{redis_acl.USER}:{PASSWORD}@")
-    return process
+        admin.execute_command("ACL", "SETUSER", name, "reset", *rules)
+    return Server(admin, process.url, process.url.replace("unix://", f"unix://{redis_acl.USER}:{PASSWORD}@"))
 
 
-def use_everything(url):
+def use_everything(url: str) -> None:
     """All that services ask of Redis, by hand and in the scripts, leases that run out included."""
     registry = Registry(url, "demo.1")
     for name in ("rollout-0", "rollout-0"):
@@ -55,7 +65,7 @@ def use_everything(url):
     group.leave("trainer/0", "a")
 
 
-def test_the_rules_allow_what_tandem_does_and_no_command_more(server):
+def test_the_rules_allow_what_tandem_does_and_no_command_more(server: Server) -> None:
     server.admin.config_resetstat()
     use_everything(server.tandem_url)
     stats = server.admin.info("commandstats")
@@ -83,12 +93,12 @@ def test_the_rules_allow_what_tandem_does_and_no_command_more(server):
     ],
     ids=lambda command: " ".join(command),
 )
-def test_everything_else_is_refused(server, command):
+def test_everything_else_is_refused(server: Server, command: tuple[str, ...]) -> None:
     with pytest.raises(redis.exceptions.NoPermissionError), connect(server.tandem_url) as client:
         client.execute_command(*command)
 
 
-def test_strangers_may_ping_and_nothing_else(server):
+def test_strangers_may_ping_and_nothing_else(server: Server) -> None:
     with connect(server.strangers_url) as client:
         assert client.ping()
         for command in (("GET", "tandem:x"), ("SET", "tandem:x", "y"), ("INFO",)):
@@ -96,12 +106,12 @@ def test_strangers_may_ping_and_nothing_else(server):
                 client.execute_command(*command)
 
 
-def test_a_service_without_the_password_is_told_so(server):
+def test_a_service_without_the_password_is_told_so(server: Server) -> None:
     with pytest.raises(ConfigError, match="REDIS_URL"):
         Registry(server.strangers_url, "demo.1")
 
 
-def test_rights_that_come_while_a_service_starts_are_waited_for(server):
+def test_rights_that_come_while_a_service_starts_are_waited_for(server: Server) -> None:
     server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
     with pytest.raises(ConfigError, match=r"no permissions to run the 'evalsha' command.*servicekit\.redis\.acl"):
         Registry(server.tandem_url, "demo.1")
@@ -112,9 +122,9 @@ def test_rights_that_come_while_a_service_starts_are_waited_for(server):
         assert starting.result(timeout=20).list("rollout") == []
 
 
-def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server):
+def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server: Server) -> None:
     registry = Registry(server.tandem_url, "demo.1")
-    lost = []
+    lost: list[str] = []
     registry.announce(ServiceRecord(role="rollout", name="rollout-0", address="h:1", worker_id="w"), 0.3, lost.append)
     lease = SlotLease(Rendezvous(server.tandem_url, "tandem:demo.1"), "rollout-0/0", 0.3)
     lease.start()
@@ -129,8 +139,8 @@ def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server):
     registry.close()
 
 
-def test_the_command_prints_the_file_without_the_password():
-    def run(password):
+def test_the_command_prints_the_file_without_the_password() -> None:
+    def run(password: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "servicekit.redis.acl"]
         environment = {**os.environ, redis_acl.PASSWORD_VARIABLE: password}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,26 +1,28 @@
 """Connecting to Redis: what a person reads when it does not work."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from structlog.testing import capture_logs
 
 from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis.client import connect, redact, with_tls_files
+from tests.conftest import RedisProcess
 
 
-def test_replies_are_text(redis_server):
+def test_replies_are_text(redis_server: str) -> None:
     client = connect(redis_server)
     client.set("key", "größe")
     assert client.get("key") == "größe"
 
 
-def test_a_server_that_is_not_there_is_unreachable_by_name():
+def test_a_server_that_is_not_there_is_unreachable_by_name() -> None:
     with pytest.raises(Unavailable, match=r"redis://ann:\*\*\*@127\.0\.0\.1:1/0 is unreachable.*REDIS_URL"):
         connect("redis://ann:secret@127.0.0.1:1/0")
 
 
-def test_a_server_that_comes_late_is_waited_for_and_said_so_once(redis_process):
+def test_a_server_that_comes_late_is_waited_for_and_said_so_once(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process()
     server.kill()
     starting = threading.Timer(0.7, server.start)
@@ -32,20 +34,20 @@ def test_a_server_that_comes_late_is_waited_for_and_said_so_once(redis_process):
     assert "is unreachable" in lines[0]["error"]
 
 
-def test_the_wait_for_a_server_ends():
+def test_the_wait_for_a_server_ends() -> None:
     with capture_logs() as lines, pytest.raises(Unavailable, match="is unreachable"):
         connect("redis://127.0.0.1:1/0", wait_s=0.6)
     assert len(lines) == 1
 
 
-def test_a_wrong_password_is_not_waited_for(redis_process):
+def test_a_wrong_password_is_not_waited_for(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process(password="right-one")
     with capture_logs() as lines, pytest.raises(ConfigError, match="refuses"):
         connect(server.url.replace("right-one", "wrong-one"), wait_s=60)
     assert lines == []
 
 
-def test_files_for_tls_become_options_of_the_url_once():
+def test_files_for_tls_become_options_of_the_url_once() -> None:
     files = {"TANDEM_REDIS_CA": "/tls/ca.crt", "TANDEM_REDIS_CERT": "/tls/c", "TANDEM_REDIS_KEY": "/tls/k", "HOME": "/"}
     once = with_tls_files("rediss://ann:p%40w@db:6379/1?health_check_interval=3", files)
     assert once.startswith("rediss://ann:p%40w@db:6379/1?")
@@ -67,18 +69,18 @@ def test_files_for_tls_become_options_of_the_url_once():
         ("rediss://db", {"TANDEM_REDIS_KEY": "/k"}, "set both or none"),
     ],
 )
-def test_files_that_do_not_go_with_the_url_are_refused(url, files, message):
+def test_files_that_do_not_go_with_the_url_are_refused(url: str, files: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_tls_files(url, files)
 
 
-def test_a_missing_password_is_asked_for(redis_process):
+def test_a_missing_password_is_asked_for(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process(password="right-one")
     with pytest.raises(ConfigError, match=r"wants a password.*REDIS_URL"):
         connect(server.url_without_password)
 
 
-def test_a_wrong_password_is_refused_and_not_shown(redis_process):
+def test_a_wrong_password_is_refused_and_not_shown(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process(password="right-one")
     with pytest.raises(ConfigError, match="refuses the user or the password") as caught:
         connect(server.url.replace("right-one", "wrong-one"))
@@ -86,7 +88,7 @@ def test_a_wrong_password_is_refused_and_not_shown(redis_process):
     assert connect(server.url).ping()
 
 
-def test_a_user_without_permission_is_told(redis_process):
+def test_a_user_without_permission_is_told(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process()
     connect(server.url).execute_command("ACL", "SETUSER", "ann", "on", ">pw", "~tandem:*", "+get", "-ping")
     with pytest.raises(ConfigError, match="does not let this user do that"):
@@ -96,7 +98,7 @@ def test_a_user_without_permission_is_told(redis_process):
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:6379", "127.0.0.1:6379", "", "redis://127.0.0.1:port", "redis://h:99999"]
 )
-def test_a_url_that_is_none_is_refused(url):
+def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://"):
         connect(url)
 
@@ -111,5 +113,5 @@ def test_a_url_that_is_none_is_refused(url):
         ("redis://db?password=secret&db=1", "redis://db?password=***&db=1"),
     ],
 )
-def test_passwords_are_not_shown(url, shown):
+def test_passwords_are_not_shown(url: str, shown: str) -> None:
     assert redact(url) == shown

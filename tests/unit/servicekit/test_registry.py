@@ -4,6 +4,7 @@ import dataclasses
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import pytest
@@ -13,21 +14,25 @@ from servicekit.redis.client import connect
 from servicekit.redis.failures import tell_failure
 from servicekit.redis.registry import Registry, ServiceRecord
 from servicekit.versions import release
+from tests.conftest import RedisProcess
 from tests.polling import throughout, until
 
 TTL_S = 0.3
+OpenRegistry = Callable[..., Registry]
 
 
-def record(name="rollout-0", worker_id="w1", role="rollout", address="127.0.0.1:1"):
+def record(
+    name: str = "rollout-0", worker_id: str = "w1", role: str = "rollout", address: str = "127.0.0.1:1"
+) -> ServiceRecord:
     return ServiceRecord(role=role, name=name, address=address, metrics_address="127.0.0.1:2", worker_id=worker_id)
 
 
 @pytest.fixture
-def open_registry():
+def open_registry() -> Iterator[OpenRegistry]:
     """Registries that are closed after the test."""
-    opened = []
+    opened: list[Registry] = []
 
-    def open_one(url, run_id="run-1"):
+    def open_one(url: str, run_id: str = "run-1") -> Registry:
         opened.append(Registry(url, run_id))
         return opened[-1]
 
@@ -36,12 +41,13 @@ def open_registry():
         each.close()
 
 
-def lose(registry):
+def lose(registry: Registry) -> None:
     """The registry's process dies: no more heartbeats, no withdrawal."""
+    assert registry._lease is not None
     registry._lease.stop()
 
 
-def test_announced_services_are_listed_by_role_and_run(redis_server, open_registry):
+def test_announced_services_are_listed_by_role_and_run(redis_server: str, open_registry: OpenRegistry) -> None:
     first, second, reader = (open_registry(redis_server) for _ in range(3))
     second.announce(record("rollout-1", "w2"), 30)
     first.announce(record("rollout-0", "w1"), 30)
@@ -50,7 +56,9 @@ def test_announced_services_are_listed_by_role_and_run(redis_server, open_regist
     assert open_registry(redis_server, "run-2").list("rollout") == []
 
 
-def test_a_lease_outlives_its_time_while_it_is_renewed_and_ends_without(redis_server, open_registry):
+def test_a_lease_outlives_its_time_while_it_is_renewed_and_ends_without(
+    redis_server: str, open_registry: OpenRegistry
+) -> None:
     owner, reader = open_registry(redis_server), open_registry(redis_server)
     owner.announce(record(), TTL_S)
     throughout(lambda: reader.list("rollout") == [record()], duration_s=3 * TTL_S)
@@ -58,7 +66,7 @@ def test_a_lease_outlives_its_time_while_it_is_renewed_and_ends_without(redis_se
     until(lambda: reader.list("rollout") == [])
 
 
-def test_a_live_record_of_another_worker_is_not_replaced(redis_server, open_registry):
+def test_a_live_record_of_another_worker_is_not_replaced(redis_server: str, open_registry: OpenRegistry) -> None:
     owner, rival = open_registry(redis_server), open_registry(redis_server)
     owner.announce(record(worker_id="w1", address="127.0.0.1:1111"), TTL_S)
     with pytest.raises(AlreadyExists, match=r"'rollout-0' is held by worker 'w1' at 127\.0\.0\.1:1111"):
@@ -70,7 +78,7 @@ def test_a_live_record_of_another_worker_is_not_replaced(redis_server, open_regi
     assert [each.worker_id for each in rival.list("rollout")] == ["w2"]
 
 
-def test_a_withdrawal_removes_only_ones_own_record(redis_server, open_registry):
+def test_a_withdrawal_removes_only_ones_own_record(redis_server: str, open_registry: OpenRegistry) -> None:
     slow, successor = open_registry(redis_server), open_registry(redis_server)
     slow.announce(record(worker_id="w1"), TTL_S)
     lose(slow)
@@ -83,7 +91,7 @@ def test_a_withdrawal_removes_only_ones_own_record(redis_server, open_registry):
     assert connect(redis_server).keys("*") == []
 
 
-def test_ones_own_record_can_be_replaced(redis_server, open_registry):
+def test_ones_own_record_can_be_replaced(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     registry.announce(record(address="127.0.0.1:1"), 30)
     registry.announce(record(address="127.0.0.1:2"), 30)
@@ -92,7 +100,9 @@ def test_ones_own_record_can_be_replaced(redis_server, open_registry):
         registry.announce(record("rollout-1"), 30)
 
 
-def test_a_heartbeat_survives_an_outage_and_announces_again(redis_process, open_registry, caplog):
+def test_a_heartbeat_survives_an_outage_and_announces_again(
+    redis_process: Callable[..., RedisProcess], open_registry: OpenRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
     server = redis_process()
     owner, reader = open_registry(server.url), open_registry(server.url)
     owner.announce(record(), TTL_S)
@@ -103,11 +113,19 @@ def test_a_heartbeat_survives_an_outage_and_announces_again(redis_process, open_
     assert reader.wait_for("rollout", ["rollout-0"], timeout_s=10) == [record()]
 
 
-def test_a_heartbeat_that_finds_a_successor_stops_and_tells(redis_process, open_registry):
+def test_a_heartbeat_that_finds_a_successor_stops_and_tells(
+    redis_process: Callable[..., RedisProcess], open_registry: OpenRegistry
+) -> None:
     server = redis_process()
     owner, successor = open_registry(server.url), open_registry(server.url)
-    lost, told = threading.Event(), []
-    owner.announce(record(worker_id="w1"), 3.0, on_lost=lambda text: (told.append(text), lost.set()))
+    lost = threading.Event()
+    told: list[str] = []
+
+    def hear(text: str) -> None:
+        told.append(text)
+        lost.set()
+
+    owner.announce(record(worker_id="w1"), 3.0, on_lost=hear)
     connect(server.url).flushall()  # Redis has lost its data, and another worker is faster
     successor.announce(record(worker_id="w2"), 30)
     assert lost.wait(10)
@@ -115,7 +133,9 @@ def test_a_heartbeat_that_finds_a_successor_stops_and_tells(redis_process, open_
     assert [each.worker_id for each in successor.list("rollout")] == ["w2"]
 
 
-def test_wait_for_returns_once_all_are_there_in_the_order_asked_for(redis_server, open_registry):
+def test_wait_for_returns_once_all_are_there_in_the_order_asked_for(
+    redis_server: str, open_registry: OpenRegistry
+) -> None:
     first, second, waiter = (open_registry(redis_server) for _ in range(3))
     with futures.ThreadPoolExecutor(2) as pool:
         by_name = pool.submit(waiter.wait_for, "rollout", ["rollout-1", "rollout-0"], 20)
@@ -127,7 +147,7 @@ def test_wait_for_returns_once_all_are_there_in_the_order_asked_for(redis_server
         assert [each.name for each in by_count.result(10)] == ["rollout-0", "rollout-1"]
 
 
-def test_wait_for_names_who_is_missing(redis_server, open_registry):
+def test_wait_for_names_who_is_missing(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     registry.announce(record("rollout-1"), 30)
     names = ["rollout-0", "rollout-1", "rollout-2"]
@@ -139,7 +159,9 @@ def test_wait_for_names_who_is_missing(redis_server, open_registry):
         registry.wait_for("trainer", 1, timeout_s=0)
 
 
-def test_wait_for_outlasts_an_outage_but_not_its_deadline(redis_process, open_registry):
+def test_wait_for_outlasts_an_outage_but_not_its_deadline(
+    redis_process: Callable[..., RedisProcess], open_registry: OpenRegistry
+) -> None:
     server = redis_process()
     registry = open_registry(server.url)
     server.kill()
@@ -147,7 +169,7 @@ def test_wait_for_outlasts_an_outage_but_not_its_deadline(redis_process, open_re
         registry.wait_for("rollout", 1, timeout_s=0.2)
 
 
-def test_closing_ends_a_wait(redis_server, open_registry):
+def test_closing_ends_a_wait(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(registry.wait_for, "rollout", 1, 60)
@@ -157,7 +179,7 @@ def test_closing_ends_a_wait(redis_server, open_registry):
             waiting.result(10)
 
 
-def test_values_are_waited_for_and_expire(redis_server, open_registry):
+def test_values_are_waited_for_and_expire(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     with pytest.raises(DeadlineExceeded, match="value 'store'"):
         registry.wait_value("store", timeout_s=0.05)
@@ -168,7 +190,7 @@ def test_values_are_waited_for_and_expire(redis_server, open_registry):
     until(lambda: registry.get_value("store") is None)
 
 
-def test_a_service_of_another_release_is_refused_by_name(redis_server, open_registry):
+def test_a_service_of_another_release_is_refused_by_name(redis_server: str, open_registry: OpenRegistry) -> None:
     first, second = open_registry(redis_server), open_registry(redis_server)
     first.announce(record("coordinator", "w1", role="coordinator", address="10.0.0.1:5"), 30)
     other = dataclasses.replace(record(), release="tandem 9.9, protocol 9")
@@ -184,7 +206,7 @@ def test_a_service_of_another_release_is_refused_by_name(redis_server, open_regi
     assert second.list("rollout") == [other]
 
 
-def test_its_own_earlier_record_is_no_other_release(redis_server, open_registry):
+def test_its_own_earlier_record_is_no_other_release(redis_server: str, open_registry: OpenRegistry) -> None:
     owner = open_registry(redis_server)
     owner.announce(record(), 30)
     owner.announce(dataclasses.replace(record(), release="tandem 9.9, protocol 9"), 30)
@@ -197,7 +219,9 @@ def test_its_own_earlier_record_is_no_other_release(redis_server, open_registry)
         ({"release": "tandem 9.9, protocol 9", "color": "red"}, "tandem 9.9, protocol 9"),
     ],
 )
-def test_records_of_older_and_newer_releases_can_be_read(redis_server, open_registry, change, told):
+def test_records_of_older_and_newer_releases_can_be_read(
+    redis_server: str, open_registry: OpenRegistry, change: dict[str, str | None], told: str
+) -> None:
     registry = open_registry(redis_server)
     registry.announce(record(), 30)
     fields = {key: value for key, value in {**dataclasses.asdict(record()), **change}.items() if value is not None}
@@ -205,7 +229,7 @@ def test_records_of_older_and_newer_releases_can_be_read(redis_server, open_regi
     assert [each.release for each in registry.list("rollout")] == [told]
 
 
-def test_why_a_service_has_ended_is_known_until_it_is_back(redis_server, open_registry):
+def test_why_a_service_has_ended_is_known_until_it_is_back(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     assert registry.failures() == []
     for name, reason in (("rollout-1", "no GPU"), ("rollout-1", "still no GPU"), ("rollout-10", "wrong key")):
@@ -218,7 +242,7 @@ def test_why_a_service_has_ended_is_known_until_it_is_back(redis_server, open_re
     assert [failure.name for failure in registry.failures()] == ["rollout-10"]
 
 
-def test_who_waits_for_a_service_hears_why_it_ended(redis_server, open_registry):
+def test_who_waits_for_a_service_hears_why_it_ended(redis_server: str, open_registry: OpenRegistry) -> None:
     registry = open_registry(redis_server)
     registry.report_failure("rollout", "rollout-1", "no GPU")
     registry.report_failure("trainer", "trainer", "not of interest here")
@@ -226,7 +250,7 @@ def test_who_waits_for_a_service_hears_why_it_ended(redis_server, open_registry)
         registry.wait_for("rollout", ["rollout-1"], 0.05)
 
 
-def test_a_failure_is_told_as_well_as_it_can_be(redis_server, open_registry):
+def test_a_failure_is_told_as_well_as_it_can_be(redis_server: str, open_registry: OpenRegistry) -> None:
     environ = {"REDIS_URL": redis_server, "TANDEM_RUN_ID": "run-1"}
     tell_failure("trainer", "trainer", "out of memory", environ)
     assert str(open_registry(redis_server).failures()[0]).endswith("ago: out of memory")
@@ -235,7 +259,7 @@ def test_a_failure_is_told_as_well_as_it_can_be(redis_server, open_registry):
     assert len(open_registry(redis_server).failures()) == 1
 
 
-def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server, open_registry):
+def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server: str, open_registry: OpenRegistry) -> None:
     owner, successor = open_registry(redis_server), open_registry(redis_server)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -249,7 +273,7 @@ def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server, ope
     assert not successor.remove_refusing("rollout", "rollout-1")
 
 
-def test_a_wait_for_a_name_ends_with_the_registry(redis_server, open_registry):
+def test_a_wait_for_a_name_ends_with_the_registry(redis_server: str, open_registry: OpenRegistry) -> None:
     owner, successor = open_registry(redis_server), open_registry(redis_server)
     with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as pool:
         owner.announce(record(address=f"127.0.0.1:{listener.getsockname()[1]}"), 30)

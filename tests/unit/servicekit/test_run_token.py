@@ -11,14 +11,16 @@ from servicekit.errors import ConfigError, Unauthenticated, rpc_errors
 from servicekit.rpc.channel import open_channel
 from servicekit.security.run_token import METADATA_KEY, VARIABLE
 from tandem_files.run_folder import make_token, read_token
-from tests.unit.servicekit.echo_service import KINDS, EchoClient
+from tests.unit.servicekit.echo_service import KINDS, EchoClient, OpenClient, ServeEcho
 
 TOKEN = "0123456789abcdef" * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN.upper()])
-async def test_a_call_without_the_runs_token_is_refused(serve_echo, monkeypatch, kind, token):
+async def test_a_call_without_the_runs_token_is_refused(
+    serve_echo: ServeEcho, monkeypatch: pytest.MonkeyPatch, kind: str, token: str
+) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     _, _, address = await serve_echo()
     async with open_channel(address, token=token) as channel:
@@ -30,13 +32,15 @@ async def test_a_call_without_the_runs_token_is_refused(serve_echo, monkeypatch,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_services_of_a_run_carry_it_by_themselves(serve_echo, open_client, monkeypatch, kind):
+async def test_services_of_a_run_carry_it_by_themselves(
+    serve_echo: ServeEcho, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     _, _, address = await serve_echo()
     assert await getattr(open_client(address), kind)(b"x")
 
 
-async def test_health_needs_no_token(serve_echo, monkeypatch):
+async def test_health_needs_no_token(serve_echo: ServeEcho, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     server, _, address = await serve_echo()
     server.set_ready(True)
@@ -45,13 +49,15 @@ async def test_health_needs_no_token(serve_echo, monkeypatch):
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_without_a_token_anybody_may_call(serve_echo, open_client, monkeypatch):
+async def test_without_a_token_anybody_may_call(
+    serve_echo: ServeEcho, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     _, _, address = await serve_echo()
     assert await open_client(address).unary(b"x") == b"x"
 
 
-async def test_a_token_that_is_not_text_is_none(serve_echo, monkeypatch):
+async def test_a_token_that_is_not_text_is_none(serve_echo: ServeEcho, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     _, _, address = await serve_echo()
     async with grpc.aio.insecure_channel(address) as bare:

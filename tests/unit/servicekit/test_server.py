@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from servicekit.rpc import limits
 from servicekit.rpc.channel import open_channel
 from servicekit.rpc.server import GrpcServer
 from servicekit.rpc.sync_server import start_sync_server
-from tests.unit.servicekit.echo_service import KINDS, SERVICE, EchoClient, SyncEcho, add_echo
+from tests.unit.servicekit.echo_service import KINDS, SERVICE, EchoClient, OpenClient, ServeEcho, SyncEcho, add_echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -27,21 +28,23 @@ async def check(address: str, service: str) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_channel_refuses_a_call_without_a_deadline(serve_echo, open_client, kind):
+async def test_a_channel_refuses_a_call_without_a_deadline(
+    serve_echo: ServeEcho, open_client: OpenClient, kind: str
+) -> None:
     _, _, address = await serve_echo()
     with pytest.raises(ValueError, match=f"/{SERVICE}/.*without a deadline"):
         await getattr(open_client(address), kind)(b"x", timeout=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_server_refuses_a_call_without_a_deadline(serve_echo, kind):
+async def test_a_server_refuses_a_call_without_a_deadline(serve_echo: ServeEcho, kind: str) -> None:
     _, _, address = await serve_echo()
     async with grpc.aio.insecure_channel(address) as bare:
         with pytest.raises(errors.InvalidRequest, match=f"/{SERVICE}/.*without a deadline"), rpc_errors():
             await getattr(EchoClient(bare), kind)(b"x", timeout=None)
 
 
-async def test_a_threaded_server_refuses_a_call_without_a_deadline(tmp_path):
+async def test_a_threaded_server_refuses_a_call_without_a_deadline(tmp_path: Path) -> None:
     server = start_sync_server(add_echo, SyncEcho(), f"unix:{tmp_path}/s")
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as bare:
         with pytest.raises(errors.InvalidRequest, match="without a deadline"), rpc_errors():
@@ -49,7 +52,9 @@ async def test_a_threaded_server_refuses_a_call_without_a_deadline(tmp_path):
     server.stop(0).wait(10)
 
 
-async def test_messages_over_grpcs_default_limit_pass_and_over_ours_do_not(serve_echo, open_client):
+async def test_messages_over_grpcs_default_limit_pass_and_over_ours_do_not(
+    serve_echo: ServeEcho, open_client: OpenClient
+) -> None:
     _, _, address = await serve_echo()
     fits = bytes(5 * 2**20)
     assert await open_client(address).unary(fits) == fits
@@ -61,7 +66,7 @@ async def test_messages_over_grpcs_default_limit_pass_and_over_ours_do_not(serve
             await EchoClient(bare).unary(bytes(limits.MAX_MESSAGE_BYTES + 1))
 
 
-async def test_liveness_holds_while_readiness_changes(serve_echo):
+async def test_liveness_holds_while_readiness_changes(serve_echo: ServeEcho) -> None:
     server, _, address = await serve_echo()
     for ready, expected in ((None, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
         if ready is not None:
@@ -73,7 +78,7 @@ async def test_liveness_holds_while_readiness_changes(serve_echo):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_watchers_of_health_hear_changes_and_are_let_go_at_the_end(serve_echo):
+async def test_watchers_of_health_hear_changes_and_are_let_go_at_the_end(serve_echo: ServeEcho) -> None:
     server, _, address = await serve_echo()
     async with open_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
@@ -86,7 +91,9 @@ async def test_watchers_of_health_hear_changes_and_are_let_go_at_the_end(serve_e
         assert await watch.read() is grpc.aio.EOF
 
 
-async def test_a_drain_lets_a_running_call_finish_and_refuses_new_ones(serve_echo, open_client):
+async def test_a_drain_lets_a_running_call_finish_and_refuses_new_ones(
+    serve_echo: ServeEcho, open_client: OpenClient
+) -> None:
     server, servicer, address = await serve_echo()
     client = open_client(address)
     running = asyncio.create_task(client.unary(b"wait"))
@@ -111,7 +118,7 @@ async def _until_refused(client: EchoClient) -> errors.TandemError:
                 return error
 
 
-async def test_a_drain_cancels_what_outlasts_its_grace(serve_echo, open_client):
+async def test_a_drain_cancels_what_outlasts_its_grace(serve_echo: ServeEcho, open_client: OpenClient) -> None:
     server, servicer, address = await serve_echo()
     running = asyncio.create_task(open_client(address).unary(b"wait", timeout=60))
     await servicer.entered.wait()
@@ -121,7 +128,7 @@ async def test_a_drain_cancels_what_outlasts_its_grace(serve_echo, open_client):
         await running
 
 
-async def test_reflection_lists_the_services(serve_echo):
+async def test_reflection_lists_the_services(serve_echo: ServeEcho) -> None:
     _, _, address = await serve_echo()
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async with grpc.aio.insecure_channel(address) as channel:
@@ -131,7 +138,7 @@ async def test_reflection_lists_the_services(serve_echo):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-async def test_an_address_in_use_is_named(serve_echo, tmp_path, kind):
+async def test_an_address_in_use_is_named(serve_echo: ServeEcho, tmp_path: Path, kind: str) -> None:
     _, _, address = await serve_echo(f"unix:{tmp_path}/s" if kind == "unix" else "127.0.0.1:0")
     with pytest.raises(errors.ConfigError, match=f"cannot listen on {re.escape(address)}"):
         await serve_echo(address)
@@ -147,12 +154,14 @@ async def test_an_address_in_use_is_named(serve_echo, tmp_path, kind):
         ("unix:/nowhere/at/all.sock", "there is no folder /nowhere/at"),
     ],
 )
-async def test_an_address_that_cannot_be_bound_is_named(bind, message):
+async def test_an_address_that_cannot_be_bound_is_named(bind: str, message: str) -> None:
     with pytest.raises(errors.ConfigError, match=re.escape(message)):
         await GrpcServer("echo", bind=bind).start()
 
 
-async def test_a_socket_left_behind_is_taken_over(serve_echo, open_client, tmp_path):
+async def test_a_socket_left_behind_is_taken_over(
+    serve_echo: ServeEcho, open_client: OpenClient, tmp_path: Path
+) -> None:
     import socket
 
     with socket.socket(socket.AF_UNIX) as dead:
@@ -164,7 +173,9 @@ async def test_a_socket_left_behind_is_taken_over(serve_echo, open_client, tmp_p
 @pytest.mark.parametrize(
     ("request_", "code"), [(b"x", "OK"), (b"raise:NotReady:y", "FAILED_PRECONDITION"), (b"abort", "UNAUTHENTICATED")]
 )
-async def test_calls_are_counted_by_their_status(serve_echo, open_client, request_, code):
+async def test_calls_are_counted_by_their_status(
+    serve_echo: ServeEcho, open_client: OpenClient, request_: bytes, code: str
+) -> None:
     _, _, address = await serve_echo()
     counter = RPC_TOTAL.labels(SERVICE, "Unary", code)
     before = counter._value.get()

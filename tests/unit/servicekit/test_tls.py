@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import datetime
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +20,12 @@ from servicekit.rpc.server import GrpcServer
 from servicekit.security.certificates import role_name
 from servicekit.security.tls import Identity, operator_identity
 from tests.certificates import DAY, Authority, files_of, utc_now, variables, write_files
-from tests.unit.servicekit.echo_service import KINDS, SERVICE, Echo, EchoClient, add_echo
+from tests.unit.servicekit.echo_service import KINDS, SERVICE, Echo, EchoClient, OpenClient, ServeEcho, add_echo
+
+# What the fixtures below give.
+MakeIdentity = Callable[..., Identity]
+Serve = Callable[..., Awaitable[tuple[str, Echo]]]
+Connect = Callable[..., EchoClient]
 
 
 class Clock:
@@ -29,7 +38,7 @@ class Clock:
     def __call__(self) -> float:
         return self.seconds
 
-    def now(self):
+    def now(self) -> datetime.datetime:
         return utc_now() + self.days * DAY
 
     def pass_a_second(self) -> None:
@@ -37,20 +46,22 @@ class Clock:
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def authority():
+def authority() -> Authority:
     return Authority("ours")
 
 
 @pytest.fixture
-def identity(tmp_path, authority, clock):
+def identity(tmp_path: Path, authority: Authority, clock: Clock) -> MakeIdentity:
     """`identity("trainer")`, with files of its own, by default of the one authority."""
 
-    def make(role, *, issuer=authority, believes=authority, names=None):
+    def make(
+        role: str, *, issuer: Authority = authority, believes: Authority = authority, names: list[str] | None = None
+    ) -> Identity:
         pair = issuer.issue([role_name(role)] if names is None else names)
         files = write_files(tmp_path / f"{role}-{issuer.subject.rfc4514_string()}", pair, believes.pem)
         return Identity(files, role, clock=clock, now=clock.now)
@@ -59,11 +70,11 @@ def identity(tmp_path, authority, clock):
 
 
 @pytest.fixture
-async def serve(identity):
+async def serve(identity: MakeIdentity) -> AsyncIterator[Serve]:
     """`address, servicer = await serve()`: a trainer with TLS."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(own=None, **options):
+        async def start(own: Identity | None = None, **options: Any) -> tuple[str, Echo]:
             server, servicer = GrpcServer("echo", identity=own or identity("trainer"), **options), Echo()
             server.add(add_echo, servicer, SERVICE)
             address = await server.start()
@@ -74,11 +85,11 @@ async def serve(identity):
 
 
 @pytest.fixture
-async def client():
+async def client() -> AsyncIterator[Connect]:
     """`client(address, identity, peer="trainer")`: closed after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def connect(address, own, peer="trainer"):
+        def connect(address: str, own: Identity, peer: str = "trainer") -> EchoClient:
             channel = open_channel(address, identity=own, peer=peer)
             stack.push_async_callback(channel.close)
             return EchoClient(channel)
@@ -88,20 +99,24 @@ async def client():
 
 @pytest.mark.parametrize("role", ["coordinator", "operator"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_those_who_may_are_answered_at_an_ip_address(serve, identity, client, role, kind):
+async def test_those_who_may_are_answered_at_an_ip_address(
+    serve: Serve, identity: MakeIdentity, client: Connect, role: str, kind: str
+) -> None:
     address, _ = await serve()
     assert await getattr(client(address, identity(role)), kind)(b"b")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_other_roles_are_refused_by_name(serve, identity, client, kind):
+async def test_other_roles_are_refused_by_name(
+    serve: Serve, identity: MakeIdentity, client: Connect, kind: str
+) -> None:
     address, _ = await serve()
     message = rf"/{SERVICE}/.* by rollout\.tandem; certificates for coordinator\.tandem or operator\.tandem"
     with pytest.raises(errors.PermissionDenied, match=message), rpc_errors():
         await getattr(client(address, identity("rollout")), kind)(b"b")
 
 
-async def test_a_caller_without_a_certificate_does_not_get_in(serve, authority):
+async def test_a_caller_without_a_certificate_does_not_get_in(serve: Serve, authority: Authority) -> None:
     address, _ = await serve()
     bare = grpc.ssl_channel_credentials(authority.pem)
     options = [("grpc.ssl_target_name_override", "trainer.tandem")]
@@ -110,14 +125,16 @@ async def test_a_caller_without_a_certificate_does_not_get_in(serve, authority):
             await EchoClient(channel).unary(b"b")
 
 
-async def test_a_plain_caller_does_not_get_in(serve, open_client):
+async def test_a_plain_caller_does_not_get_in(serve: Serve, open_client: OpenClient) -> None:
     address, servicer = await serve()
     with pytest.raises(errors.Unavailable), rpc_errors():
         await open_client(address).unary(b"wait")
     assert not servicer.entered.is_set()
 
 
-async def test_a_caller_of_another_authority_does_not_get_in(serve, identity, client, authority):
+async def test_a_caller_of_another_authority_does_not_get_in(
+    serve: Serve, identity: MakeIdentity, client: Connect, authority: Authority
+) -> None:
     address, _ = await serve()
     stranger = identity("coordinator", issuer=(other := Authority("theirs")), believes=other)
     stranger._material = type(stranger._material)(**{**vars(stranger._material), "authorities": authority.pem})
@@ -125,22 +142,24 @@ async def test_a_caller_of_another_authority_does_not_get_in(serve, identity, cl
         await client(address, stranger).unary(b"b")
 
 
-async def test_a_server_of_another_authority_is_not_believed(serve, identity, client):
+async def test_a_server_of_another_authority_is_not_believed(
+    serve: Serve, identity: MakeIdentity, client: Connect
+) -> None:
     other = Authority("theirs")
     address, _ = await serve(identity("trainer", issuer=other, believes=other))
     with pytest.raises(errors.Unavailable, match=r"authority that we believe.*TANDEM_TLS_CA"), rpc_errors():
         await client(address, identity("coordinator")).unary(b"b")
 
 
-async def test_a_server_of_another_role_is_not_believed(serve, identity, client):
+async def test_a_server_of_another_role_is_not_believed(serve: Serve, identity: MakeIdentity, client: Connect) -> None:
     address, _ = await serve(identity("rollout"))
     with pytest.raises(errors.Unavailable, match="certificate is for another name"), rpc_errors():
         await client(address, identity("coordinator"), peer="trainer").unary(b"b")
 
 
 async def test_a_server_with_an_expired_certificate_says_so_and_is_not_believed(
-    serve, identity, client, clock, tmp_path, authority
-):
+    serve: Serve, identity: MakeIdentity, client: Connect, clock: Clock, tmp_path: Path, authority: Authority
+) -> None:
     files = write_files(
         tmp_path / "short", authority.issue(["trainer.tandem"], begins=-3 * DAY, ends=-DAY), authority.pem
     )
@@ -158,15 +177,17 @@ async def test_a_server_with_an_expired_certificate_says_so_and_is_not_believed(
     assert (told[0]["subject"], str(files.certificate) in told[0]["file"]) == ("CN=trainer.tandem", True)
 
 
-async def test_a_plain_server_is_named_to_a_caller_with_tls(serve_echo, identity, client):
+async def test_a_plain_server_is_named_to_a_caller_with_tls(
+    serve_echo: ServeEcho, identity: MakeIdentity, client: Connect
+) -> None:
     _, _, address = await serve_echo()
     with pytest.raises(errors.Unavailable, match="speaks no TLS"), rpc_errors():
         await client(address, identity("coordinator")).unary(b"b")
 
 
 async def test_new_certificates_of_a_new_authority_are_taken_over_without_a_restart(
-    tmp_path, authority, clock, serve, client
-):
+    tmp_path: Path, authority: Authority, clock: Clock, serve: Serve, client: Connect
+) -> None:
     folders = {role: tmp_path / role for role in ("trainer", "coordinator")}
     own = {role: Identity(files_of(tmp_path, authority, role), role, clock=clock) for role in folders}
     address, servicer = await serve(own["trainer"])
@@ -192,7 +213,9 @@ async def test_new_certificates_of_a_new_authority_are_taken_over_without_a_rest
     assert await running == b"wait"  # what ran on the old connection has gone on
 
 
-async def test_wrong_new_files_are_refused_and_the_old_ones_stay(tmp_path, authority, clock, serve, client):
+async def test_wrong_new_files_are_refused_and_the_old_ones_stay(
+    tmp_path: Path, authority: Authority, clock: Clock, serve: Serve, client: Connect
+) -> None:
     files = files_of(tmp_path, authority, "coordinator")
     own = Identity(files, "coordinator", clock=clock)
     address, _ = await serve()
@@ -214,7 +237,7 @@ async def test_wrong_new_files_are_refused_and_the_old_ones_stay(tmp_path, autho
     assert own.material() is not before
 
 
-async def test_files_are_looked_at_once_a_second(tmp_path, authority, clock):
+async def test_files_are_looked_at_once_a_second(tmp_path: Path, authority: Authority, clock: Clock) -> None:
     own = Identity(files_of(tmp_path, authority, "trainer"), "trainer", clock=clock)
     before = own.material()
     files_of(tmp_path, authority, "trainer")
@@ -223,12 +246,12 @@ async def test_files_are_looked_at_once_a_second(tmp_path, authority, clock):
     assert own.material() is not before
 
 
-async def test_the_metric_tells_when_the_certificate_expires(identity):
+async def test_the_metric_tells_when_the_certificate_expires(identity: MakeIdentity) -> None:
     own = identity("trainer")
     assert next(iter(TLS_EXPIRY.collect())).samples[0].value == own.material().expires.timestamp()
 
 
-async def test_probes_reach_health_and_nothing_else_without_tls(identity, authority):
+async def test_probes_reach_health_and_nothing_else_without_tls(identity: MakeIdentity, authority: Authority) -> None:
     server = GrpcServer("echo", identity=identity("trainer"), health_bind="127.0.0.1:0")
     server.add(add_echo, Echo(), SERVICE)
     await server.start()
@@ -248,21 +271,25 @@ async def test_probes_reach_health_and_nothing_else_without_tls(identity, author
         await server.drain(0)
 
 
-async def test_unix_sockets_stay_plain(serve, tmp_path, identity, client, open_client):
+async def test_unix_sockets_stay_plain(
+    serve: Serve, tmp_path: Path, identity: MakeIdentity, client: Connect, open_client: OpenClient
+) -> None:
     address, _ = await serve(bind=f"unix:{tmp_path}/s")
     assert await open_client(address).unary(b"b") == b"b"
     assert await client(address, identity("rollout")).unary(b"b") == b"b"
 
 
-def test_tls_without_the_role_of_the_peer_is_our_bug(identity):
+def test_tls_without_the_role_of_the_peer_is_our_bug(identity: MakeIdentity) -> None:
     with pytest.raises(ValueError, match="without the role of the peer"):
         open_channel("127.0.0.1:1", identity=identity("coordinator"))
 
 
-def test_a_persons_command_is_the_operator(tmp_path, authority):
+def test_a_persons_command_is_the_operator(tmp_path: Path, authority: Authority) -> None:
     assert operator_identity({}) is None
     files = files_of(tmp_path, authority, "operator")
-    assert operator_identity(variables(files)).material().subject == "CN=operator.tandem"
+    own = operator_identity(variables(files))
+    assert own is not None
+    assert own.material().subject == "CN=operator.tandem"
     with pytest.raises(
         errors.ConfigError, match=r"CN=trainer\.tandem is for trainer\.tandem, not for operator\.tandem"
     ):

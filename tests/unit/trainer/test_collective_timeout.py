@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state, tensor_parallel
 
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
@@ -15,8 +16,8 @@ from weightsync.layouts.layout import Parallel
 def test_megatrons_groups_have_the_configured_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(build.parallel_state, "initialize_model_parallel", lambda *_, **options: given.update(options))
-    monkeypatch.setattr(build.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None)
     build.initialize_parallel(Parallel(tensor=2), 0, 300.0)
     assert given["distributed_timeout_minutes"] * 60 == 300.0
 

@@ -1,6 +1,6 @@
 """The loss: values from the papers' formulas, and invariance to how an update is cut."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LN2 = 0.6931472
 
 
 def losses(rho: list[float], advantages: list[float], **options: float | None) -> list[float]:
-    settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, **options}
+    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, **options}
     new = torch.tensor(rho).log()
     out = clipped_ratio_loss(new, torch.zeros_like(new), torch.tensor(advantages), **settings)
     return out.loss.tolist()

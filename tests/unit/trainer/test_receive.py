@@ -1,6 +1,7 @@
 """The stream of a TrainStep call."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ async def stream(requests: Sequence[pb.TrainStepRequest]) -> AsyncIterator[pb.Tr
         yield request
 
 
-def header(**fields: object) -> pb.TrainStepRequest:
-    return pb.TrainStepRequest(header=pb.TrainStepHeader(**{"step_id": "s", "num_samples": 2, **fields}))
+def header(**fields: Any) -> pb.TrainStepRequest:
+    return pb.TrainStepRequest(header=pb.TrainStepHeader(**dict[str, Any](step_id="s", num_samples=2) | fields))
 
 
 BATCH = pb.TrainStepRequest(micro_batch=message())

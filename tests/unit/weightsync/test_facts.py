@@ -18,8 +18,10 @@ GPU = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 
+Change = dict[str, str | None]
 
-def told(**of_slot):
+
+def told(**of_slot: Change) -> dict[str, str]:
     """All alike, but what is given by slot (with _ for / and -)."""
     changes = {slot: of_slot.get(slot.replace("/", "_").replace("-", "_"), {}) for slot in SLOTS}
     return {
@@ -27,7 +29,7 @@ def told(**of_slot):
     }
 
 
-def test_ranks_that_are_alike_meet():
+def test_ranks_that_are_alike_meet() -> None:
     check_facts(told(), SLOTS)
 
 
@@ -46,28 +48,28 @@ def test_ranks_that_are_alike_meet():
         ({"something new": "1"}, "something new must match: rollout-0/0 has 1, trainer/0 has nothing"),
     ],
 )
-def test_a_rank_that_differs_is_named_with_both_values(change, message):
+def test_a_rank_that_differs_is_named_with_both_values(change: Change, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_facts(told(rollout_0_0=change), SLOTS)
     assert message in str(caught.value)
 
 
-def test_every_difference_and_everybody_who_differs_is_named():
-    other = {"NCCL": "2.26.2", "torch": "2.7"}
+def test_every_difference_and_everybody_who_differs_is_named() -> None:
+    other: Change = {"NCCL": "2.26.2", "torch": "2.7"}
     with pytest.raises(ConfigError) as caught:
         check_facts(told(rollout_0_0=other, rollout_1_0=other, trainer_1={"NCCL_CUMEM_ENABLE": "1"}), SLOTS)
     for part in ("NCCL must match: rollout-0/0, rollout-1/0 has 2.26.2", "torch must match", "trainer/1 has 1"):
         assert part in str(caught.value)
 
 
-def test_a_rank_that_tells_nothing_is_of_another_release():
+def test_a_rank_that_tells_nothing_is_of_another_release() -> None:
     facts = told()
     del facts["rollout-1/0"]
     with pytest.raises(ConfigError, match="rollout-1/0 does not tell what it runs"):
         check_facts(facts, SLOTS)
 
 
-def test_what_a_process_tells_of_itself(monkeypatch):
+def test_what_a_process_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = own_facts(torch.device("cpu"))
     assert set(facts) == {"tandem", "plan format", "torch", "C++ ABI", "byte order", "device"}
     assert torch.__version__.startswith(facts["torch"] + ".")

@@ -1,5 +1,7 @@
 """Layouts against the facts that comparable systems got wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -108,7 +110,7 @@ def test_a_rank_with_padding_only_still_has_the_parameter() -> None:
         ({}, Parallel(expert=2), "no experts"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(changes: dict[str, object], parallel: Parallel, named: str) -> None:
+def test_sizes_that_do_not_divide_are_named(changes: dict[str, Any], parallel: Parallel, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         megatron_layout(tiny_spec(**changes), parallel)
 

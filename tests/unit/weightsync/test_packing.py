@@ -7,6 +7,7 @@ from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, t
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
+from weightsync.plans.limits import SEGMENT_BYTES
 from weightsync.plans.messages import cut_messages
 from weightsync.plans.plan import make_plan
 from weightsync.transfer.transports import packing
@@ -20,7 +21,7 @@ MESSAGES = cut_messages(make_plan(SOURCE, TARGET), 4096)
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packing.SEGMENT_BYTES, "cpu", 2048)
+    monkeypatch.setitem(SEGMENT_BYTES, "cpu", 2048)
 
 
 def sender(rank: int, dtype: torch.dtype | None = None) -> Packer:
@@ -100,7 +101,7 @@ def test_what_is_stored_is_what_would_be_packed(
 @pytest.mark.parametrize(("device", "bytes_each"), [("cpu", 2**12), ("meta", 2**13)])
 def test_segments_are_of_the_devices_size(device: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL wants larger ones than gloo: what is smaller is gathered, what is larger goes alone."""
-    monkeypatch.setitem(packing.SEGMENT_BYTES, device, bytes_each)
+    monkeypatch.setitem(SEGMENT_BYTES, device, bytes_each)
     tensors = {name: torch.empty(shape, device=device) for name, shape in TARGET.parameters_of(0).items()}
     receiver = Packer(TARGET, tensors, "dst")
     messages = cut_messages(make_plan(SOURCE, TARGET), 10**9)

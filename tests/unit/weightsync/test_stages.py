@@ -1,6 +1,7 @@
 """Which stage holds which layers, against megatron-core's own arithmetic."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,6 @@ def test_every_layer_is_held_once(num_layers: int, parallel: Parallel) -> None:
         (8, {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 4}, "are not"),
     ],
 )
-def test_splits_that_do_not_fit_are_named(num_layers: int, changes: dict[str, int], named: str) -> None:
+def test_splits_that_do_not_fit_are_named(num_layers: int, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         chunks_of(num_layers, replace(Parallel(), **changes))
