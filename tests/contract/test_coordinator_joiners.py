@@ -70,7 +70,7 @@ class Scene:
             tell=self._tell,
         )
         work = rollouts.generate(PROMPTS, ORDER)
-        return asyncio.create_task(asyncio.wait_for(work, DEADLINE_S))  # type: ignore[arg-type]
+        return asyncio.create_task(asyncio.wait_for(work, DEADLINE_S))
 
     def weights(self) -> WeightSync:
         settings = SyncSection(

@@ -125,8 +125,8 @@ def pretend_cuda() -> None:
         setattr(torch.cuda, name, answer)
     names: Any = torch
     names.tensor = _unpinned(torch.tensor)
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _attention(

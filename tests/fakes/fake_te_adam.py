@@ -42,7 +42,7 @@ class FakeFusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """As FusedAdam's: groups count, also empty ones; moments are made for a parameter without any state."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

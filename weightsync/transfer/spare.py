@@ -66,4 +66,4 @@ def _movable(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
 def _references(tensor: torch.Tensor) -> int:
     """Tensors on the tensor's memory, in Python or not."""
     storage = tensor.untyped_storage()  # itself a reference
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

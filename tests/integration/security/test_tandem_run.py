@@ -94,7 +94,7 @@ def refused(channel: grpc.Channel, path: str, method: Any) -> str:
     call = kinds[method.client_streaming, method.server_streaming](path)
     with pytest.raises(grpc.RpcError) as caught:
         list(call(requests, timeout=10) if method.server_streaming else [call(requests, timeout=10)])
-    return str(dict(caught.value.trailing_metadata())[REASON_KEY])  # type: ignore[attr-defined]
+    return str(dict(caught.value.trailing_metadata())[REASON_KEY])
 
 
 def listening(run: Tandem) -> set[str]:

@@ -18,7 +18,7 @@ class Fp8MoEMethod(UnquantizedFusedMoEMethod):
 
 def model(method: object) -> torch.nn.Module:
     layer = torch.nn.Linear(2, 2)
-    layer.quant_method = method  # type: ignore[assignment]
+    layer.quant_method = method
     return torch.nn.ModuleDict({"experts": layer, "norm": torch.nn.LayerNorm(2)})
 
 

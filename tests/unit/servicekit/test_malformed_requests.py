@@ -88,7 +88,7 @@ async def refused(address: str, kind: str, payload: bytes) -> InvalidRequest:
         assert await call(channel, kind, GOOD) == GOOD
         with pytest.raises(grpc.RpcError) as caught:
             await call(channel, kind, payload)
-        assert dict(caught.value.trailing_metadata())[REASON_KEY] == "INVALID_REQUEST"  # type: ignore[attr-defined]
+        assert dict(caught.value.trailing_metadata())[REASON_KEY] == "INVALID_REQUEST"
         error = from_rpc_error(caught.value)
         assert isinstance(error, InvalidRequest)
         assert await call(channel, kind, GOOD) == GOOD

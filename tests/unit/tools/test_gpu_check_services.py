@@ -151,9 +151,9 @@ def test_ranks_take_gpus_in_turn_or_share_the_first() -> None:
         "5": ["trainer/1"],
         "6": ["rollout-0/0"],
         "7": ["rollout-0/1"],
-    }  # type: ignore[arg-type]
+    }
     narrow = Shape(name="", tensor=1, rollout_tensor=1, gpus=("0",))
-    assert gpu_ranks(FakeFleet(narrow)) == {"0": ["trainer/0", "rollout-0/0"]}  # type: ignore[arg-type]
+    assert gpu_ranks(FakeFleet(narrow)) == {"0": ["trainer/0", "rollout-0/0"]}
     plan = wide.devices(CPU)
     assert (plan.trainer, plan.rollouts) == ("", ("",))  # and so hidden, where there are some
     assert plan.available > 0

@@ -40,9 +40,9 @@ class Training:
             values = torch.randn(NUM_WEIGHTS, generator=generator)
             parameter = torch.nn.Parameter(values.bfloat16() if self.bf16 else values)
             if self.bf16:
-                parameter.main_param = parameter.detach().float()  # type: ignore[attr-defined]
+                parameter.main_param = parameter.detach().float()
             self.parameters[name] = parameter
-            self.trained.append(parameter.main_param if self.bf16 else parameter)  # type: ignore[attr-defined]
+            self.trained.append(parameter.main_param if self.bf16 else parameter)
         apart = [{"params": [self.trained[0]]}, {"params": [self.trained[1]], "weight_decay": 0.0}, {"params": []}]
         self.optimizer = self.make([{"params": self.trained}] if self.one_group else apart)
         chained: Any = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=self.optimizer)])
@@ -56,7 +56,7 @@ class Training:
         if self.bf16:
             with torch.no_grad():
                 for parameter in self.parameters.values():
-                    parameter.copy_(parameter.main_param)  # type: ignore[attr-defined]
+                    parameter.copy_(parameter.main_param)
 
     def steps(self, first: int, last: int) -> None:
         for number in range(first, last):
