@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -77,7 +78,7 @@ def plan_command(
     return EXIT_OK
 
 
-def _print_table(console: Console, planned: Planned, figures: dict) -> None:  # type: ignore[type-arg]
+def _print_table(console: Console, planned: Planned, figures: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in _rows(planned, figures):
         table.add_row(Text(name, style="bold"), Text(text))
@@ -88,7 +89,7 @@ def _print_table(console: Console, planned: Planned, figures: dict) -> None:  # 
         console.print(simulation_table(figures["simulated"]))
 
 
-def _rows(planned: Planned, figures: dict) -> list[tuple[str, str]]:  # type: ignore[type-arg]
+def _rows(planned: Planned, figures: dict[str, Any]) -> list[tuple[str, str]]:
     request = planned.request
     replica_ranks = request.rollout.world_size
     return [

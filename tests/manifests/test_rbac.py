@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
-from tests.manifests.kustomize import OVERLAYS, find, kinds, overlay
+from tests.manifests.kustomize import OVERLAYS, Manifest, find, kinds, overlay
 
 
-def granted(rules: list[dict]) -> set[tuple[str, str, str]]:
+def granted(rules: list[Manifest]) -> set[tuple[str, str, str]]:
     """(group, resource, verb) of a role's rules."""
     return {
         triple for rule in rules for triple in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])

@@ -8,12 +8,14 @@ from numpy.typing import NDArray
 from servicekit.errors import InvalidRequest
 from tandem_api.trainer.v1 import trainer_pb2
 from trainer_service.batch.checks import Limits, check
-from trainer_service.batch.samples import Samples
+from trainer_service.batch.samples import Number, Samples
 
 
-def _flat(messages: Sequence[trainer_pb2.MicroBatch], field: str, dtype: type) -> NDArray:
+def _flat(messages: Sequence[trainer_pb2.MicroBatch], field: str, dtype: type[Number]) -> NDArray[Number]:
     """One repeated field of all messages, concatenated."""
-    parts: list[NDArray] = [np.fromiter(values, dtype, len(values)) for values in (getattr(m, field) for m in messages)]
+    parts: list[NDArray[Number]] = [
+        np.fromiter(values, dtype, len(values)) for values in (getattr(m, field) for m in messages)
+    ]
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 

@@ -5,6 +5,7 @@ Legend: S samples, T completion tokens of all samples, N tokens (prompts and com
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+Number = TypeVar("Number", bound=np.generic)
 
 
 def starts(lengths: IntArray) -> IntArray:
@@ -72,6 +74,6 @@ class Samples:
         """Indices of the samples of one optimizer update, ascending."""
         return np.flatnonzero(self.update_index == update)
 
-    def per_token(self, values: NDArray) -> NDArray:
+    def per_token(self, values: NDArray[Number]) -> NDArray[Number]:
         """[S] values repeated for each completion token: [T]."""
         return np.repeat(values, self.completion_lengths)

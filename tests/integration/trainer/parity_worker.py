@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict[str, Any], out: Path) -> None:
     model = {"path": case["model"], "dtype": case["dtype"]}
     sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"] | case["trainer"], "grpo": case["grpo"]}
     config = RunConfig.model_validate(CONFIG | sections)

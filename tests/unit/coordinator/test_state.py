@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,13 @@ def test_what_the_last_look_refuses_is_not_written(tmp_path: Path) -> None:
 
     state, metrics, folder = state_at(1), MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "step"
     folder.mkdir()
-    for write in (
+    writes: list[Callable[[], object]] = [
         lambda: state.note(tmp_path / "state.json", refuse),
         lambda: state.save(tmp_path / "coordinator.json", refuse),
         lambda: metrics.append({"iteration": 1}, refuse),
         lambda: mark_complete(folder, refuse, iteration=1),
-    ):
+    ]
+    for write in writes:
         with pytest.raises(Evicted):
             write()
     assert metrics.rows() == []
