@@ -99,7 +99,7 @@ def dump_resolved(config: RunConfig) -> str:
         section, _, name = key.partition(".")
         value = data[section][name]
         data[section][name] = None if value is None else str(_absolute(value))
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _merge(

@@ -140,9 +140,8 @@ class Hostile:
             return self.random.choice([0, 1, 1, 2, largest] if largest < 2**31 else [0, 1, 2, 7])
         unsigned = field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
         bits = 64 if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64) else 32
-        return self.random.choice(
-            [2**bits - 1, 30_000_000] if unsigned else [2 ** (bits - 1) - 1, -(2 ** (bits - 1)), -1]
-        )
+        edge = 1 << (bits - 1)
+        return self.random.choice([2 * edge - 1, 30_000_000] if unsigned else [edge - 1, -edge, -1])
 
 
 class Attack:

@@ -63,7 +63,8 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> lis
 
 def _bits(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     """The tensor's bytes, in its shape: -0.0 is not 0.0, and a NaN is itself."""
-    return tensor.contiguous().view(torch.uint8).numpy()
+    bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.uint8).numpy()
+    return bits
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def prometheus_rule(rules: str) -> str:
         },
         "spec": {"groups": yaml.safe_load(rules)["groups"]},
     }
-    return _HEADER + yaml.safe_dump(rule, sort_keys=False, width=120, allow_unicode=True)
+    return _HEADER + str(yaml.safe_dump(rule, sort_keys=False, width=120, allow_unicode=True))
 
 
 def with_runbook(rules: str, url: str) -> str:

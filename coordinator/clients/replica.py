@@ -65,7 +65,10 @@ class Replica:
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
         """State, version, parallel sizes, software versions."""
         with rpc_errors(self.name):
-            return await self._stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=timeout_s)
+            status: rollout_pb2.GetStatusResponse = await self._stub.GetStatus(
+                rollout_pb2.GetStatusRequest(), timeout=timeout_s
+            )
+            return status
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

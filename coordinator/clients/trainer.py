@@ -129,7 +129,10 @@ class Trainer:
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> trainer_pb2.GetStatusResponse:
         """Version, parallel sizes, activity, software versions."""
         with rpc_errors(self.name):
-            return await self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=timeout_s)
+            status: trainer_pb2.GetStatusResponse = await self._stub.GetStatus(
+                trainer_pb2.GetStatusRequest(), timeout=timeout_s
+            )
+            return status
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -24,7 +24,8 @@ def zero_variance(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
     [False, True]
     """
     spread: NDArray[np.float64] = np.ptp(rewards_PG, axis=1)
-    return spread == 0.0
+    flat_P: NDArray[np.bool_] = spread == 0.0
+    return flat_P
 
 
 def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group") -> NDArray[np.float64]:
@@ -46,7 +47,7 @@ def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group")
     """
     _check(rewards_PG)
     flat_P = zero_variance(rewards_PG)
-    centred_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+    centred_PG: NDArray[np.float64] = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
     # The mean of equal floats may differ from them in the last bit; without this, 1e-17 / 1e-6 would pass for a signal.
     centred_PG[flat_P] = 0.0
     if std == "none":

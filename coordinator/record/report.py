@@ -121,7 +121,7 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
 
 
 def _num_trained(record: IterationRecord) -> int:
-    group_size = record.scored.rewards_PG.shape[1]
+    group_size = int(record.scored.rewards_PG.shape[1])
     return group_size * int((~record.dropped_P).sum())
 
 

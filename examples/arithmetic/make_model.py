@@ -116,7 +116,9 @@ def greedy_accuracy(model: Qwen3ForCausalLM, problems: list[Problem]) -> float:
         logits = model.eval()(ids, logits_to_keep=1).logits[:, -1]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
     said = [text.partition("<eos>") for text in tokenizer.batch_decode(ids[:, PROMPT_TOKENS:])]
-    right = [text == problem.answer and eos != "" for (text, eos, _), problem in zip(said, problems, strict=True)]
+    right: list[bool] = [
+        text == problem.answer and eos != "" for (text, eos, _), problem in zip(said, problems, strict=True)
+    ]
     return sum(right) / len(right)
 
 

@@ -109,7 +109,10 @@ class WorkerConnection:
 
     async def _beat(self, timeout_s: float) -> pb.BeatResponse:
         with rpc_errors():
-            return await self.stub.Beat(pb.BeatRequest(leader_id=self._leader_id), timeout=timeout_s)
+            response: pb.BeatResponse = await self.stub.Beat(
+                pb.BeatRequest(leader_id=self._leader_id), timeout=timeout_s
+            )
+            return response
 
 
 def beat_s(ttl_s: float) -> float:

@@ -234,11 +234,13 @@ class ChaosFleet:
 
     def trainer_status(self) -> trainer_pb2.GetStatusResponse:
         stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
-        return _call(stub.GetStatus, trainer_pb2.GetStatusRequest())
+        status: trainer_pb2.GetStatusResponse = _call(stub.GetStatus, trainer_pb2.GetStatusRequest())
+        return status
 
     def status(self, name: str) -> rollout_pb2.GetStatusResponse:
         stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(name))
-        return _call(stub.GetStatus, rollout_pb2.GetStatusRequest())
+        status: rollout_pb2.GetStatusResponse = _call(stub.GetStatus, rollout_pb2.GetStatusRequest())
+        return status
 
     def train_step(self) -> None:
         """The trainer goes to the next version."""
@@ -301,7 +303,8 @@ class ChaosFleet:
         """What a coordinator has said, once it has."""
         until(result.exists, timeout_s)
         said = json.loads(result.read_text())
-        return said.get("result", said)
+        answer: dict[str, Any] = said.get("result", said)
+        return answer
 
     def mixture(self, name: str) -> str:
         """What is wrong with what a replica has and serves; "" for nothing.
@@ -333,7 +336,7 @@ class ChaosFleet:
         try:
             list(stub.GenerateGroups(request, timeout=CALL_S))
         except grpc.RpcError as error:
-            return error.code() == grpc.StatusCode.FAILED_PRECONDITION
+            return bool(error.code() == grpc.StatusCode.FAILED_PRECONDITION)
         return False
 
     def logs(self) -> str:

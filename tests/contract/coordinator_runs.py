@@ -19,4 +19,5 @@ def rows(environment: ServiceEnvironment) -> list[dict[str, Any]]:
 
 
 def saved_state(environment: ServiceEnvironment) -> dict[str, Any]:
-    return json.loads((environment.run_dir / "state.json").read_text())
+    state: dict[str, Any] = json.loads((environment.run_dir / "state.json").read_text())
+    return state

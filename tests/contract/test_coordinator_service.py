@@ -40,7 +40,8 @@ class Watched:
         self.code = code
 
     async def status(self) -> pb.GetStatusResponse:
-        return await self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S)
+        status: pb.GetStatusResponse = await self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S)
+        return status
 
     async def events(self, after: int = 0) -> AsyncIterator[pb.WatchEventsResponse]:
         request = pb.WatchEventsRequest(after_sequence=after)

@@ -65,5 +65,7 @@ def transformers_accuracy(folder: Path) -> float:
     with torch.no_grad():
         out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=4)
     texts = tokenizer.batch_decode(out[:, prompts.shape[1] :])
-    right = [text.replace("<pad>", "") == row["answer"] + "<eos>" for text, row in zip(texts, rows, strict=True)]
+    right: list[bool] = [
+        text.replace("<pad>", "") == row["answer"] + "<eos>" for text, row in zip(texts, rows, strict=True)
+    ]
     return sum(right) / len(right)

@@ -177,7 +177,7 @@ class FakeKubelet:
             # As the kubelet does for fsGroup.
             chown(folder, pod.spec["securityContext"]["fsGroup"])
             return folder
-        folder = self._folder / "volumes" / pod.name / volume["name"]
+        folder = self._folder / "volumes" / pod.name / str(volume["name"])
         folder.mkdir(parents=True, exist_ok=True)
         kind, source = ("Secret", volume["secret"]["secretName"]) if "secret" in volume else _config_map(volume)
         for key, text in self._data(kind, source).items():

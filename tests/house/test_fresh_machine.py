@@ -23,7 +23,7 @@ def torch_arguments(installer: str) -> str:
     """What a script gives pip to install torch with: constraints and the file with its pin."""
     text = re.sub(r"\\\n\s*", "", (REPO / installer).read_text(encoding="utf-8"))
     [arguments] = TORCH_FIRST.findall(text)
-    return arguments
+    return str(arguments)
 
 
 def resolve(*arguments: str) -> str:

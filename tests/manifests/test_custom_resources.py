@@ -129,7 +129,8 @@ def through_the_models(jobset: Manifest) -> Manifest:
 
     model = JobsetV1alpha2JobSet.from_dict(jobset)
     assert model is not None
-    return model.to_dict()
+    kept: Manifest = model.to_dict()
+    return kept
 
 
 def test_jobsets_published_models_accept_ours_and_find_mistakes() -> None:

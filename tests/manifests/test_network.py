@@ -82,7 +82,7 @@ def test_every_port_is_in_a_policy(manifests: tuple[Manifest, ...]) -> None:
 def picked_range(template: Manifest) -> str:
     (sysctl,) = template["spec"]["securityContext"]["sysctls"]
     assert sysctl["name"] == "net.ipv4.ip_local_port_range"
-    return sysctl["value"].replace(" ", "-")
+    return str(sysctl["value"]).replace(" ", "-")
 
 
 def test_the_picked_range_is_clear_of_the_fixed_ports(manifests: tuple[Manifest, ...]) -> None:

@@ -42,7 +42,7 @@ def manifests(request: pytest.FixtureRequest) -> tuple[Manifest, ...]:
 
 def project_version() -> str:
     (version,) = re.findall(r'^version = "(.*)"', (REPO / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    return version
+    return str(version)
 
 
 def test_requests_are_limits(manifests: tuple[Manifest, ...]) -> None:

@@ -83,7 +83,8 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
     """[S] whether a sample can change the weights."""
     if grpo.entropy_coefficient != 0:
         return samples.trainable
-    return samples.trainable & (samples.advantages != 0)
+    moving: BoolArray = samples.trainable & (samples.advantages != 0)
+    return moving
 
 
 def measure_all(samples: Samples, ranks: RankShare) -> list[Padded]:

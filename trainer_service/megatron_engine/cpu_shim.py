@@ -173,7 +173,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._cpu_torch = cpu_torch
 
     def get_code(self, fullname: str) -> CodeType | None:
-        return _renamed(super().get_code(fullname))
+        code: CodeType | None = _renamed(super().get_code(fullname))
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

@@ -106,7 +106,7 @@ class StepRunner:
 
     @property
     def _counts(self) -> bool:
-        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def _check_finite(self, sums: Tensor, norm: float, samples: Samples, state: TokenState, update: int) -> None:
         if float(sums[SUMS.index("not_finite")]) == 0:

@@ -82,11 +82,17 @@ class MessageSizes:
 
     def pack_s(self, speeds: Speeds) -> Seconds:
         """[messages] what the sender does before a message leaves."""
-        return self.staged_src / speeds.copy + self.staged_src_ops * speeds.op_s + self.segments * speeds.segment_s
+        seconds: Seconds = (
+            self.staged_src / speeds.copy + self.staged_src_ops * speeds.op_s + self.segments * speeds.segment_s
+        )
+        return seconds
 
     def unpack_s(self, speeds: Speeds) -> Seconds:
         """[messages] what the receiver does with a message."""
-        return self.staged_dst / speeds.copy + self.staged_dst_ops * speeds.op_s + self.segments * speeds.segment_s
+        seconds: Seconds = (
+            self.staged_dst / speeds.copy + self.staged_dst_ops * speeds.op_s + self.segments * speeds.segment_s
+        )
+        return seconds
 
     def relay_s(self, speeds: Speeds) -> Seconds:
         """[messages] what passing a message on takes of the passing end's core."""

@@ -15,7 +15,7 @@ def free_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
     return int(min(_of_host(_MEMINFO), _of_container(_CGROUP)))
 
 

@@ -119,14 +119,19 @@ class Replica:
         return [by_id[str(i)] for i in range(len(prompts))]
 
     def phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.RunPhaseResponse:
-        return self.rounds.RunPhase(pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)
+        response: pb.RunPhaseResponse = self.rounds.RunPhase(
+            pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S
+        )
+        return response
 
     def status(self) -> rollout_pb2.GetStatusResponse:
-        return self.stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
+        status: rollout_pb2.GetStatusResponse = self.stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
+        return status
 
     def family(self) -> list[psutil.Process]:
         """The service's child processes, children of children too."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
 
     def close(self) -> None:
         """Ends what is left: asked first, so that it removes its temporary folder."""

@@ -47,4 +47,5 @@ def load(replicas: Replicas, folder: Path, round_id: str) -> int:
     """Asks rollout-1 to load version 3. Returns: its state then."""
     request = rollout_pb2.LoadPublishedWeightsRequest(folder=str(folder), policy_version=3, round_id=round_id)
     with grpc.insecure_channel(replicas.addresses["rollout-1"]) as channel:
-        return rollout_pb2_grpc.RolloutServiceStub(channel).LoadPublishedWeights(request, timeout=CALL_S).state
+        response = rollout_pb2_grpc.RolloutServiceStub(channel).LoadPublishedWeights(request, timeout=CALL_S)
+        return int(response.state)

@@ -50,7 +50,8 @@ class Results:
         return self.references[case.kind, case.variant]
 
     def report(self, case: Case) -> dict[str, Any]:
-        return json.loads((self.of(case) / "report.json").read_text())
+        report: dict[str, Any] = json.loads((self.of(case) / "report.json").read_text())
+        return report
 
     def logprobs(self, case: Case) -> Any:
         return np.load(self.of(case) / "logprobs.npz")

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state, tensor_parallel
 
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
@@ -14,6 +13,8 @@ from weightsync.layouts.layout import Parallel
 
 
 def test_megatrons_groups_have_the_configured_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state, tensor_parallel  # not before `build`, which prepares it for CPUs
+
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda *_, **options: given.update(options))

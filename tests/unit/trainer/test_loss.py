@@ -14,7 +14,8 @@ def losses(rho: list[float], advantages: list[float], **options: float | None) -
     settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, **options}
     new = torch.tensor(rho).log()
     out = clipped_ratio_loss(new, torch.zeros_like(new), torch.tensor(advantages), **settings)
-    return out.loss.tolist()
+    each: list[float] = out.loss.tolist()
+    return each
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,10 @@ async def check_keep_kv(fleet: ServiceFleet, findings: Findings, samples: Sequen
 
 
 async def _status(fleet: ServiceFleet) -> rollout_pb2.GetStatusResponse:
-    return await fleet.rollout(FIRST).GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S)
+    status: rollout_pb2.GetStatusResponse = await fleet.rollout(FIRST).GetStatus(
+        rollout_pb2.GetStatusRequest(), timeout=CALL_S
+    )
+    return status
 
 
 async def _computes(fleet: ServiceFleet, idle: int) -> bool:

@@ -248,7 +248,7 @@ class Communicator:
 
 
 def _on_device(buffer: torch.Tensor) -> bool:
-    return buffer.device.type != "cpu"
+    return bool(buffer.device.type != "cpu")
 
 
 def join_store(endpoint: str, timeout_s: float) -> dist.TCPStore:

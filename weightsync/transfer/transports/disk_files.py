@@ -113,11 +113,12 @@ def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype
 
 
 def _row_blocks(values: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    return values.split(_rows_per_block(values.shape[1], dtype))
+    blocks: Iterable[torch.Tensor] = values.split(_rows_per_block(values.shape[1], dtype))
+    return blocks
 
 
 def _rows_per_block(cols: int, dtype: torch.dtype) -> int:
-    return max(1, BLOCK_BYTES // (cols * dtype.itemsize))
+    return max(1, BLOCK_BYTES // (cols * int(dtype.itemsize)))
 
 
 def write_manifest(
@@ -186,7 +187,7 @@ class PublishedVersion:
                 if name not in ids:
                     raise ConfigError(f"{self.folder} holds {name}, which this model does not have")
                 row, height, col, width = map(int, numbers)
-                rows.append((rank, ids[name], len(keys), row, height, col, width, 0, 0, False))  # type: ignore[arg-type]
+                rows.append((rank, ids[name], len(keys), row, height, col, width, 0, 0, False))
                 keys.append(key)
         shards = np.array(rows, dtype=SHARD_DTYPE)
         ranks: Ids = np.stack([shards["rank"], shards["param"]], axis=1)
