@@ -88,7 +88,7 @@ def test_buf_refuses_an_unversioned_package(tmp_path: Path) -> None:
 
 
 def buf_breaking(folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [BUF, "breaking", "--against", REPO / "protos/wire.binpb"]
+    command = [str(BUF), "breaking", "--against", str(REPO / "protos/wire.binpb")]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
 
 

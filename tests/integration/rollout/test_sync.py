@@ -10,8 +10,9 @@ import pytest
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.replica import CALL_S, PHASES, Replica, Trainer, wait_until
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
 from tests.integration.rollout.tiny_models import logprobs, make_model
+from weightsync.round.phases import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -51,7 +52,7 @@ def test_each_sync_changes_what_is_generated_and_forgets_the_old_prefixes(
     replies = trainer.sync(1)
     (rank,) = replies[pb.ROUND_PHASE_TRANSFER].reports
     assert rank.bytes_received == rank.shard_bytes > 0
-    assert replies[pb.ROUND_PHASE_COMMIT].state == pb.REPLICA_STATE_SERVING
+    assert replies[pb.ROUND_PHASE_COMMIT].reports[0].state == pb.REPLICA_STATE_SERVING
     first = greedy(replica, 1)
     assert argmax_of(model, first)
     trainer.load(other_model)

@@ -39,7 +39,7 @@ def main(folder: Path, redis_url: str, namespace: str) -> None:
 def sync(leader: Replica, trainer: Trainer, model: Path) -> None:
     """Rank 0 is on the trainer's host, rank 1 is not: all take the transport that serves both."""
     trainer.load(model)
-    reports = trainer.sync(1, transport=pb.SYNC_TRANSPORT_AUTO)[pb.ROUND_PHASE_TRANSFER].ranks
+    reports = trainer.sync(1, transport=pb.SYNC_TRANSPORT_AUTO)[pb.ROUND_PHASE_TRANSFER].reports
     assert [report.transport for report in reports] == ["collective", "collective"], reports
     with pytest.raises(grpc.RpcError, match="not on the host of trainer/0: rollout-0/1"):
         trainer.sync(2, transport=pb.SYNC_TRANSPORT_COLOCATED)

@@ -43,7 +43,7 @@ class MemberProcess:
         answer = self._answer()
         if answer.startswith(_ERROR):
             raise RuntimeError(answer.removeprefix(_ERROR).decode())
-        return pb.RunPhaseResponse.FromString(answer).report
+        return pb.PhaseReport.FromString(answer)
 
     def kill(self) -> None:
         """SIGKILL; returns at once."""
@@ -108,4 +108,4 @@ def _serve(pipe: Connection, slot: str, settings: dict[str, Any]) -> None:
         except TandemError as error:
             pipe.send_bytes(_ERROR + f"{error.reason}: {error}".encode())
         else:
-            pipe.send_bytes(pb.RunPhaseResponse(report=report).SerializeToString())
+            pipe.send_bytes(report.SerializeToString())
