@@ -46,6 +46,8 @@ class Image:
 
 _ENGINE_SIDE = "only those modules of weightsync import it that run inside an engine"
 _TORCH_FIRST = {"torch": "installed before, from requirements/torch.txt"}
+_READS_NO_DATA = {"pyarrow": "for Parquet data, which the coordinator reads"}
+_READS_NO_TEXT = _READS_NO_DATA | {"tokenizers": "for prompts and completions, which the coordinator reads and writes"}
 
 # Debian 12's Python; a later 3.11 needs nothing more.
 _OLDEST = {"extra": "", "python_full_version": "3.11.2"}
@@ -64,15 +66,21 @@ IMAGES = {
         },
     ),
     "parquet": Image(also=("pyarrow",)),
-    "trainer": Image(packages=("trainer_service", *SHARED), without=_TORCH_FIRST),
+    "trainer": Image(packages=("trainer_service", *SHARED), without=_TORCH_FIRST | _READS_NO_TEXT),
     # The SDK accepts no other version of the API than its own.
     "trainer-gpu": Image(
-        packages=("trainer_service", *SHARED), also=("opentelemetry-api",), base_has=("torch", "sglang")
+        packages=("trainer_service", *SHARED),
+        also=("opentelemetry-api",),
+        without=_READS_NO_TEXT,
+        base_has=("torch", "sglang"),
     ),
     # SGLang imports dill without saying that it needs it.
-    "rollout": Image(packages=("rollout_service", *SHARED), also=("dill",), without=_TORCH_FIRST),
+    "rollout": Image(packages=("rollout_service", *SHARED), also=("dill",), without=_TORCH_FIRST | _READS_NO_DATA),
     "rollout-gpu": Image(
-        packages=("rollout_service", *SHARED), also=("opentelemetry-api",), base_has=("torch", "sglang")
+        packages=("rollout_service", *SHARED),
+        also=("opentelemetry-api",),
+        without=_READS_NO_DATA,
+        base_has=("torch", "sglang"),
     ),
 }
 

@@ -18,12 +18,20 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import redis
 
-from servicekit.errors import Aborted, AlreadyExists, ConfigError, DeadlineExceeded, ReleaseSkew, Unavailable
+from servicekit.errors import (
+    Aborted,
+    AlreadyExists,
+    ConfigError,
+    DeadlineExceeded,
+    ReleaseSkew,
+    TandemError,
+    Unavailable,
+)
 from servicekit.logs import get_logger
 from servicekit.redis import client as redis_client
 from servicekit.redis.client import AccessRefused, redis_errors
@@ -45,6 +53,7 @@ _ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
 _KEPT_S = 7 * 86_400
 _RIGHTS_RETRY_S = 0.5
 _NAME_RETRY_S = 0.25
+_CLOSED = "the registry was closed while waiting"
 
 _WITHDRAW = """
 local current = redis.call('GET', KEYS[1])
@@ -188,7 +197,8 @@ class Registry:
         told = False
         while True:
             try:
-                self.announce(record, ttl_s, on_lost)
+                with self._unless_closed():
+                    self.announce(record, ttl_s, on_lost)
                 return
             except (AlreadyExists, Unavailable) as error:
                 with contextlib.suppress(Unavailable):
@@ -200,7 +210,7 @@ class Registry:
                     log.info("waiting for the name", why=str(error))
                 told = True
             if self._closed.wait(_NAME_RETRY_S):
-                raise Aborted("the registry was closed while waiting for the name")
+                raise Aborted(_CLOSED)
 
     def _refuse_other_releases(self, record: ServiceRecord) -> None:
         """Our record is there already: of two that come at once, at least one sees the other."""
@@ -336,7 +346,8 @@ class Registry:
         while True:
             left_s = deadline_s - time.monotonic()
             try:
-                found = look()
+                with self._unless_closed():
+                    found = look()
                 if found is not None:
                     return found
                 if left_s <= 0:
@@ -345,8 +356,18 @@ class Registry:
                 if left_s <= 0:
                     raise DeadlineExceeded(f"waited {timeout_s:g} s for Redis: {error}") from error
             if self._closed.wait(min(interval_s, max(left_s, 0.0))):
-                raise Aborted("the registry was closed while waiting")
+                raise Aborted(_CLOSED)
             interval_s = min(interval_s * 1.5, _LONGEST_POLL_S)
+
+    @contextlib.contextmanager
+    def _unless_closed(self) -> Iterator[None]:
+        """Raises: Aborted: close() took the connection away from the call inside, which redis-py has no error for."""
+        try:
+            yield
+        except (TandemError, OSError, ValueError) as error:
+            if self._closed.is_set():
+                raise Aborted(_CLOSED) from error
+            raise
 
     def _put(self, record: ServiceRecord, ttl_s: float) -> None:
         text = json.dumps(dataclasses.asdict(record))

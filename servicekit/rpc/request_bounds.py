@@ -67,7 +67,7 @@ BOUNDS: Table = {
     "tandem_api.weights.v1.RunPhaseRequest": {
         "phase": Choice(last=6),
         "round": SubMessage(required=True),
-        "leader_id": _ID,
+        "leader_id": _OPTIONAL_ID,
     },
     "tandem_api.weights.v1.LoadPublishedRequest": {
         "folder": _PATH,

@@ -103,7 +103,7 @@ def test_a_changed_byte_is_caught_before_commit(fleet: Callable[..., Fleet]) -> 
     outcome = them.run(pb.ROUND_PHASE_VERIFY, round_)["rollout-0/0"]
     assert isinstance(outcome, DigestMismatch)
     assert "down_proj" in str(outcome)
-    with pytest.raises(PhaseOrder, match="transferred"):
+    with pytest.raises(PhaseOrder, match="has not done VERIFY"):
         them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_COMMIT, round_)
 
 
@@ -233,7 +233,7 @@ def test_a_staged_round_without_room_is_refused_in_prepare_and_one_in_place_is_n
 
 def test_phases_out_of_order_are_refused(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
-    with pytest.raises(PhaseOrder, match="not prepared"):
+    with pytest.raises(PhaseOrder, match="is not open here"):
         them.members["trainer/0"].run_phase(pb.ROUND_PHASE_TRANSFER, them.round(1))
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import sys
 from pathlib import Path
-from launcher.run.outcome import Outcome
+from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest, launch
 from launcher.view.run_view import RunView, make_console
 from tandem_config.loading import load_config

@@ -281,3 +281,25 @@ def test_a_wait_for_a_name_ends_with_the_registry(redis_server: str, open_regist
         successor.close()
         with pytest.raises(Aborted):
             waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("wait", ["name", "services", "value"])
+def test_a_wait_ends_with_the_registry_in_the_middle_of_a_redis_call_too(
+    redis_server: str, open_registry: OpenRegistry, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """redis-py raises ValueError where another thread has closed the connection that it reads from."""
+    registry = open_registry(redis_server)
+
+    def closed_meanwhile(*_: object) -> None:
+        registry.close()
+        raise ValueError("I/O operation on closed file.")
+
+    for call in ("_put", "list", "get_value"):
+        monkeypatch.setattr(registry, call, closed_meanwhile)
+    waits: dict[str, Callable[[], object]] = {
+        "name": lambda: registry.announce_when_free(record(), 30),
+        "services": lambda: registry.wait_for("rollout", 1, 30),
+        "value": lambda: registry.wait_value("store", 30),
+    }
+    with pytest.raises(Aborted, match="registry was closed"):
+        waits[wait]()

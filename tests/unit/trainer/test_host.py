@@ -14,9 +14,9 @@ from trainer_service.host import HOST_INDEX, PER_HOST, ranks_here
 # Runs RANK 0 and 1 as the shell commands that follow; the grace period is its first argument.
 HOST = """
 import sys
-from trainer_service.host import Ranks
+from trainer_service.host import RankProcesses
 ranks = [{"RANK": str(rank), "SCRIPT": script} for rank, script in enumerate(sys.argv[2:])]
-sys.exit(Ranks(grace_s=float(sys.argv[1])).run(["sh", "-c", 'eval "$SCRIPT"'], ranks))
+sys.exit(RankProcesses(grace_s=float(sys.argv[1])).run(["sh", "-c", 'eval "$SCRIPT"'], ranks))
 """
 DEADLINE_S = 60.0
 FOREVER = "while :; do sleep 0.05; done"
