@@ -29,6 +29,7 @@ RUN_BY = {
     "tandem version": ("tests/house/test_command.py", 'tandem("version"'),
     "tandem --help": ("tests/house/test_command.py", '"--help"'),
     "python -m examples.arithmetic.make_model": ("tests/house/test_arithmetic_example.py", 'main(["data"'),
+    "python -m examples.weight_sync": ("tests/integration/weightsync/test_example.py", '"examples.weight_sync"'),
     "python -m servicekit.redis.acl": ("tests/manifests/test_stand_in.py", '"python "'),
     "python -m tools.configuration_reference": ("tests/unit/config/test_reference.py", 'main(["check"])'),
     "python -m tools.prometheus_rule": ("tests/manifests/test_components.py", "prometheus_rule(RULES"),
