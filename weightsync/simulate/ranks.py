@@ -1,4 +1,7 @@
-"""Simulated ranks: each walks its messages as `transports/collective.py` does, several under way, in total order."""
+"""Simulated ranks: each walks its messages as `transports/collective.py` does, several under way, in total order.
+
+tests/unit/weightsync/test_walks_agree.py holds both walks to the same operations, for random plans.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
