@@ -26,7 +26,8 @@ from servicekit.errors import ConfigError
 from servicekit.life.lifecycle import cancel
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.redis.registry import PAGE_URL, Registry, ServiceRecord
+from servicekit.redis.records import PAGE_URL, ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig

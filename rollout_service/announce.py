@@ -2,7 +2,8 @@
 
 import asyncio
 
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 
 
 async def announce(registry: Registry, record: ServiceRecord, ttl_s: float) -> "asyncio.Future[None]":

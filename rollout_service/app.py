@@ -23,7 +23,8 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.life.lifecycle import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc

@@ -18,7 +18,8 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc

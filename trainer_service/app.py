@@ -14,7 +14,8 @@ from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc

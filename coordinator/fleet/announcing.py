@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from servicekit.errors import AlreadyExists, Unavailable
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 
 RETRY_S = 0.2
 

@@ -14,7 +14,8 @@ from coordinator.leaving import TrainerLost
 from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
 from servicekit.life.lifecycle import cancel, watch
 from servicekit.logs import get_logger
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2

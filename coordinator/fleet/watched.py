@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from servicekit.logs import get_logger
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 
 ROLLOUT_ROLE, TRAINER_ROLE = "rollout", "trainer"

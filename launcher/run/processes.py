@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.run.devices import DevicePlan, trainer_world_size
 from launcher.run.supervisor import ProcessSpec
-from servicekit.redis.registry import COORDINATOR
+from servicekit.redis.records import COORDINATOR
 from servicekit.security.run_token import VARIABLE
 from tandem_config.schema import RunConfig
 

@@ -17,7 +17,7 @@ from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
 from launcher.view.watching import Watching
 from servicekit.errors import TandemError
-from servicekit.redis.registry import COORDINATOR
+from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG
 from tandem_files.run_folder import make_token, read_token

@@ -8,7 +8,8 @@ import grpc
 
 from launcher.view.run_view import RunView
 from servicekit.errors import TandemError
-from servicekit.redis.registry import COORDINATOR, PAGE_URL, Registry
+from servicekit.redis.records import COORDINATOR, PAGE_URL
+from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb

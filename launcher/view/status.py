@@ -15,7 +15,8 @@ import grpc
 from launcher.view.summary import summary_lines
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
-from servicekit.redis.registry import COORDINATOR, Failure, Registry
+from servicekit.redis.records import COORDINATOR, Failure
+from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb

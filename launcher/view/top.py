@@ -13,7 +13,7 @@ from rich.text import Text
 from launcher.view.status import find_coordinator, last_words
 from launcher.view.top_view import draw
 from servicekit.errors import TandemError, Unavailable, rpc_errors
-from servicekit.redis.registry import COORDINATOR
+from servicekit.redis.records import COORDINATOR
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launcher.view.follow import follow
 from launcher.view.run_view import RunView
-from servicekit.redis.registry import COORDINATOR
+from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.run_folder import LauncherNotes, read_token, write_notes

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, Unavailable, rpc_errors
 from servicekit.logs import get_logger
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import worker_pb2 as pb

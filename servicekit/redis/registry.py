@@ -36,19 +36,14 @@ from servicekit.logs import get_logger
 from servicekit.redis import client as redis_client
 from servicekit.redis.client import AccessRefused, redis_errors
 from servicekit.redis.lease import Lease
-from servicekit.versions import release
+from servicekit.redis.records import ROLES, Failure, Failures, Records, ServiceRecord, read_record
 
 T = TypeVar("T")
 
 log = get_logger(__name__)
-# Key of the value that says where the run's web page is.
-PAGE_URL = "page_url"
-# The role that conducts the run, and the name of its only process.
-COORDINATOR = "coordinator"
 _FIRST_POLL_S = 0.02
 _CONNECT_TIMEOUT_S = 1.0
 _LONGEST_POLL_S = 0.1
-_ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
 _KEPT_S = 7 * 86_400
 _RIGHTS_RETRY_S = 0.5
@@ -77,40 +72,6 @@ redis.call('SADD', KEYS[2], ARGV[1])
 for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
 return nil
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServiceRecord:
-    """One running service.
-
-    role: "trainer", "rollout", "rollout-worker" (a further host of a rollout's engine) or "coordinator"; name: unique
-    within the role ("rollout-0"); address: gRPC `host:port`; metrics_address: `host:port` of /metrics, "" for none;
-    worker_id: unique per process start; release: of the software that it runs.
-    """
-
-    role: str
-    name: str
-    address: str
-    metrics_address: str = ""
-    worker_id: str
-    release: str = dataclasses.field(default_factory=release)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a service ended. unix_s: when."""
-
-    role: str
-    name: str
-    reason: str
-    unix_s: float
-
-    def __str__(self) -> str:
-        return f"{self.name} ended {max(0.0, time.time() - self.unix_s):.0f} s ago: {self.reason}"
-
-
-Records = list[ServiceRecord]
-Failures = list[Failure]
 
 
 def _refuses(address: str) -> bool:
@@ -214,7 +175,7 @@ class Registry:
 
     def _refuse_other_releases(self, record: ServiceRecord) -> None:
         """Our record is there already: of two that come at once, at least one sees the other."""
-        for role in _ROLES:
+        for role in ROLES:
             for other in self.list(role):
                 if other.release == record.release or self._keys(other) == self._keys(record):
                     continue
@@ -262,7 +223,7 @@ class Registry:
             if not names:
                 return []
             texts: Any = self._redis.mget([self._service_key(role, name) for name in sorted(names)])
-        return [_parse(text) for text in texts if text is not None]
+        return [read_record(text) for text in texts if text is not None]
 
     def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
         """Waits until services are announced.
@@ -375,7 +336,7 @@ class Registry:
         with redis_errors():
             held_by: Any = self._claim(keys=[*self._keys(record), *sorted(self._values)], args=arguments)
         if held_by is not None:
-            other = _parse(held_by)
+            other = read_record(held_by)
             raise AlreadyExists(
                 f"{record.role} {record.name!r} is held by worker {other.worker_id!r} at {other.address}; "
                 "stop it, or wait until its lease has expired"
@@ -392,14 +353,3 @@ class Registry:
 
     def _value_key(self, key: str) -> str:
         return f"{self._prefix}:value:{key}"
-
-
-def _parse(text: str) -> ServiceRecord:
-    try:
-        fields = {"release": "of a release that does not say", **json.loads(text)}
-        # A newer release may tell more; that it is another one is said by name.
-        return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"a service record in Redis is not ours to read ({error}): {text[:200]}; is the run id shared?"
-        ) from error

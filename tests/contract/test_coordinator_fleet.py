@@ -16,7 +16,8 @@ from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc

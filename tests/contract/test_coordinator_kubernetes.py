@@ -15,7 +15,8 @@ import pytest
 
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings

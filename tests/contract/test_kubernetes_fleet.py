@@ -24,7 +24,8 @@ from coordinator.fleet.watched import WatchedFleet
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PermissionDenied, Unavailable
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from servicekit.life.lifecycle import run_main
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_trainer import FakeTrainer

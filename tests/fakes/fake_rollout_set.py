@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.redis.registry import PAGE_URL, Registry
+from servicekit.redis.records import PAGE_URL
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config

@@ -20,7 +20,8 @@ from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
 from servicekit.errors import DeadlineExceeded, Unavailable
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 
 # Between two looks at Redis; services take seconds to come.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.certificates import role_name
 from tests.certificates import DAY, Authority, variables, write_files
 from tests.fakes.tiny_task import write_data, write_model

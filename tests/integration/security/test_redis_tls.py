@@ -8,7 +8,8 @@ import pytest
 
 from servicekit.errors import ConfigError, TandemError
 from servicekit.redis.client import connect, with_tls_files
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.certificates import TlsFiles
 from tests.certificates import DAY, Authority, write_files
 from tests.integration.security.tls_redis import BINARY_VARIABLE, TlsRedis, find_binary

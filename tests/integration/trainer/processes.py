@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tests.integration.trainer.tiny_inputs import VOCAB
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 
 from servicekit.errors import InvalidRequest, TandemError, TooLarge, WrongVersion, from_rpc_error
-from servicekit.redis.registry import ServiceRecord
+from servicekit.redis.records import ServiceRecord
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc

@@ -13,7 +13,8 @@ import redis
 from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tests.conftest import RedisProcess
 from tests.polling import throughout, until
 from weightsync.group.rendezvous import Rendezvous, SlotLease

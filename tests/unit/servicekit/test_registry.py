@@ -12,7 +12,8 @@ import pytest
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, ReleaseSkew, Unavailable
 from servicekit.redis.client import connect
 from servicekit.redis.failures import tell_failure
-from servicekit.redis.registry import Registry, ServiceRecord
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.versions import release
 from tests.conftest import RedisProcess
 from tests.polling import throughout, until

@@ -23,7 +23,8 @@ from launcher.run.processes import Launch, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
-from servicekit.redis.registry import COORDINATOR, Registry
+from servicekit.redis.records import COORDINATOR
+from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
