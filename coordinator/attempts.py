@@ -154,6 +154,6 @@ async def _end(app: App, ended: State, why: str = "") -> None:
         try:
             state.save(app.environment.run_dir / STATE_FILE, lambda: last_look(app.lead))
         except (OSError, TandemError) as error:  # the log still says how the run ended
-            log.error("the run's end is not noted", error=words_of(error))
+            log.error("run state not written", error=words_of(error))
     app.control.enter(ended, why)
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)

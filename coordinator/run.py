@@ -40,7 +40,7 @@ from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
-# change meanwhile, so waiting longer would only hope for other prompts.
+# change meanwhile, so waiting cannot change the outcome.
 MAX_SKIPPED_IN_A_ROW = 10
 EXPORT_FOLDER = "hf"
 

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 # The leader drains first; then the ranks leave together.
 LET_GO_S = DRAIN_S + 10.0
-# What has ended our ranks may be the leader's end: its last word, or its silence, is waited for this long.
+# After our ranks have failed: how long to wait to learn whether the leader's end caused it.
 LAST_WORD_S = 4.0
 _FULL_NAME = worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"].full_name
 

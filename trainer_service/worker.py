@@ -93,7 +93,7 @@ class Worker:
             if self._settings.place.rank == 0 and not isinstance(error, TandemError):
                 return TrainerFailed(self.liveness.diagnose(error))
         except RuntimeError as gone:
-            log.warning("no word left for the other ranks", error=str(gone))
+            log.warning("failure report not delivered", error=str(gone))
         return error
 
     def _work(self) -> None:

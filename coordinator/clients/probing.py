@@ -1,4 +1,4 @@
-"""Waiting for a service that may die or freeze meanwhile: it is asked how it is while it works."""
+"""Waits for a service that may die or freeze meanwhile: it is probed while it works."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -72,7 +72,7 @@ class Services:
             try:
                 found[replica.name] = dict((await replica.status()).versions.packages)
             except TandemError as error:  # the first round finds out whether it matters
-                log.warning("a replica does not say its versions", replica=replica.name, error=str(error))
+                log.warning("replica versions unknown", replica=replica.name, error=str(error))
         return merge_versions(found)
 
 

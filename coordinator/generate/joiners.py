@@ -82,7 +82,7 @@ class Joiners:
     def _note(self, complaint: str) -> None:
         """A line per complaint, not per look."""
         if complaint != self._complaint:
-            log.warning("nobody could be seeded", error=complaint)
+            log.warning("no replica could be seeded", error=complaint)
         self._complaint = complaint
 
     async def end(self) -> None:

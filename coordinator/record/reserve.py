@@ -18,7 +18,7 @@ def take_reserve(run_dir: Path) -> None:
         # Bytes that a file system cannot leave out or compress to nothing would be random; zeros do on those in use.
         write_bytes_atomic(run_dir / RESERVE_FILE, bytes(RESERVE_BYTES))
     except OSError as error:
-        log.warning("no reserve on the disk for last words", error=str(error))
+        log.warning("disk reserve not taken", error=str(error))
 
 
 def release_reserve(run_dir: Path) -> None:
@@ -26,4 +26,4 @@ def release_reserve(run_dir: Path) -> None:
     try:
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
     except OSError as error:
-        log.warning("the reserve cannot be given back", error=str(error))
+        log.warning("disk reserve not released", error=str(error))

@@ -68,7 +68,7 @@ class Forecast:
         try:
             forecast = self.predict(fleet)
         except (TandemError, ValueError, KeyError) as error:
-            log.warning("the weight sync is not predicted", error=str(error))
+            log.warning("sync forecast unavailable", error=str(error))
             forecast = None
         metrics.SYNC_PREDICTED_SECONDS.set(forecast.seconds if forecast is not None else math.nan)
         metrics.SYNC_PREDICTED_GOODPUT.set(forecast.goodput if forecast is not None else math.nan)

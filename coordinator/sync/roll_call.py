@@ -21,7 +21,7 @@ from tandem_api.weights.v1 import weights_pb2
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.participants import rollout_slot, trainer_slot
 
-# A look at the group that outlives the run's end holds the process for so long.
+# A poll of the group that is running when the run is cancelled can delay the exit by this long.
 _WAIT_SLICE_S = 0.5
 # What helps where trainer or replicas and the run have parted.
 GO_ON = "end the run and go on from its newest checkpoint (--resume), which gets a version that nobody has had"
@@ -61,7 +61,7 @@ class WeightGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """Who is there."""
+    """Trainer and replicas that are present: they answer, and their ranks hold their slots."""
 
     epoch: int
     trainer: trainer_pb2.GetStatusResponse
@@ -126,7 +126,7 @@ class RollCall:
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 if look.absent:
-                    log.warning("going on without some", absent=look.absent)
+                    log.warning("starting round without absent members", absent=look.absent)
                 return present
             trainer_is_there = look.trainer is not None and self._trainer.name not in look.absent
             timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_there else 0.0)

@@ -195,7 +195,7 @@ async def wait_for_cause(tasks: Mapping[str, "asyncio.Task[Reports]"], blame_s: 
 
 
 def raise_first(tasks: Mapping[str, "asyncio.Task[Reports]"]) -> None:
-    """Raise the error of a task that has failed, if any: rather that of one that is lost than of one that lost it."""
+    """Raise the first error, if any; prefer a failed peer's own error to the PeerLost that others saw."""
     errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
     errors.sort(key=lambda error: isinstance(error, PeerLost))
     if errors:

@@ -163,7 +163,7 @@ class WeightSync:
 
         Replicas that are lost on the way are left out; `outcomes` of the result says what became of each.
         Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help, or
-            if too few are there; the message names the participants. Everyone has been told to give the round up.
+            if too few are present; the message names them. The round has been given up everywhere.
         """
         return await self._bring(policy_version, serving=())
 
@@ -189,7 +189,7 @@ class WeightSync:
             if answer is not None and not tolerable:
                 raise answer
             if answer is not None:
-                log.warning("a replica was not taken over yet", error=str(answer))
+                log.warning("replica not taken over yet", error=str(answer))
 
     async def newest_version(self) -> int:
         """The newest version that a replica has had, of those that answer; 0 if none has had any."""
@@ -238,7 +238,7 @@ class WeightSync:
         except Unavailable as error:
             if not self._fleet.serving():
                 raise
-            log.warning("nobody can be looked for", error=str(error))
+            log.warning("registry unreachable", error=str(error))
             return self._fleet.serving()
 
     async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
@@ -253,7 +253,7 @@ class WeightSync:
         loaded = []
         for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, TandemError):  # it has weights, of whatever version: a round brings ours
-                log.warning("a late joiner has not loaded weights from disk", error=str(answer))
+                log.warning("late joiner failed to load weights from disk", error=str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -296,7 +296,7 @@ class WeightSync:
         return result
 
     async def _targets(self, work: _Publication) -> Present | None:
-        """Who is there without the version; None: nobody.
+        """The replicas that are present and lack the version; None: there are none.
 
         Raises: TandemError: too few are there, though they were waited for.
         """

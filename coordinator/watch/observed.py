@@ -50,7 +50,7 @@ class ObservedReplica:
 
 
 class Observed:
-    """Told of every sync and every look at the fleet. A replica that is a new process is a new `Replica`."""
+    """Records syncs and fleet snapshots. A replica that is a new process is a new `Replica`."""
 
     def __init__(self) -> None:
         self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)

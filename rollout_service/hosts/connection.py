@@ -106,7 +106,7 @@ class WorkerConnection:
                 request = pb.LeaveRequest(leader_id=self._leader_id, reason=reason[:REASON_CHARS], failed=failed)
                 await self.stub.Leave(request, timeout=CALL_S)
         except TandemError as error:
-            log.info("a worker did not take its leave", error=str(error))
+            log.info("worker ignored Leave", error=str(error))
 
     async def _beat(self, timeout_s: float) -> pb.BeatResponse:
         with rpc_errors():

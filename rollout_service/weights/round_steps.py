@@ -80,7 +80,7 @@ class RoundSteps:
         try:
             return await self._ranks.run_phase(ABORT, round_)
         except TandemError as error:  # the round is over all the same; the next PREPARE meets the rank again
-            log.warning("a rank did not take the abort", round_id=round_.round_id, error=str(error))
+            log.warning("rank did not answer ABORT", round_id=round_.round_id, error=str(error))
             return self.empty_reports()
 
     def empty_reports(self) -> list[pb.PhaseReport]:

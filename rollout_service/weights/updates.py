@@ -195,7 +195,7 @@ class WeightUpdates:
 
     def _expire(self, round_: pb.Round) -> None:
         if self._is_open(round_) and not self._lock.locked():
-            log.warning("the coordinator is silent, giving its round up", round_id=round_.round_id)
+            log.warning("coordinator silent, giving up its round", round_id=round_.round_id)
             self._expiring = asyncio.create_task(self.run_phase(ABORT, round_), name=f"expire-{round_.round_id}")
 
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:

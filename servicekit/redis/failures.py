@@ -24,4 +24,4 @@ def tell_failure(role: str, name: str, reason: str, environ: Mapping[str, str] =
         registry.report_failure(role, name, reason)
         registry.close()
     except TandemError as error:
-        log.info("failure told in this log only", error=str(error))
+        log.info("failure record not written", error=str(error))

@@ -1,4 +1,4 @@
-"""File work that one rank does and all must know the result of: no rank may wait for one that has failed."""
+"""Run file I/O on some ranks and share success or failure with all: no rank waits for one that has failed."""
 
 from collections.abc import Callable
 

@@ -212,7 +212,7 @@ class SlotLease:
             except Unavailable as error:  # what was loaded for minutes is not given up for a moment's outage
                 if time.monotonic() >= deadline_s:
                     raise
-                log.warning("not joined yet", slot=self.slot, error=str(error))
+                log.warning("weight group not joined yet", slot=self.slot, error=str(error))
             self._stop.wait(min(1.0, self._ttl_s / 3))
         log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
         self._thread.start()
