@@ -29,17 +29,14 @@ app = typer.Typer(
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
 )
 
-_Config = Annotated[
-    Path,
-    typer.Option(
-        "--config",
-        "-c",
-        help=(
-            "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
-            "in it are relative to the file."
-        ),
+_CONFIG = typer.Option(
+    "--config",
+    "-c",
+    help=(
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
+        "in it are relative to the file."
     ),
-]
+)
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,7 +70,7 @@ def demo(overrides: _Set = None) -> None:
 
 @app.command()
 def run(
-    config: Annotated[Path | None, _Config.__metadata__[0]] = None,
+    config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     resume: Annotated[
         Path | None,
@@ -107,7 +104,7 @@ def run(
 
 @app.command()
 def check(
-    config: _Config,
+    config: Annotated[Path, _CONFIG],
     overrides: _Set = None,
     gpu_memory_gib: Annotated[
         float | None,

@@ -69,15 +69,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._engine = engine
         metrics.POLICY_VERSION.set(engine.policy_version)
 
-    @property
     def _ready(self) -> TrainerEngine:
+        """The engine. Raises: NotReady: there is none yet."""
         if self._engine is None:
             raise NotReady("the trainer is still loading its model")
         return self._engine
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         """Another coordinator leads from now on; answers when what older ones have begun is done."""
-        engine = self._ready
+        engine = self._ready()
         self._fence.admit(request.fence)
         await self._command(Command.NOOP, b"")  # one command at a time: it comes behind theirs
         return pb.TakeOverResponse(policy_version=engine.policy_version)
@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
     ) -> pb.TrainStepResponse:
         """One GRPO step; a repeated step_id gets the first reply."""
-        engine = self._ready
+        engine = self._ready()
         step = await receive_header(request_iterator, self._max_samples)
         step_id = step.header.step_id
         self._fence.admit(step.header.fence)
@@ -130,7 +130,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
     ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
         """A reply per message, in order."""
-        engine = self._ready
+        engine = self._ready()
         async for request in request_iterator:
             await asyncio.to_thread(merge, [request.micro_batch], engine.limits)
             body = request.micro_batch.SerializeToString()
@@ -139,7 +139,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """A phase of a sync round on every rank."""
-        self._ready  # noqa: B018
+        self._ready()
         if request.phase not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         self._fence.admit(request.round.fence)
@@ -157,7 +157,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         """Weights, optimizer and random states."""
-        self._ready  # noqa: B018
+        self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", CHECKPOINT)
         self._fence.admit(request.fence)
         with metrics.CHECKPOINT_SECONDS.time():
@@ -168,7 +168,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """A Hugging Face folder."""
-        self._ready  # noqa: B018
+        self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", EXPORT)
         self._fence.admit(request.fence)
         replies = await self._command(Command.EXPORT, request.SerializeToString())
@@ -178,7 +178,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
         """Back to a checkpoint, under a new version."""
-        own = self._ready.policy_version
+        own = self._ready().policy_version
         if request.policy_version < own:
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
@@ -195,7 +195,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """What the trainer has and does."""
-        engine = self._ready
+        engine = self._ready()
         current = self._commander.current
         return pb.GetStatusResponse(
             policy_version=engine.policy_version,

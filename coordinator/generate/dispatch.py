@@ -222,9 +222,10 @@ class Dispatch:
     def _whats_missing(self) -> str:
         """How much is not done, and the last of each replica."""
         missing = len(self._prompts) - len(self._groups)
-        left = "{}: left the fleet".format
-        told = "; ".join(str(self._errors.get(replica, left(replica.name))) for replica in self._replicas)
-        why = f"every replica failed: {told}" if told else "no replica serves the current policy"
+        errors = [self._errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]
+        why = (
+            f"every replica failed: {'; '.join(map(str, errors))}" if errors else "no replica serves the current policy"
+        )
         return f"{missing} of {len(self._prompts)} groups could not be generated, {why}"
 
     async def _cancel_calls(self) -> None:

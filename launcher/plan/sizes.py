@@ -45,7 +45,8 @@ def trainer_sizes(text: str, spec: ModelSpec) -> tuple[Parallel, list[str]]:
     if "dp" not in sizes:
         parallel = replace(parallel, data=_data_size(parallel))
         check_ranks("--trainer", text, parallel)
-        notes.append(f"dp={parallel.data}, the least that has room for the expert ranks") if parallel.data > 1 else None
+        if parallel.data > 1:
+            notes.append(f"dp={parallel.data}, the least that has room for the expert ranks")
     if not any(key in sizes for key in _SPLIT):
         parallel, note = _split_layers(spec.num_layers, parallel)
         notes += [note] if note else []

@@ -26,7 +26,7 @@ class SpareShard:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a staged round fills. After `install` it holds the version that was served before."""
         if not self._tensors:
-            self._tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in self._served.items()}
+            self._make()
         return self._tensors
 
     def reserve(self, slot: str) -> None:
@@ -38,15 +38,23 @@ class SpareShard:
             return
         needed = sum(tensor.numel() * tensor.element_size() for tensor in self._served.values())
         device = next(iter(self._served.values())).device
-        try:
-            fits = needed <= (free := free_bytes(device)) and bool(self.tensors)
-        except torch.OutOfMemoryError:  # of pieces too small
-            fits = False
-        if not fits:
+        free = free_bytes(device)
+        if needed > free or not self._allocate():
             raise ConfigError(
                 f"{slot}: no room for the spare shard of a staged round: it takes {needed / 2**30:.2f} GiB, "
                 f"{device.type} memory has {free / 2**30:.2f} GiB free (sync.install: in_place needs none)"
             )
+
+    def _allocate(self) -> bool:
+        """Whether there was room for it: memory may be free in pieces that are too small."""
+        try:
+            self._make()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _make(self) -> None:
+        self._tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in self._served.items()}
 
     def install(self) -> None:
         """The served tensors get what was staged; nobody may read them meanwhile."""
