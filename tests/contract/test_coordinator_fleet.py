@@ -167,7 +167,8 @@ async def test_a_run_outlives_all_of_its_replicas(
     config: RunConfig, environment: ServiceEnvironment, announcer: list[Registry]
 ) -> None:
     """In the middle of an iteration: groups that were finished are kept, those that come do the rest."""
-    config = with_settings(config, run={"iterations": 4}, sync={"probe_timeout_s": 1.0, "lease_ttl_s": 1.0})
+    # The fleet is looked at once a second; a probe as short as that could end the run before the next look.
+    config = with_settings(config, run={"iterations": 4}, sync={"probe_timeout_s": 5.0, "lease_ttl_s": 1.0})
     back = FakeRollout(name="rollout-1")
     told = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "replicas"}) or 0.0
     async with announced_fleet(environment.redis_url, environment.run_id) as services, served(back) as address:

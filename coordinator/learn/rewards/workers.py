@@ -68,7 +68,8 @@ class RewardWorkers:
                 await asyncio.gather(*shares)
             finally:
                 for share in shares:
-                    share.cancel()
+                    if not share.cancelling():  # a second time would interrupt the end of its process
+                        share.cancel()
                 await asyncio.gather(*shares, return_exceptions=True)
         return [Answer(late=True) if answer is None else answer for answer in answers]
 

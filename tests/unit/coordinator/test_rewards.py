@@ -1,13 +1,16 @@
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
+import psutil
 import pytest
 
+from coordinator.learn.rewards import workers
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.math_verify import MathVerify
@@ -162,11 +165,14 @@ async def test_a_worker_that_cannot_start_says_why() -> None:
 
 async def test_workers_end_with_their_owner() -> None:
     reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=1, timeout_s=300)
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
 
-    def working() -> set[str]:
-        pids = children.read_text().split()
-        return {pid for pid in pids if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    def works(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            return "coordinator.learn.rewards.worker" in child.cmdline()
+        return False
+
+    def working() -> set[int]:
+        return {child.pid for child in psutil.Process().children() if works(child)}
 
     earlier = working()  # of other tests that this process ran
     scoring = asyncio.create_task(reward.score([text("1" * 60)]))
@@ -175,6 +181,33 @@ async def test_workers_end_with_their_owner() -> None:
     await asyncio.gather(scoring, return_exceptions=True)
     await reward.close()
     assert working() - earlier == set()
+
+
+async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process that was gone had the ends of the others interrupted: they were killed, and not waited for."""
+    reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=4, timeout_s=300)
+    gone, until_gone, start = list[int | None](), workers._gone, workers._start
+    started = asyncio.Semaphore(0)
+
+    async def noted_start(arguments: Sequence[str]) -> asyncio.subprocess.Process:
+        process = await start(arguments)
+        started.release()
+        return process
+
+    async def noted_end(process: asyncio.subprocess.Process) -> None:
+        await asyncio.sleep(0.02 * len(gone))  # one after the other
+        await until_gone(process)
+        gone.append(process.returncode)
+
+    monkeypatch.setattr(workers, "_start", noted_start)
+    monkeypatch.setattr(workers, "_gone", noted_end)
+    scoring = asyncio.create_task(reward.score([text("1" * 60)] * 4))
+    for _ in range(4):
+        await asyncio.wait_for(started.acquire(), 60)
+    scoring.cancel()
+    await asyncio.gather(scoring, return_exceptions=True)
+    assert gone == [-signal.SIGKILL] * 4
+    await reward.close()
 
 
 async def test_nothing_of_a_completion_is_said_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
