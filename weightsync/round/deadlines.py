@@ -8,7 +8,7 @@ trainer's rank 0               the trainer's ranks          both timeouts + COMM
 coordinator                    trainer and replicas         both timeouts + CALL_MARGIN_S
 replica                        the coordinator's next word  both timeouts + SILENCE_MARGIN_S
 
-tests/unit/weightsync/test_round_deadlines.py holds the order.
+tests/unit/weightsync/test_round.py holds the order.
 """
 
 from tandem_api.weights.v1 import weights_pb2 as pb
