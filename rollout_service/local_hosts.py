@@ -14,12 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollout_service.hosts.host_ranks import HOST_INDEX
-from servicekit.errors import ConfigError
 from servicekit.life.lifecycle import run_main
 from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
-from tandem_config.schema import RunConfig
 
 # A leader drains for 20 s, and a worker waits for it; after that they are killed.
 STOP_GRACE_S = 60.0
@@ -94,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     async def hosts(stop: asyncio.Event) -> int:
         configure_logging("rollout-hosts", replica=options.name)
-        config = _load(options.config)
+        config = load_config(options.config)
         command = [sys.executable, "-P", "-m", "rollout_service", "--config", str(options.config)]
         environments = host_environments(config.rollout.nodes, os.environ)
         # Each notices the end of another within the lease's time, and says why.
@@ -102,13 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
         return await run_hosts([*command, "--name", options.name], environments, stop, end_s=end_s)
 
     return run_main("rollout-hosts", hosts, name=options.name)
-
-
-def _load(path: Path) -> RunConfig:
-    try:
-        return load_config(path)
-    except ConfigErrors as error:
-        raise ConfigError(str(error)) from None
 
 
 if __name__ == "__main__":

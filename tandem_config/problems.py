@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from servicekit.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigProblem:
@@ -32,7 +34,7 @@ class ConfigProblem:
         return f"{head}: {self.message}{tail}"
 
 
-class ConfigErrors(ValueError):
+class ConfigErrors(ConfigError):
     """Every problem of a configuration at once; `problems` is never empty."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:

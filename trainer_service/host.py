@@ -19,7 +19,6 @@ from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from servicekit.logs import configure_logging, get_logger
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
 
 PER_HOST, HOST_INDEX = "TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"
 # A rank drains for 30 s, then all ranks have as long to stop (trainer_service.app); after that they are killed.
@@ -127,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging("trainer", rank="host")
     try:
         environments = ranks_here(os.environ, load_config(options.config).trainer.world_size)
-    except (ConfigError, ConfigErrors) as error:
+    except ConfigError as error:
         log.error("bad configuration", error=str(error))
         return EXIT_BAD_CONFIG
     command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
