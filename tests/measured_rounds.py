@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
+from tests.kit.redis import RedisProcess
 from tests.sync_fleet import Fleet
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
