@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout

@@ -24,8 +24,8 @@ from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.chaos.gates import GateKeeper
 from tests.chaos.policy import expected_checksums
-from tests.conftest import RedisProcess
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 

@@ -19,7 +19,7 @@ from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
 from tests.chaos.policy import SPEC, TRAINER
 from tests.chaos.shared_memory import files_of, shared_memory
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.layouts.megatron import megatron_layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

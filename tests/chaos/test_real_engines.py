@@ -26,8 +26,8 @@ from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.conftest import RedisProcess
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from tests.service_processes import START_S, Services
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.group.rendezvous import Rendezvous

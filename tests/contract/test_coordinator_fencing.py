@@ -29,7 +29,7 @@ from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Evicted
 

@@ -27,7 +27,7 @@ from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.tiny_task import EOS, encode
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round.client import SERVICE

@@ -16,7 +16,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.polling import until
+from tests.kit.waiting import until
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -24,7 +24,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet
-from tests.polling import until
+from tests.kit.waiting import until
 
 DEADLINE_S = 10.0
 

@@ -14,16 +14,11 @@ import yaml
 from servicekit.environment import ServiceEnvironment
 from servicekit.security.certificates import TlsFiles, role_name
 from tandem_config.schema import RunConfig
-from tests.certificates import Authority, variables, write_files
 from tests.contract.coordinator_runs import rows, with_settings
-from tests.polling import until
+from tests.kit.certificates import Authority, variables, write_files
+from tests.kit.waiting import until
 
 ROLES = {"fleet": ["trainer", "rollout"], "coordinator": ["coordinator"]}
-
-
-@pytest.fixture
-def authority() -> Authority:
-    return Authority("ours")
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.certificates import Authority, files_of, variables
 from tests.fakes.refusal import refuse_in_thread
+from tests.kit.certificates import Authority, files_of, variables
 from tests.unit.rollout.fake_engine import FakeEngine
 
 DEADLINE_S = 20.0

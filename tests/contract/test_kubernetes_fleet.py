@@ -32,7 +32,7 @@ from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status, worker
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
-from tests.polling import until
+from tests.kit.waiting import until
 
 TTL_S = 30.0
 DEADLINE_S = 20.0

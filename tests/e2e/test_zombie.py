@@ -12,9 +12,9 @@ import pytest
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 from tandem_config.loading import draft_config
-from tests.conftest import RedisProcess
 from tests.e2e.conftest import EXAMPLE, SMALL
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from tests.service_processes import START_S, Services
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]

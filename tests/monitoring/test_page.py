@@ -14,8 +14,8 @@ from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config
+from tests.kit.waiting import until
 from tests.monitoring.tools import tool
-from tests.polling import until
 
 pytestmark = [pytest.mark.integration]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
-from tests.polling import until
+from tests.kit.waiting import until
 from tests.service_processes import START_S, Services
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 

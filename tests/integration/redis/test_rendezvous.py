@@ -11,9 +11,9 @@ import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, TandemError
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
-from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease, newest_leader
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
 

@@ -8,10 +8,10 @@ import redis
 
 from servicekit.errors import Aborted, DeadlineExceeded
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.stores import same, tiny_spec
+from tests.kit.waiting import until
 from tests.sync_fleet import GROUP, Fleet
-from tests.weight_stores import same, tiny_spec
 from weightsync.group.rendezvous import Evicted, Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES

@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisProcess
 from tests.integration.rollout.replica import Replica, Trainer
 from tests.integration.rollout.tiny_models import make_model
-
-
-@pytest.fixture(scope="module")
-def module_redis() -> Iterator[str]:
-    server = RedisProcess()
-    server.start()
-    yield server.url
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
@@ -80,7 +80,7 @@ class Replica:
         """Returns once the replica is announced."""
         registry = Registry(self.redis_url, self.run_id)
         try:
-            wait_until(lambda: bool(registry.list("rollout")) or self.process.poll() is not None, START_S, "a replica")
+            until(lambda: bool(registry.list("rollout")) or self.process.poll() is not None, START_S, "a replica")
             records = registry.list("rollout")
         finally:
             registry.close()
@@ -224,12 +224,3 @@ class Trainer:
         """A whole round."""
         round_ = self.round(version, **fields)
         return {phase: self.both(phase, round_) for phase in PHASES}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Raises: TimeoutError: `what` did not come about."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(0.02)

@@ -10,9 +10,9 @@ import torch
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer
 from tests.integration.rollout.tiny_models import CONTEXT, STOP, VOCABULARY, logprobs
-from tests.polling import throughout
+from tests.kit.waiting import throughout, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -145,7 +145,7 @@ def test_a_long_completion_is_progress_and_a_stuck_engine_is_none(replica: Repli
 
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(replica.generate, PROMPTS[:1], n=16, max_new_tokens=CONTEXT - 8, version=1)
-        wait_until(note, CALL_S, "another progress")
+        until(note, CALL_S, "another progress")
         schedulers = [child for child in replica.family() if "scheduler" in " ".join(child.cmdline())]
         assert schedulers
         for process in schedulers:

@@ -11,8 +11,9 @@ import pytest
 from servicekit.redis.registry import Registry
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer, Worker, wait_until
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer, Worker
 from tests.integration.rollout.tiny_models import logprobs, make_model
+from tests.kit.waiting import until
 
 # An engine starts in 15 s on idle cores, and in minutes where others work.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -162,7 +163,7 @@ def test_a_killed_worker_ends_the_leader_which_names_it(mortal_pair: Pair) -> No
     mortal_pair.worker.process.kill()
     assert mortal_pair.leader.process.wait(timeout=60) == 1
     assert "host 1 of rollout-0 (rollout-0-host-1 at 127.0.0.2:" in last_line(mortal_pair.leader.log)
-    wait_until(lambda: gone(family), 20.0, "the end of all ranks")
+    until(lambda: gone(family), 20.0, "the end of all ranks")
 
 
 def test_a_killed_leader_ends_the_worker_which_names_it(mortal_pair: Pair) -> None:
@@ -170,7 +171,7 @@ def test_a_killed_leader_ends_the_worker_which_names_it(mortal_pair: Pair) -> No
     mortal_pair.leader.process.kill()
     assert mortal_pair.worker.process.wait(timeout=60) == 1
     assert "the leader of rollout-0 is gone" in last_line(mortal_pair.worker.log)
-    wait_until(lambda: gone(family), 20.0, "the end of all ranks")
+    until(lambda: gone(family), 20.0, "the end of all ranks")
 
 
 def test_a_worker_that_is_asked_to_end_takes_the_replica_with_it_well(mortal_pair: Pair) -> None:
@@ -180,7 +181,7 @@ def test_a_worker_that_is_asked_to_end_takes_the_replica_with_it_well(mortal_pai
     mortal_pair.worker.process.send_signal(signal.SIGTERM)
     assert mortal_pair.leader.process.wait(timeout=60) == 0
     assert mortal_pair.worker.process.wait(timeout=60) == 0
-    wait_until(lambda: gone(family), 20.0, "the end of all ranks")
+    until(lambda: gone(family), 20.0, "the end of all ranks")
 
 
 class LocalHosts(Replica):
@@ -201,7 +202,7 @@ def test_all_hosts_of_one_machine_are_one_process(tmp_path: Path, models: list[P
         assert len([child for child in family if "--name" in child.cmdline()]) == 2
         replica.process.terminate()
         assert replica.process.wait(timeout=60) == 0
-        wait_until(lambda: gone(family), 20.0, "the end of all processes")
+        until(lambda: gone(family), 20.0, "the end of all processes")
         trainer.member.close()
     finally:
         replica.close()

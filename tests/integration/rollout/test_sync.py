@@ -10,8 +10,9 @@ import pytest
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
+from tests.integration.rollout.replica import CALL_S, Replica, Trainer
 from tests.integration.rollout.tiny_models import logprobs, make_model
+from tests.kit.waiting import until
 from weightsync.round.phases import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -116,7 +117,7 @@ class LongCall:
         self._groups = self._pool.submit(
             replica.generate, [PROMPT], n=num_completions, max_new_tokens=NUM_TOKENS, version=self.version
         )
-        wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+        until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
 
     def completions(self) -> list[rollout_pb2.Completion]:
         (group,) = self._groups.result(timeout=CALL_S)
@@ -204,9 +205,9 @@ def test_a_call_that_is_given_up_stops_its_requests(replica: Replica) -> None:
         policy_version=version,
     )
     call = replica.stub.GenerateGroups(request, timeout=CALL_S)
-    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
     call.cancel()
-    wait_until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")
+    until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")
     # Draining proves that the engine holds no request any more.
     pause = rollout_pb2.PauseGenerationRequest(mode=pb.PAUSE_MODE_DRAIN)
     assert replica.stub.PauseGeneration(pause, timeout=CALL_S).state == pb.REPLICA_STATE_PAUSED

@@ -11,8 +11,8 @@ from servicekit.redis.client import connect, with_tls_files
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.certificates import TlsFiles
-from tests.certificates import DAY, Authority, write_files
 from tests.integration.security.tls_redis import BINARY_VARIABLE, TlsRedis, find_binary
+from tests.kit.certificates import DAY, Authority, write_files
 from weightsync.group.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.skipif(
@@ -27,11 +27,6 @@ def binary() -> Path:
     found = find_binary()
     assert found is not None  # or the whole file is skipped
     return found
-
-
-@pytest.fixture
-def authority() -> Authority:
-    return Authority("ours")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ ANSWER_S = 60.0
 _ERROR = b"!error "
 
 _fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["torch", "weightsync.transfer.session", "tests.weight_stores"])
+_fork_server.set_forkserver_preload(["torch", "weightsync.transfer.session", "tests.kit.stores"])
 
 
 class MemberProcess:
@@ -78,7 +78,7 @@ def _serve(pipe: Connection, slot: str, settings: dict[str, Any]) -> None:
     # Imported in the process that it is for.
     import torch
 
-    from tests.weight_stores import canonical_tensors, cut, empty_like_rank
+    from tests.kit.stores import canonical_tensors, cut, empty_like_rank
     from weightsync.layouts.megatron import megatron_layout
     from weightsync.layouts.sglang import sglang_layout
     from weightsync.transfer.session import SyncMember

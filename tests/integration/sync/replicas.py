@@ -8,7 +8,7 @@ import grpc
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.polling import until
+from tests.kit.waiting import until
 from tests.service_processes import START_S, Services
 from weightsync.layouts.layout import Parallel
 

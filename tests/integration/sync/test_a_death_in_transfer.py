@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
 from tests.integration.sync.member_process import MemberProcess, run_phase
-from tests.weight_stores import tiny_spec
+from tests.kit.redis import RedisProcess
+from tests.kit.stores import tiny_spec
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec

@@ -16,8 +16,8 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.integration.sync.replicas import CALL_S, Replicas, configuration
 from tests.integration.sync.rounds import RunPhase, run_round
 from tests.integration.trainer.tiny_models import save_model
+from tests.kit.stores import same
 from tests.service_processes import Services
-from tests.weight_stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

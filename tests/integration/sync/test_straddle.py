@@ -23,7 +23,7 @@ from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import CALL_S, Replicas
 from tests.integration.sync.rounds import run_round
 from tests.integration.sync.senders import senders
-from tests.polling import until
+from tests.kit.waiting import until
 from tests.service_processes import Services
 from weightsync.layouts.layout import Parallel
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisProcess
 from tests.integration.trainer.processes import TrainerProcesses
 from tests.integration.trainer.tiny_models import save_model
 
@@ -20,19 +19,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_redis() -> Iterator[str]:
-    server = RedisProcess()
-    server.start()
-    yield server.url
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def shared_trainer(
-    shared_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    module_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrainerProcesses]:
     """TP 2, running; ends as `kill PID` ends it, which is a test too."""
-    trainer = TrainerProcesses(shared_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
+    trainer = TrainerProcesses(module_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
     trainer.start(2)
     try:
         yield trainer

@@ -18,7 +18,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.redis.registry import Registry
 from servicekit.rpc.probe import probe
 from tests.integration.trainer.processes import EXIT_TIMEOUT_S, READY_TIMEOUT_S, RUN_ID, TrainerProcesses
-from tests.polling import until
+from tests.kit.waiting import until
 from trainer_service.ranks.world import Place, meet
 
 pytestmark = pytest.mark.integration

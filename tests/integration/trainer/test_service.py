@@ -257,9 +257,9 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, rounds: Any, shared_redis: str, tiny_model: Path, folder: Path
+    stub: Any, rounds: Any, module_redis: str, tiny_model: Path, folder: Path
 ) -> None:
-    tensors, reports = await receive(stub, rounds, shared_redis, tiny_model, Parallel(tensor=2))
+    tensors, reports = await receive(stub, rounds, module_redis, tiny_model, Parallel(tensor=2))
     assert len(reports) == 2
     assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.stores import tiny_spec
 from tests.sync_fleet import Fleet
-from tests.weight_stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 
 

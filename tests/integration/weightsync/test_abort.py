@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from servicekit.errors import PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.polling import until
+from tests.kit.stores import same, tiny_spec
+from tests.kit.waiting import until
 from tests.sync_fleet import Fleet
-from tests.weight_stores import same, tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.transfer.communicators.communicator import CPU, Communicator, form
 

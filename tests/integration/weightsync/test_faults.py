@@ -9,8 +9,8 @@ import torch
 
 from servicekit.errors import ConfigError, DigestMismatch, PeerLost, PhaseOrder, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.stores import same, tiny_spec
 from tests.sync_fleet import Fleet
-from tests.weight_stores import same, tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.messages import Message
 from weightsync.transfer.communicators.communicator import Communicator, Pending

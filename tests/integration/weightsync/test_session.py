@@ -8,10 +8,10 @@ import torch
 
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PeerLost, PhaseOrder, Unavailable
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
+from tests.kit.redis import RedisProcess
+from tests.kit.stores import same
 from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
-from tests.weight_stores import same
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel
 from weightsync.plans import limits

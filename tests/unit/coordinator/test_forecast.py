@@ -11,7 +11,7 @@ from launcher.plan.figures import Planned, PlanRequest
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import GIGABIT, Speeds

@@ -12,8 +12,9 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tests.kit.waiting import until
 from tests.unit.launcher.model_folder import write_config
-from tests.unit.launcher.processes import alive, read_pid, wait_until
+from tests.unit.launcher.processes import alive, read_pid
 
 ROOT = Path(__file__).parents[3]
 
@@ -238,8 +239,8 @@ def test_a_killed_launcher_takes_redis_and_services_along(tmp_path: Path, launch
     launcher = start(launched, tmp_path, "trainer-0=HAS_GRANDCHILD", "coordinator=WAITS")
     pids = [read_pid(launcher.folder, service) for service in ("trainer-0", "coordinator")]
     launcher.process.kill()
-    wait_until(lambda: not any(alive(pid) for pid in pids), "services of the killed launcher gone")
-    wait_until(lambda: not launcher.redis_socket().parent.exists(), "Redis and its folder gone")
+    until(lambda: not any(alive(pid) for pid in pids), 20.0, "services of the killed launcher gone")
+    until(lambda: not launcher.redis_socket().parent.exists(), 20.0, "Redis and its folder gone")
 
 
 def test_a_resume_that_trains_nothing_is_not_tried_again_and_keeps_the_configuration(

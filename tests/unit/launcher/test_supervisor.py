@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.run.supervisor import ProcessSpec, Supervisor
+from tests.kit.waiting import until
 from tests.unit.launcher.processes import (
     FAILS,
     HAS_GRANDCHILD,
@@ -21,7 +22,6 @@ from tests.unit.launcher.processes import (
     alive,
     read_pid,
     spec,
-    wait_until,
 )
 
 
@@ -97,7 +97,7 @@ async def test_a_process_that_was_to_start_later_does_not(tmp_path: Path) -> Non
     supervisor = Supervisor()
     await supervisor.start(replace(spec(tmp_path, "late", WAITS, grace_s=0.5), delay_s=3600.0))
     guard = Path(f"/proc/{supervisor._processes['late'].pid}/status")
-    await asyncio.to_thread(wait_until, lambda: heeds_sigterm(guard), "the guard listens")
+    await asyncio.to_thread(until, lambda: heeds_sigterm(guard), 20.0, "a guard that listens")
     assert await supervisor.stop() == []  # nobody had to be killed
     assert not (tmp_path / "late.pid").exists()
 
@@ -222,7 +222,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait(10)
-    wait_until(lambda: not any(alive(pid) for pid in pids), "children of the killed launcher gone")
+    until(lambda: not any(alive(pid) for pid in pids), 20.0, "children of the killed launcher gone")
 
 
 def test_a_killed_guard_takes_its_service_along(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_a_killed_guard_takes_its_service_along(tmp_path: Path) -> None:
         return pid
 
     pid = asyncio.run(main())
-    wait_until(lambda: not alive(pid), "service of the killed guard gone")
+    until(lambda: not alive(pid), 20.0, "service of the killed guard gone")

@@ -7,7 +7,7 @@ import pytest
 
 from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.polling import until
+from tests.kit.waiting import until
 from tests.unit.rollout.test_updates import IN_PLACE, POISONED, SERVING, STAGED, Rig, a_round
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PHASES, PREPARE, TRANSFER, VERIFY

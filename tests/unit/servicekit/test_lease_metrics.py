@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from servicekit.errors import AlreadyExists, TandemError, Unavailable
 from servicekit.metrics import export_disk_of
 from servicekit.redis.lease import Lease
-from tests.polling import until
+from tests.kit.waiting import until
 
 
 def failures(reason: str) -> float:

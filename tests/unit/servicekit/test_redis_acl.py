@@ -15,8 +15,8 @@ from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
-from tests.conftest import RedisProcess
-from tests.polling import throughout, until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import throughout, until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 PASSWORD = "right-one"

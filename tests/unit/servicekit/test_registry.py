@@ -15,8 +15,8 @@ from servicekit.redis.failures import tell_failure
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.versions import release
-from tests.conftest import RedisProcess
-from tests.polling import throughout, until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import throughout, until
 
 TTL_S = 0.3
 OpenRegistry = Callable[..., Registry]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from servicekit.errors import ConfigError
-from tests.polling import until
+from tests.kit.waiting import until
 from trainer_service.host import HOST_INDEX, PER_HOST, ranks_here
 
 # Runs RANK 0 and 1 as the shell commands that follow; the grace period is its first argument.

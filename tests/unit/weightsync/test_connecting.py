@@ -11,7 +11,7 @@ import torch
 
 from servicekit.errors import PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.messages import Hop, Link, links_of
 from weightsync.plans.participants import Participants

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.transfer import devices

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
