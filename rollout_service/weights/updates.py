@@ -32,18 +32,17 @@ from servicekit.errors import DigestMismatch, NotReady, PhaseOrder, Poisoned, St
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines
+from weightsync.round.client import RunsPhases
 from weightsync.round.guard import PhaseGuard
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase
 
 log = get_logger(__name__)
 
-Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
-
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
 
 
-class WeightUpdates:
+class WeightUpdates(RunsPhases):
     """State of one replica.
 
     on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
@@ -67,10 +66,10 @@ class WeightUpdates:
         self._on_reports = on_reports
         self._on_outcome = on_outcome
         self._rest: pb.ReplicaState.ValueType = UNSEEDED
-        self._guard = PhaseGuard[ReplicaRound, Reply](lambda opened: ReplicaRound(message=opened))
+        self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](lambda opened: ReplicaRound(message=opened))
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
-        self._expiring: asyncio.Task[Reply] | None = None
+        self._expiring: asyncio.Task[list[pb.PhaseReport]] | None = None
 
     @property
     def state(self) -> pb.ReplicaState.ValueType:
@@ -133,25 +132,22 @@ class WeightUpdates:
         log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
 
     @to_its_end
-    async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
-        """Run one phase.
-
-        Returns: one report per rank, and the state. Raises: by the table; errors of the ranks.
-        """
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        """Run one phase. Returns: one report per rank, with the state. Raises: by the table; errors of the ranks."""
         if phase == ABORT and self._guard.is_open(round_) and self._lock.locked():
             # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
             await self._steps.interrupt(round_)
         async with self._lock:
             try:
-                reply = self._guard.answer(phase, round_)
-                if reply is None:
-                    reply = await self._run_locked(phase, round_)
-                    self._guard.answered(phase, round_, reply)
-                return reply
+                reports = self._guard.answer(phase, round_)
+                if reports is None:
+                    reports = await self._run_locked(phase, round_)
+                    self._guard.answered(phase, round_, reports)
+                return reports
             finally:
                 self._watch_round()
 
-    async def _run_locked(self, phase: Phase, round_: pb.Round) -> Reply:
+    async def _run_locked(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         start_s = time.monotonic()
         reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
         for report in reports:
@@ -160,7 +156,7 @@ class WeightUpdates:
             report.state, report.policy_version = self.state, self.policy_version
         self._on_reports(reports)
         self._tell()
-        return reports, self.state
+        return reports
 
     def _watch_round(self) -> None:
         """Gives an open round up when nothing more comes of it."""
