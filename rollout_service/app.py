@@ -11,13 +11,12 @@ from rollout_service.announce import announce
 from rollout_service.engine import RolloutEngine
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
-from rollout_service.hosts.rank_groups import RankGroups
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
 from rollout_service.waiting import unless
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.ranks import RankGroups, rank_clients
 from rollout_service.weights.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
 from servicekit.life.lifecycle import run_until_stopped
@@ -150,10 +149,10 @@ class _Replica:
         return share.meeting_at(self._environment.advertised(port))
 
     async def _serve(self, engine: RolloutEngine) -> None:
-        local = RankClients(engine.rank_addresses)
+        local = rank_clients(engine.rank_addresses)
         # Last: whoever leads later than this calls first.
         leader = await asyncio.to_thread(self._leader)
-        servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]), leader)
+        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), leader)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
         self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
@@ -174,7 +173,8 @@ class _Replica:
         finally:
             servicer.refuse_new_calls()
             await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
-            await local.close()
+            for rank in local:
+                await rank.close()
 
     def _leader(self) -> common_pb2.CoordinatorFence:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")

@@ -13,7 +13,7 @@ from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.hosts.servicer import WorkerServicer
 from rollout_service.waiting import unless
-from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.ranks import RankClient, RankGroups, rank_clients
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
@@ -101,7 +101,7 @@ class _Worker:
         self._stop = stop
         self._server = server
         self._processes: EngineProcesses | None = None
-        self._ranks: RankClients | None = None
+        self._ranks: list[RankClient] = []
 
     async def run(self, registry: Registry, share: HostRanks, make_processes: MakeProcesses) -> None:
         """Returns once the leader has let this process go, or when it is asked to end before it has a leader."""
@@ -114,8 +114,8 @@ class _Worker:
         self._processes = processes
         if not await unless(self._stop, processes.start(), membership.over, lost):
             return
-        self._ranks = RankClients(processes.rank_addresses, share.ranks.start)
-        servicer.serve_ranks(self._ranks)
+        self._ranks = rank_clients(processes.rank_addresses, share.ranks.start)
+        servicer.serve_ranks(RankGroups(self._ranks))
         membership.ready = True
         self._server.set_ready(True)
         log.info("ranks up", ranks=list(share.ranks))
@@ -126,8 +126,8 @@ class _Worker:
         if self._processes is not None:
             await self._processes.shutdown()
         await self._server.drain(0.0)
-        if self._ranks is not None:
-            await self._ranks.close()
+        for rank in self._ranks:
+            await rank.close()
 
     async def _serve(self, share: HostRanks) -> tuple[ServiceRecord, WorkerMembership, WorkerServicer]:
         worker_id = uuid.uuid4().hex

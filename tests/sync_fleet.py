@@ -15,6 +15,7 @@ from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.participants import Participants
+from weightsync.round.phases import ROUND, TRANSFER, Role
 from weightsync.transfer.session import SyncMember
 
 GROUP = "tandem:test"
@@ -95,12 +96,12 @@ class Fleet:
     def sync(self, round_: pb.Round) -> dict[str, pb.PhaseReport]:
         """A whole round. Returns: the reports of TRANSFER."""
         reports = {}
-        for phase in (pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT):
-            outcome = self.run(phase, round_)
+        for rule in (each for each in ROUND if Role.RANK in each.roles):
+            outcome = self.run(rule.phase, round_)
             for result in outcome.values():
                 if isinstance(result, Exception):
                     raise result
-            if phase == pb.ROUND_PHASE_TRANSFER:
+            if rule.phase == TRANSFER:
                 reports = outcome
         return reports  # type: ignore[return-value]
 

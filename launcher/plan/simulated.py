@@ -7,7 +7,7 @@ from rich.table import Table
 
 from launcher.plan.figures import DTYPE_BYTES, Planned
 from tandem_config.problems import ConfigErrors, ConfigProblem
-from weightsync.plans.cost import PHASES
+from weightsync.round.phases import NAMES
 from weightsync.simulate.phases import SimulatedFleet, SlowReplica
 from weightsync.simulate.round import ReplicaDeath, RoundScenario, SimulatedRound, simulate
 
@@ -70,8 +70,8 @@ def _parse(fault: str, replicas: int) -> SlowReplica | ReplicaDeath:
         raise ConfigErrors([_problem(fault, "cannot be read")])
     if int(name) >= replicas:
         raise ConfigErrors([_problem(fault, f"there is no replica {name}: they are 0 to {replicas - 1}")])
-    if kind == "kill" and value in PHASES:
-        return ReplicaDeath(replica=int(name), at=value)  # type: ignore[arg-type]
+    if kind == "kill" and value in NAMES:
+        return ReplicaDeath(replica=int(name), at=value)
     try:
         number = float(value)
     except ValueError:

@@ -20,9 +20,8 @@ import signal
 from dataclasses import dataclass
 
 from tests.chaos.fleet import REPLICAS
-from weightsync.round.phases import ROUND, Role
+from weightsync.round.phases import NAMES, ROUND, Role
 
-PHASES = tuple(rule.name for rule in ROUND)
 TARGETS = {
     "seed": "rollout-0",
     "middle": "rollout-1",
@@ -119,7 +118,7 @@ def matrix() -> list[Cell]:
         Cell(target=target, phase=phase, harm=harm, install="in_place" if phase == "pause" else install)
         for harm, install in ((kill, "in_place"), (stop, "staged"))
         for target in TARGETS
-        for phase in PHASES
+        for phase in NAMES
     ] + [
         Cell(target=target, phase="transfer", harm=harm, install=install, transport=transport)
         for transport, harm, install, targets in (

@@ -27,11 +27,12 @@ from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.announced_fleet import announced_fleet
 from tests.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.fakes.fake_static_fleet import StaticFleet
-from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
+from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Evicted
+from weightsync.round.phases import PREPARE
 
 TTL_S = 1.0
 DEADLINE_S = 60.0

@@ -13,8 +13,9 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.fakes.fake_sync import COMMIT, PREPARE, TRANSFER, FakeSync
+from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
+from weightsync.round.phases import Role
 
 
 @dataclass
@@ -49,7 +50,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     restored: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sync = FakeSync(order=(PREPARE, TRANSFER, COMMIT), num_ranks=self.tensor_parallel)
+        self.sync = FakeSync(role=Role.TRAINER, num_ranks=self.tensor_parallel)
         self._replies: dict[str, pb.TrainStepResponse] = {}
         self.fence = FenceGuard()
         self.saving, self.hold = asyncio.Event(), asyncio.Event()

@@ -6,13 +6,11 @@ from collections.abc import Awaitable, Callable
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tools.bench_sync.load import generating
 from tools.bench_sync.session import Seconds, Session
+from weightsync.round.phases import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 IN_PLACE, STAGED = pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED
 COLLECTIVE, COLOCATED = pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_COLOCATED
 DRAIN, KEEP_KV = pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV
-
-PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
-VERIFY, COMMIT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT
 
 Update = Callable[[Session], Awaitable[Seconds]]
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from tools.gpu_check.cases import Case
 from tools.gpu_check.rank import ANSWER_S, rank_main
+from weightsync.round.phases import ROUND, Role
 
-PHASES = ("PREPARE", "TRANSFER", "VERIFY", "COMMIT")
+PHASES = tuple(rule.name.upper() for rule in ROUND if Role.RANK in rule.roles)
 
 
 @contextmanager

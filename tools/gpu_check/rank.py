@@ -122,5 +122,5 @@ class Rank:
         member.run_phase(pb.RoundPhase.Value(f"ROUND_PHASE_{phase}"), round_)
         wait_for_device(self._device)
         if phase == "VERIFY" and not self._sends:
-            packer = member._packers.get(member._target, None)
-            self._segments = sum(len(packer.segments(message)) for message, _ in member._stats.received)
+            packer = member._shard.packers.get(member._transfer._written, None)
+            self._segments = sum(len(packer.segments(message)) for message, _ in member._transfer._stats.received)
