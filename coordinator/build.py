@@ -71,7 +71,6 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     loop = GrpoLoop(
         grpo=config.grpo,
-        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         sampling=_sampling(app, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,

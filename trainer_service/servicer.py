@@ -105,7 +105,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     async def _train(self, step: ReceivedStep) -> pb.TrainStepResponse:
         received_s = time.perf_counter() - step.started_s
-        parts = [step.header.SerializeToString(), *(batch.SerializeToString() for batch in step.micro_batches)]
+        parts = [step.header.SerializeToString(), *(batch.SerializeToString() for batch in step.chunks)]
         try:
             replies = await asyncio.wrap_future(self._commander.submit(Command.TRAIN_STEP, parts))
         except TandemError as error:
@@ -132,8 +132,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """A reply per message, in order."""
         engine = self._ready()
         async for request in request_iterator:
-            await asyncio.to_thread(merge, [request.micro_batch], engine.limits)
-            body = request.micro_batch.SerializeToString()
+            await asyncio.to_thread(merge, [request.chunk], engine.limits)
+            body = request.chunk.SerializeToString()
             replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, [body]))
             yield pb.ComputeLogprobsResponse.FromString(replies[0])
 
@@ -214,5 +214,5 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
 
 def _check_step(step: ReceivedStep, engine: TrainerEngine) -> None:
-    samples = merge(step.micro_batches, engine.limits)
+    samples = merge(step.chunks, engine.limits)
     check_updates(samples, step.header.num_updates, step.header.num_samples)

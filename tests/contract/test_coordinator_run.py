@@ -69,7 +69,7 @@ def sum_of_times(row: dict[str, float]) -> float:
 async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, environment: ServiceEnvironment) -> None:
     async with fleet_of(environment) as fleet:
         await conduct(config, environment, resume=False, stop=asyncio.Event())
-    whole = [step.micro_batches for step in fleet.trainer_service.steps]
+    whole = [step.chunks for step in fleet.trainer_service.steps]
 
     folder = environment.run_dir.parent / "second"
     folder.mkdir()
@@ -78,14 +78,14 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, envi
     async with fleet_of(second, trainer) as fleet:
         assert await conduct(config, second, resume=False, stop=asyncio.Event()) == 1
     assert [row["iteration"] for row in rows(second)] == [1, 2, 3]
-    first_part = [step.micro_batches for step in fleet.trainer_service.steps[:2]]
+    first_part = [step.chunks for step in fleet.trainer_service.steps[:2]]
 
     # The services start anew from checkpoint 2, as the real ones do.
     third = second.model_copy(update={"run_id": "t3"})
     async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
         assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(third)] == [1, 2, 3, 4, 5, 6]
-    assert first_part + [step.micro_batches for step in fleet.trainer_service.steps] == whole
+    assert first_part + [step.chunks for step in fleet.trainer_service.steps] == whole
 
 
 def failing_at(step: int) -> "deque[TandemError | None]":

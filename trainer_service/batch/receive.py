@@ -13,7 +13,7 @@ class ReceivedStep:
     """Messages of one step, and when the first of them came."""
 
     header: pb.TrainStepHeader
-    micro_batches: list[pb.MicroBatch] = field(default_factory=list)
+    chunks: list[pb.SampleChunk] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -41,13 +41,11 @@ async def receive_batches(requests: AsyncIterator[pb.TrainStepRequest], step: Re
     """The messages after the header. Raises: InvalidRequest: a second header, or more samples than announced."""
     num_samples = 0
     async for request in requests:
-        if request.WhichOneof("part") != "micro_batch":
-            raise InvalidRequest(
-                f"message {len(step.micro_batches) + 1} of step {step.header.step_id!r} is no micro-batch"
-            )
-        num_samples += len(request.micro_batch.sample_ids)
+        if request.WhichOneof("part") != "chunk":
+            raise InvalidRequest(f"message {len(step.chunks) + 1} of step {step.header.step_id!r} is no chunk")
+        num_samples += len(request.chunk.sample_ids)
         if num_samples > step.header.num_samples:
             raise InvalidRequest(
                 f"step {step.header.step_id!r} announces {step.header.num_samples} samples, at least {num_samples} came"
             )
-        step.micro_batches.append(request.micro_batch)
+        step.chunks.append(request.chunk)

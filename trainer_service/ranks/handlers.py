@@ -33,12 +33,12 @@ class CommandHandlers:
         }
 
     def train_step(self, parts: Sequence[bytes]) -> bytes:
-        """parts: TrainStepHeader, then MicroBatches. Every check is made alike on every rank, before any collective."""
+        """parts: TrainStepHeader, then SampleChunks. Every check is made alike on every rank, before any collective."""
         watch = Stopwatch()
         with watch.part("pack"):
             header = pb.TrainStepHeader.FromString(parts[0])
             check_version(header.policy_version, self._engine.policy_version)
-            samples = merge([pb.MicroBatch.FromString(part) for part in parts[1:]], self._engine.limits)
+            samples = merge([pb.SampleChunk.FromString(part) for part in parts[1:]], self._engine.limits)
             check_updates(samples, header.num_updates, header.num_samples)
         result = self._engine.train_step(samples, header.num_updates)
         response = pb.TrainStepResponse(policy_version=self._engine.policy_version)
@@ -48,8 +48,8 @@ class CommandHandlers:
         return response.SerializeToString()
 
     def logprobs(self, parts: Sequence[bytes]) -> bytes:
-        """parts: one MicroBatch."""
-        samples = merge([pb.MicroBatch.FromString(parts[0])], self._engine.limits)
+        """parts: one SampleChunk."""
+        samples = merge([pb.SampleChunk.FromString(parts[0])], self._engine.limits)
         logprobs, entropies = self._engine.logprobs(samples)
         return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
 

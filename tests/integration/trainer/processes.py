@@ -96,7 +96,7 @@ class TrainerProcesses:
             process.wait(timeout=10)
 
 
-def micro_batch(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) -> pb.MicroBatch:
+def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) -> pb.SampleChunk:
     """Random samples of the tiny model's vocabulary."""
     random = np.random.default_rng(seed + update)
     prompts, completions = random.integers(1, 6, num_samples), random.integers(1, 6, num_samples)
@@ -110,10 +110,10 @@ def micro_batch(update: int = 0, num_samples: int = 4, seed: int = 0, **changes:
         "advantages": random.normal(size=num_samples),
         "trainable": [True] * num_samples,
     }
-    return pb.MicroBatch(**{**fields, **changes})
+    return pb.SampleChunk(**{**fields, **changes})
 
 
-def step_requests(step_id: str, version: int, batches: Sequence[pb.MicroBatch]) -> list[pb.TrainStepRequest]:
+def step_requests(step_id: str, version: int, batches: Sequence[pb.SampleChunk]) -> list[pb.TrainStepRequest]:
     """The stream of a TrainStep call."""
     header = pb.TrainStepHeader(
         step_id=step_id,
@@ -121,4 +121,4 @@ def step_requests(step_id: str, version: int, batches: Sequence[pb.MicroBatch]) 
         num_updates=len({batch.update_index for batch in batches}),
         num_samples=sum(len(batch.sample_ids) for batch in batches),
     )
-    return [pb.TrainStepRequest(header=header), *(pb.TrainStepRequest(micro_batch=batch) for batch in batches)]
+    return [pb.TrainStepRequest(header=header), *(pb.TrainStepRequest(chunk=batch) for batch in batches)]

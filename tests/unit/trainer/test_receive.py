@@ -20,14 +20,14 @@ def header(**fields: Any) -> pb.TrainStepRequest:
     return pb.TrainStepRequest(header=pb.TrainStepHeader(**dict[str, Any](step_id="s", num_samples=2) | fields))
 
 
-BATCH = pb.TrainStepRequest(micro_batch=message())
+BATCH = pb.TrainStepRequest(chunk=message())
 
 
 async def test_header_then_batches() -> None:
     requests = stream([header(num_samples=4), BATCH, BATCH])
     step = await receive_header(requests, 4)
     await receive_batches(requests, step)
-    assert len(step.micro_batches) == 2
+    assert len(step.chunks) == 2
 
 
 @pytest.mark.parametrize(
