@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.run import guard
 from launcher.run.logs import last_error
+from servicekit.life.tasks import first_of
 
 # What a guard needs, after its own grace period, to SIGKILL and reap what is left.
 _GUARD_MARGIN_S = 6.0
@@ -106,9 +107,9 @@ class Supervisor:
 
     async def wait_any(self, ignore: Sequence[str] = ()) -> ProcessExit:
         """The first exit of a process that is not in `ignore`."""
-        waiters = [waiter for name, waiter in self._waiters.items() if name not in ignore]
-        done, _ = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-        return next(waiter.result() for waiter in waiters if waiter in done)
+        first = await first_of({name: waiter for name, waiter in self._waiters.items() if name not in ignore})
+        ended: ProcessExit = first.value
+        return ended
 
     def pids(self, name: str) -> list[int]:
         """The living processes of a service, parents first, without its guard."""

@@ -9,7 +9,7 @@ from rollout_service.hosts.connection import RETRY_S, Leader, WorkerConnection, 
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.rank_groups import WorkerRanks
 from servicekit.errors import Unavailable
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 
