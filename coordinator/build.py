@@ -44,7 +44,7 @@ log = get_logger(__name__)
 class App:
     """The coordinator process's parts that live as long as it does.
 
-    lost: done, with a sentence, when another coordinator has taken our place.
+    lost: fails, with a sentence, when another coordinator has taken our place.
     """
 
     config: RunConfig
@@ -54,7 +54,7 @@ class App:
     reward: Reward
     registry: Registry
     lead: CoordinatorLease
-    lost: "asyncio.Future[str]"
+    lost: "asyncio.Future[None]"
     events: EventLog
     control: RunControl
     leaving: Leaving

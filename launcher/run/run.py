@@ -17,6 +17,7 @@ from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
 from launcher.view.watching import Watching
 from servicekit.errors import TandemError
+from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG
@@ -50,16 +51,13 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
     stopped_by: Signals | None = None
     with StopSignals(on_second=supervisor.kill) as signals:
         drive = asyncio.create_task(_drive(request, supervisor, view), name="drive")
-        stop = asyncio.create_task(signals.wait(), name="signal")
         try:
-            await asyncio.wait([drive, stop], return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() and not drive.done():
-                stopped_by = stop.result()
+            first = await first_of({"drive": end_of(drive), "signal": signals.wait()})
+            if first.name == "signal":
+                stopped_by = Signals(first.value)
                 view.say(f"{stopped_by.name}: saving and stopping everything; once more to kill at once", "yellow")
         finally:
-            stop.cancel()
-            drive.cancel()
-            await asyncio.gather(drive, stop, return_exceptions=True)
+            await cancel(drive)
             view.doing("stopping services")
             for ended in await supervisor.stop():
                 view.warning(f"{ended.name} did not end when asked to and was killed; its log: {ended.log}")

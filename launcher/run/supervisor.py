@@ -12,6 +12,8 @@ from pathlib import Path
 
 from launcher.run import guard
 from launcher.run.logs import last_error
+from servicekit.life.processes import Child, Program
+from servicekit.life.tasks import first_of
 
 # What a guard needs, after its own grace period, to SIGKILL and reap what is left.
 _GUARD_MARGIN_S = 6.0
@@ -68,7 +70,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._specs: dict[str, ProcessSpec] = {}
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._children: dict[str, Child] = {}
         self._waiters: dict[str, asyncio.Task[ProcessExit]] = {}
         # Held while a process is being started, so that `stop` sees all or nothing of it.
         self._starting = asyncio.Lock()
@@ -89,16 +91,17 @@ class Supervisor:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             since = log.seek(0, os.SEEK_END)
-            process = await asyncio.create_subprocess_exec(
-                *_guarded(spec),
+            child = await Child.start(
+                Program(name=spec.name, command=_guarded(spec)),
+                dies_with_us=False,  # the guard sees to it, and to what is below it
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={name: text for name, text in os.environ.items() if name not in spec.unset} | dict(spec.env),
                 start_new_session=True,
             )
-        self._specs[spec.name], self._processes[spec.name] = spec, process
-        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, process, since), name=f"wait {spec.name}")
+        self._specs[spec.name], self._children[spec.name] = spec, child
+        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, child, since), name=f"exit {spec.name}")
 
     def ended(self) -> list[ProcessExit]:
         """Exits so far, without waiting."""
@@ -106,13 +109,13 @@ class Supervisor:
 
     async def wait_any(self, ignore: Sequence[str] = ()) -> ProcessExit:
         """The first exit of a process that is not in `ignore`."""
-        waiters = [waiter for name, waiter in self._waiters.items() if name not in ignore]
-        done, _ = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-        return next(waiter.result() for waiter in waiters if waiter in done)
+        first = await first_of({name: waiter for name, waiter in self._waiters.items() if name not in ignore})
+        ended: ProcessExit = first.value
+        return ended
 
     def pids(self, name: str) -> list[int]:
         """The living processes of a service, parents first, without its guard."""
-        return guard.descendants(self._processes[name].pid)
+        return guard.descendants(self._children[name].pid)
 
     async def wait(self, name: str) -> ProcessExit:
         """The exit of one process."""
@@ -133,7 +136,7 @@ class Supervisor:
         """End the processes of these names, as `stop` does, and start these in their place. Raises: OSError."""
         await self._stop_all([self._specs[spec.name] for spec in specs])
         for spec in specs:
-            del self._specs[spec.name], self._processes[spec.name], self._waiters[spec.name]
+            del self._specs[spec.name], self._children[spec.name], self._waiters[spec.name]
         for spec in specs:
             await self.start(spec)
 
@@ -144,30 +147,26 @@ class Supervisor:
     def kill(self) -> None:
         """SIGKILL everything now. `stop` must still be awaited to collect what is left."""
         for name in self._specs:
-            self._signal(name, signal.SIGUSR1)
+            self._children[name].signal(signal.SIGUSR1)
 
-    async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process, since: int) -> ProcessExit:
-        code = await process.wait()
+    async def _wait(self, spec: ProcessSpec, child: Child, since: int) -> ProcessExit:
+        code = await asyncio.shield(child.ended)
         if spec.remove is not None:
             # The guard does this too, for when we are gone; but a signal may have ended it before it was listening.
             shutil.rmtree(spec.remove, ignore_errors=True)
-        return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log, since=since)
+        return ProcessExit(name=spec.name, code=code, log=spec.log, since=since)
 
     async def _stop_one(self, name: str) -> None:
-        self._signal(name, signal.SIGTERM)
+        child = self._children[name]
+        child.signal(signal.SIGTERM)
         _, pending = await asyncio.wait([self._waiters[name]], timeout=self._specs[name].grace_s + _GUARD_MARGIN_S)
         if pending:
             # The guard itself hangs (stopped, or out of memory): end its group without its help.
-            for pid in guard.descendants(self._processes[name].pid):
-                _kill(pid)
-            _kill(self._processes[name].pid)
+            for pid in guard.descendants(child.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            child.signal(signal.SIGKILL)
             await self._waiters[name]
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        if not self._waiters[name].done():
-            # It may have ended just now; its waiter will say how.
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[name].send_signal(number)
 
 
 def _guarded(spec: ProcessSpec) -> list[str]:
@@ -175,11 +174,6 @@ def _guarded(spec: ProcessSpec) -> list[str]:
     if spec.remove is not None:
         options += ["--remove", str(spec.remove)]
     return [sys.executable, "-I", "-S", str(Path(guard.__file__).absolute()), *options, "--", *spec.command]
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _signal_name(code: int) -> str:

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable
 
 from rollout_service.engine import RolloutEngine
-from rollout_service.waiting import to_its_end
 from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.ranks import Ranks
 from rollout_service.weights.round_steps import ReplicaRound, RoundSteps
 from servicekit.errors import DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
+from servicekit.life.tasks import to_its_end
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines

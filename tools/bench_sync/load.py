@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from servicekit.life.tasks import end_of, first_of
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tools.bench_sync.session import CALL_S, Session
 
@@ -47,7 +48,7 @@ async def generating(session: Session) -> AsyncIterator[Progress]:
     try:
         async with asyncio.timeout(FIRST_S):
             for task, event in zip(tasks, begun, strict=True):
-                await asyncio.wait([task, asyncio.create_task(event.wait())], return_when=asyncio.FIRST_COMPLETED)
+                await first_of({"load": end_of(task), "begun": event})
         _check(tasks)
         yield progress
         _check(tasks)
