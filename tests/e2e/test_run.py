@@ -29,6 +29,7 @@ def pid_of(run: Tandem, module: str) -> int:
     raise AssertionError(f"no process of {module}; output:\n" + run.output())
 
 
+@pytest.mark.runs("tandem run")
 @pytest.mark.timeout(500)
 def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments())
@@ -64,6 +65,7 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
     assert "iterations: 3" in (folder / "config.resolved.yaml").read_text()
 
 
+@pytest.mark.runs("tandem status", "tandem top")
 def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=1000))
     run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
