@@ -139,8 +139,8 @@ class SyncMember:
             done = [*map(name_of, older.done)]
             log.warning("round superseded", slot=self._slot, old=older.message.round_id, done=done)
             self._abort(older.message)
-        with self._guard.running(phase, round_):
-            report = self._transfer.run(phase, round_)
+        with self._guard.running(phase, round_) as current:
+            report = self._transfer.run(phase, current.message)
             if phase == COMMIT:
                 self._guard.close(round_)
             return report

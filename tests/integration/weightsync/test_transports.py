@@ -312,10 +312,11 @@ def test_what_a_round_has_not_written_stays(fleet: Callable[..., Fleet], tmp_pat
 
 def test_rounds_write_into_the_runs_folder_of_weights_only(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
-    for folder in ("", "weights", "/nonexistent/x", f"{tempfile.gettempdir()}/../usr"):
-        round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=folder)
+    for version, folder in enumerate(("", "weights", "/nonexistent/x", f"{tempfile.gettempdir()}/../usr")):
+        round_ = them.round(version, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=folder)
         outcome = them.run(pb.ROUND_PHASE_PREPARE, round_)
         assert {type(result) for result in outcome.values()} == {InvalidRequest}, folder
+        them.run(pb.ROUND_PHASE_ABORT, round_)
         with pytest.raises(InvalidRequest):
             them.members["rollout-0/0"].load_published(Path(folder), at_least=0)
 

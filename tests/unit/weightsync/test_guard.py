@@ -145,6 +145,14 @@ def test_an_open_round_is_given_up_before_another_opens() -> None:
         pass
 
 
+def test_a_phase_runs_by_the_round_that_prepare_has_opened() -> None:
+    """A round never changes; whoever sends another one under its id is not followed."""
+    them = Participant(Role.RANK)
+    them.run(PREPARE, a_round(install=STAGED))
+    with them.guard.running(TRANSFER, a_round(install=IN_PLACE)) as current:
+        assert current.message == a_round(install=STAGED)
+
+
 def test_replies_of_few_rounds_are_kept_and_those_of_the_open_one_always() -> None:
     them = Participant()
     them.run(PREPARE, a_round())
