@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.fleet import Fleet
 from tests.kit.redis import RedisProcess
-from tests.sync_fleet import Fleet
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
@@ -105,11 +105,9 @@ class Compared:
 @contextmanager
 def fleet_of(case: Case, redis_url: str) -> Iterator[Fleet]:
     """A fleet for a case, closed at the end."""
-    fleet = Fleet(redis_url, case.spec, case.trainer, {f"rollout-{i}": case.rollout for i in range(case.replicas)})
-    try:
+    replicas = {f"rollout-{i}": case.rollout for i in range(case.replicas)}
+    with Fleet(redis_url, case.spec, case.trainer, replicas) as fleet:
         yield fleet
-    finally:
-        fleet.close()
 
 
 def compare(case: Case, redis_url: str, rounds: int = 7) -> Compared:
