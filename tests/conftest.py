@@ -1,7 +1,11 @@
 """Fixtures for tests of all kinds: a real Redis server per test, on a Unix socket."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -66,6 +70,23 @@ def module_redis() -> Iterator[str]:
     """URL of a Redis server that a module's tests share."""
     with RedisProcess() as server:
         yield server.url
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """`spawn("coordinator", "--resume", variables={}, stderr=PIPE)`: starts `python -m ...`; killed after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, variables: Mapping[str, str] | None = None, **options: Any) -> "subprocess.Popen[str]":
+        environment = {**os.environ, **(variables or {})}
+        command = [sys.executable, "-m", *arguments]
+        started.append(subprocess.Popen(command, env=environment, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,9 @@ from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
+from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
-from tests.service_processes import START_S, Services
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
@@ -96,11 +96,10 @@ class HarmingTrainer(Trainer):
 class RealFleet:
     """Trainer TP 2 and two replicas, as processes that a test may end and start again."""
 
-    def __init__(self, folder: Path, redis: RedisProcess) -> None:
-        self.redis = redis
-        self.model = folder / "model"
+    def __init__(self, services: Services, redis: RedisProcess) -> None:
+        self.redis, self.services = redis, services
+        self.model = services.folder / "model"
         write_model(model_config(SCALES["cpu"], experts=0), self.model)
-        self.services = Services(redis.url, folder, RUN_ID)
         self.services.start_trainer(self.config())
         for name in REPLICAS:
             self.services.start_rollout(name, self.config())
@@ -149,18 +148,12 @@ class RealFleet:
             self.send_signal(victim, signal.SIGCONT)
         elif victim in TRAINERS:
             for name in TRAINERS:
-                self._end(name)
+                self.services.kill(name)
             self.services.start_trainer(self.config())
         else:
-            self._end(victim)
+            self.services.kill(victim)
             shutil.rmtree(self.services.folder / victim)
             self.services.start_rollout(victim, self.config())
-
-    def _end(self, name: str) -> None:
-        process = self.services.processes.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, KILL)
-        process.wait(timeout=30)
 
     def _receivers(self) -> dict[str, weights_pb2_grpc.ShardReceiverServiceStub]:
         return {
@@ -238,18 +231,12 @@ class RealFleet:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RealFleet]:
     # Not tmp_path: receivers make Unix sockets below it, and a socket's path has at most 107 bytes.
-    with TemporaryDirectory(prefix="chaos-") as folder:
-        redis = RedisProcess()
-        redis.start()
-        real = None
-        try:
-            real = RealFleet(Path(folder), redis)
-            yield real
-        finally:
-            if real is not None:
-                for name in list(real.services.processes):
-                    real._end(name)
-            redis.close()
+    with (
+        TemporaryDirectory(prefix="chaos-") as folder,
+        RedisProcess() as redis,
+        Services(redis.url, Path(folder), RUN_ID) as services,
+    ):
+        yield RealFleet(services, redis)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from coordinator.sync.weights import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
-from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.fake_sync import FakeGroup
 from tests.fakes.tiny_task import EOS, encode
 

@@ -11,7 +11,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import announced_fleet
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import throughout, until
 

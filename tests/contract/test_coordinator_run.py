@@ -17,8 +17,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import FakeFleet
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_rollout import GenerateFault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.fakes.tiny_task import write_model

@@ -24,8 +24,7 @@ from servicekit.errors import (
 )
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
-from tests.fakes.fake_static_fleet import StaticFleet
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup, Fault
 from weightsync.group.rendezvous import Evicted
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from rollout_service.engine import Finish, FinishedGroup, GroupRequest, RolloutEngine, SamplingSettings
 from tandem_config.schema import RunConfig
-from tests.integration.rollout.tiny_models import VOCABULARY, make_model
+from tests.kit.models import VOCABULARY, make_model
 from tests.unit.rollout.fake_engine import FakeEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

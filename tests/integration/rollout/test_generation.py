@@ -10,8 +10,9 @@ import torch
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer
-from tests.integration.rollout.tiny_models import CONTEXT, STOP, VOCABULARY, logprobs
+from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs
+from tests.kit.replicas import Replica, Trainer
+from tests.kit.round import CALL_S
 from tests.kit.waiting import throughout, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -22,7 +23,7 @@ PROMPTS = [[(7 * i + 3 * j) % (VOCABULARY - 6) + 5 for j in range(1 + (11 * i) %
 
 @pytest.fixture(scope="module", autouse=True)
 def seeded(replica: Replica, trainer: Trainer) -> None:
-    trainer.sync(1)
+    trainer.publish(1)
 
 
 def worst_difference(model: Path, prompts: list[list[int]], groups: list[pb.GroupResult], temperature: float) -> float:

@@ -1,13 +1,12 @@
 """Fixtures of the trainer's integration tests: one tiny model and one running trainer for all tests of a module."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.trainer.processes import TrainerProcesses
-from tests.integration.trainer.tiny_models import save_model
+from tests.kit.models import save_model
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +23,6 @@ def shared_trainer(
 ) -> Iterator[TrainerProcesses]:
     """TP 2, running; ends as `kill PID` ends it, which is a test too."""
     trainer = TrainerProcesses(module_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
-    trainer.start(2)
-    try:
+    with trainer.begin():
         yield trainer
-        trainer.signal(signal.SIGTERM, [0, 1])
-        assert trainer.exit_codes() == [0, 0]
-    finally:
-        trainer.kill()
+        assert trainer.stop(trainer.ranks) == [0, 0]

@@ -23,7 +23,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
-from tests.integration.trainer.tiny_inputs import VOCAB
+from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
@@ -257,9 +257,9 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, rounds: Any, module_redis: str, tiny_model: Path, folder: Path
+    stub: Any, record: ServiceRecord, module_redis: str, tiny_model: Path, folder: Path
 ) -> None:
-    tensors, reports = await receive(stub, rounds, module_redis, tiny_model, Parallel(tensor=2))
+    tensors, reports = await receive(record.address, module_redis, tiny_model, Parallel(tensor=2))
     assert len(reports) == 2
     assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
 

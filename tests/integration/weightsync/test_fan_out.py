@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.fleet import Fleet
 from tests.kit.stores import same
-from tests.sync_fleet import Fleet
 from weightsync.layouts.layout import Parallel
 from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.digest import HEADER_BYTES

@@ -9,8 +9,8 @@ import torch
 
 from servicekit.errors import ConfigError, DigestMismatch, PeerLost, PhaseOrder, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.fleet import Fleet
 from tests.kit.stores import same, tiny_spec
-from tests.sync_fleet import Fleet
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.messages import Message
 from weightsync.transfer.communicators.communicator import Communicator, Pending
@@ -55,9 +55,9 @@ def error_of(outcome: dict[str, pb.PhaseReport | Exception], slot: str, kind: ty
 
 
 @pytest.fixture
-def chain(fleet: Callable[..., Fleet]) -> Iterator[Fleet]:
+def chain(four: Fleet) -> Iterator[Fleet]:
     """Trainer TP2 and a chain of two replicas; after the test's fault, a round works again."""
-    them = fleet(Parallel(tensor=2), CHAIN)
+    them = four
     yield them
     with pytest.raises(PhaseOrder):  # nothing can be committed
         them.members["rollout-1/0"].run_phase(pb.ROUND_PHASE_COMMIT, them.round(1))

@@ -8,9 +8,9 @@ import torch
 
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PeerLost, PhaseOrder, Unavailable
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.fleet import GROUP, Fleet
 from tests.kit.redis import RedisProcess
 from tests.kit.stores import same
-from tests.sync_fleet import GROUP, Fleet
 from tests.unit.weightsync.test_megatron_names import respelled
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel

@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidRequest, NotReady, PeerLost, StaleVersion
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.fleet import Fleet
 from tests.kit.stores import same
-from tests.sync_fleet import Fleet
 from weightsync.layouts.layout import Parallel
 from weightsync.transfer.transports import links, shared_memory
 
