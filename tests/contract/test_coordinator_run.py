@@ -304,14 +304,6 @@ async def test_samples_of_an_older_policy_are_not_trained_on(
     assert len(fleet.trainer_service.steps) == 1
 
 
-async def test_a_micro_batch_too_small_for_a_sample_is_refused_before_the_start(
-    config: RunConfig, environment: ServiceEnvironment
-) -> None:
-    config = with_settings(config, trainer={"max_tokens_per_micro_batch": 9})
-    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch = 9 is less than .* = 10 tokens"):
-        await conduct(config, environment, resume=False, stop=asyncio.Event())
-
-
 async def test_held_out_completions_that_are_not_scored_are_counted_like_those_of_training(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:

@@ -1,6 +1,7 @@
-"""Checks that prompts have tokens, and that prompts and completions fit into model and KV cache."""
+"""Checks that prompts have tokens, and that prompts and completions fit into model, micro-batch and KV cache."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tandem_config.problems import ConfigProblem
@@ -43,12 +44,16 @@ def check_lengths(
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
     """`longest` is 0 if the data could not be measured; a completion alone can still be too long for the model.
 
-    For the other two limits the cross checks of the configuration have looked at that case already.
+    For the limits of the rollouts the cross checks of the configuration have looked at that case already.
     """
     new = config.grpo.max_new_tokens
     if spec is not None and longest + new > spec.max_positions:
         what = "the model's max_position_embeddings"
         yield _too_long("grpo.max_new_tokens", new, what, spec.max_positions, longest, new)
+    fits = config.trainer.max_tokens_per_micro_batch
+    if longest + new > fits:
+        problem = _too_long("trainer.max_tokens_per_micro_batch", fits, "a micro-batch", fits, longest, new)
+        yield replace(problem, suggestion=f"raise it to at least {longest + new}")
     if longest == 0:
         return
     for key, limit in (

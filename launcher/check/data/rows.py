@@ -44,7 +44,12 @@ def check_data(
             length, found = check_lengths(config, path, rows, codec, key=f"data.{part}")
             longest = max(longest, length)
             problems += found
-    if usable("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length"):
+    if usable(
+        "grpo.max_new_tokens",
+        "trainer.max_tokens_per_micro_batch",
+        "rollout.max_total_tokens",
+        "rollout.context_length",
+    ):
         problems += check_limits(config, spec, longest)
     return problems + reward_problems
 

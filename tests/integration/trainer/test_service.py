@@ -21,7 +21,7 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from weightsync.layouts.layout import Parallel
@@ -248,6 +248,21 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
         losses.append(dict(reply.metrics))
     assert losses[0] == losses[1]
+
+
+async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tiny_model: Path, folder: Path) -> None:
+    whole = [chunk(update, num_samples=8) for update in range(2)]
+    done = []
+    for name, chunks in {"whole": whole, "one-by-one": [one for each in whole for one in one_by_one(each)]}.items():
+        at = await version(stub) + 2
+        await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
+        reply = await stub.TrainStep(iter(step_requests(name, at, chunks)), timeout=TIMEOUT_S)
+        done.append((dict(reply.metrics), await initial(stub, folder / name)))
+    (metrics, weights), (again, same) = done
+    assert metrics["samples"] == 16
+    assert metrics == again
+    assert differing(weights, same) == []
+    assert differing(load_file(tiny_model / "model.safetensors"), weights) != []
 
 
 async def initial(stub: Any, folder: Path) -> dict[str, Any]:

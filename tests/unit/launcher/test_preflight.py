@@ -316,6 +316,12 @@ BAD_LIMITS = [
     ("grpo.max_new_tokens=30", "grpo.max_new_tokens", "the model's max_position_embeddings (32 tokens)", "at most 28"),
     ("rollout.context_length=6", "rollout.context_length", "rollout.context_length (6 tokens)", "at most 2"),
     ("rollout.max_total_tokens=7", "rollout.max_total_tokens", "the KV cache (7 tokens)", "at most 3"),
+    (
+        "trainer.max_tokens_per_micro_batch=7",
+        "trainer.max_tokens_per_micro_batch",
+        "the longest prompt (4 tokens) and grpo.max_new_tokens (4) exceed a micro-batch (7 tokens)",
+        "raise it to at least 8",
+    ),
 ]
 
 
