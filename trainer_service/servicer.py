@@ -19,7 +19,7 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem_files.run_paths import Written, inside, replaceable
+from tandem_files.run_paths import FolderKind, inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
@@ -33,8 +33,8 @@ from weightsync.transfer.hf_files import EXPORT_MARK
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-CHECKPOINT = Written(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
-EXPORT = Written(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
+CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
+EXPORT = FolderKind(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)

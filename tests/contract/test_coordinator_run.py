@@ -195,7 +195,7 @@ async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
     for place in (saved_state(again), json.loads((again.run_dir / "summary.json").read_text())):
         (text,) = place["damaged_checkpoints"]
         assert text.startswith(told)
-        assert text.endswith("going on from iteration 2")
+        assert text.endswith("resuming from iteration 2")
         assert name.rpartition("/")[2] in text
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "damaged-step-00000004",

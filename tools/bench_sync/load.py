@@ -1,4 +1,4 @@
-"""Engines kept busy while a round runs: short completions without end, and when each of them came."""
+"""Keeps engines busy during a round with short completions, and records when each of them came."""
 
 import asyncio
 import contextlib
@@ -19,18 +19,18 @@ FIRST_S = 60.0
 
 @dataclass
 class Progress:
-    """time.perf_counter() of every completion, by replica."""
+    """Times of every completion (time.perf_counter()), by replica."""
 
     finished_s: list[list[float]] = field(default_factory=list)
 
     def longest_silence_s(self) -> float:
-        """The longest time that some replica finished nothing, until now."""
+        """Return the longest time in which a replica finished no completion, until now."""
         now_s = time.perf_counter()
-        return max(max(self._gaps([*each, now_s])) for each in self.finished_s)
+        return max(max(self._gaps([*times_s, now_s])) for times_s in self.finished_s)
 
     def typical_silence_s(self) -> float:
-        """Median time between two completions of the slowest replica."""
-        return max(median(self._gaps(each)) for each in self.finished_s)
+        """Return the median time between two completions of the slowest replica."""
+        return max(median(self._gaps(times_s)) for times_s in self.finished_s)
 
     def _gaps(self, times_s: list[float]) -> list[float]:
         return [b - a for a, b in itertools.pairwise(times_s)] or [0.0]
@@ -38,7 +38,7 @@ class Progress:
 
 @contextlib.asynccontextmanager
 async def generating(session: Session) -> AsyncIterator[Progress]:
-    """Around a round. Every replica has begun to finish completions when it starts."""
+    """Keep every replica generating inside a `with` block, which starts when all have finished completions."""
     progress = Progress([[] for _ in session.replicas])
     begun = [asyncio.Event() for _ in session.replicas]
     tasks = [

@@ -10,17 +10,19 @@ from tandem_files.data_rows import Row
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
-# Rows tokenized at once: bounds memory, keeps the tokenizer's threads busy.
+# Rows tokenized in one batch: bounds memory, keeps the tokenizer's threads busy.
 _ENCODE_BATCH = 4096
 
 
 def check_lengths(
     config: RunConfig, path: Path, rows: Sequence[Row], codec: TextCodec, *, key: str
 ) -> tuple[int, list[ConfigProblem]]:
-    """The longest prompt that will be used, in tokens (0 if there is none), and prompts of an impossible length.
+    """Measure the prompts in tokens and report those that are empty or too long.
 
     Args:
-        path: data file that the rows are from; key: its key in the configuration.
+        path: data file that the rows are from.
+        key: the file's key in the configuration.
+    Returns: tokens of the longest prompt that will be used (0 if there is none), and the problems.
     """
     limit = config.data.max_prompt_tokens
     try:
@@ -42,9 +44,11 @@ def check_lengths(
 
 
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
-    """`longest` is 0 if the data could not be measured; a completion alone can still be too long for the model.
+    """Check that the longest prompt and completion together fit the model, the context length and the KV cache.
 
-    For the limits of the rollouts the cross checks of the configuration have looked at that case already.
+    Args:
+        longest: tokens of the longest prompt; 0 if the data could not be measured. Then only the model's limit is
+            checked, against the completion alone; tandem_config/cross_checks.py does so for the other two.
     """
     new = config.grpo.max_new_tokens
     if spec is not None and longest + new > spec.max_positions:
@@ -80,7 +84,7 @@ def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
     return ConfigProblem(
         key=key,
         value=f"{path}:{lines[0]}",
-        message=f"the tokenizer makes nothing of this prompt (of {len(lines)} in all)",
+        message=f"the tokenizer makes no token of this prompt ({len(lines)} such prompts in all)",
         suggestion="is it the tokenizer for this text?",
     )
 
@@ -88,7 +92,7 @@ def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
 def _overlong(
     key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int, may_drop: bool
 ) -> ConfigProblem:
-    """may_drop: something would be left."""
+    """Report too long prompts; `may_drop`: other prompts remain if these are dropped."""
     longest = max(length for _, length in over)
     return ConfigProblem(
         key=key,
