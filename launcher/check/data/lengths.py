@@ -44,11 +44,11 @@ def check_lengths(
 
 
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
-    """Check that the longest prompt and completion together fit the model, the context length and the KV cache.
+    """Check that the longest prompt and completion together fit the model, a micro-batch, the context and the KV cache.
 
     Args:
-        longest: tokens of the longest prompt; 0 if the data could not be measured. Then only the model's limit is
-            checked, against the completion alone; tandem_config/cross_checks.py does so for the other two.
+        longest: tokens of the longest prompt; 0 if the data could not be measured. Then the completion alone is
+            checked, and only against the first two; tandem_config/cross_checks.py does so for the others.
     """
     new = config.grpo.max_new_tokens
     if spec is not None and longest + new > spec.max_positions:
