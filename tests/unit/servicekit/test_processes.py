@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servicekit.life.processes import Child, Program, end, run_together
-from tests.polling import until
+from tests.kit.waiting import until
 
 # Runs shell commands, given after the seconds of grace and those that the others have alone.
 TOGETHER = """
