@@ -184,7 +184,10 @@ class WeightUpdates(RunsPhases):
                 raise
 
     async def _make_way(self, round_: pb.Round) -> None:
-        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted; Aborted: it is an old epoch's."""
+        """Give up an older round that is open.
+
+        Raises: StaleVersion: the new one would go back; PhaseOrder: it is over; Aborted: it is of an older epoch.
+        """
         older = self._guard.superseded_by(round_)
         self._refuse_older(f"round {round_.round_id}", round_.policy_version)
         if older is not None:

@@ -87,7 +87,7 @@ class OwnShard:
         return self._spare.tensors if staged and self.is_receiver else self.tensors
 
     def complete(self, written: Tensors) -> None:
-        """The last byte is in: fill what never travels."""
+        """Fill what never travels, once the last byte is in."""
         if self.is_receiver:
             self._coverage.zero_padding(written)
 
@@ -103,7 +103,7 @@ class OwnShard:
             )
 
     def install(self, written: Tensors) -> None:
-        """The engine's tensors get what was written, if that was the spare memory."""
+        """Give the engine's tensors what was written, if that was the spare memory."""
         if written is not self.tensors:
             wait_for_device(self.device)
             self._spare.install()

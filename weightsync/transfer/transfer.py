@@ -55,12 +55,12 @@ class Transfer:
         self._stats = TransferStats()
 
     def run(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
-        """Any phase but ABORT. Raises: TandemError: of a peer, a digest, a deadline; give_up() is due then."""
+        """Do any phase but ABORT. Raises: TandemError: of a peer, a digest, a deadline; give_up() is due then."""
         work = {PREPARE: self._prepare, TRANSFER: self._transfer, VERIFY: self._verify, COMMIT: self._commit}.get(phase)
         return pb.PhaseReport() if work is None else work(round_)
 
     def give_up(self) -> None:
-        """The open round is over, for whatever it has come to: so is its communicator, as the next counts one more."""
+        """End the open round, and its communicator: the next round counts one more that has failed."""
         self._drop()
         self._rest()
 
