@@ -27,6 +27,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.conftest import RedisProcess
+from tests.fakes.sole_lead import SoleLead
 from tests.polling import until
 from tests.service_processes import START_S, Services
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
@@ -210,7 +211,8 @@ class RealFleet:
             fleet = WatchedFleet(registry, trainer)
             stack.push_async_callback(fleet.close)
             group = Rendezvous(self.services.redis_url, f"tandem:{RUN_ID}")
-            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=self.config().sync), fleet
+            settings = self.config().sync
+            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=settings, lead=SoleLead()), fleet
 
     async def publish(self, trainer: Trainer, version: int = 0) -> SyncResult:
         async with self.coordinator(trainer) as (sync, _):
