@@ -37,20 +37,6 @@ class Lead(Protocol):
         ...
 
 
-class SoleLead:
-    """The claim of a coordinator that cannot have a rival."""
-
-    fence = common_pb2.CoordinatorFence()
-    left_s = float("inf")
-    is_held = True
-
-    def confirm(self, epoch: int) -> None:
-        """Always."""
-
-    def hold(self) -> None:
-        """Always."""
-
-
 async def check_lead(lead: Lead, patience_s: float) -> None:
     """Returns once it is certain that we lead the run: before a row, a state or a checkpoint is written.
 

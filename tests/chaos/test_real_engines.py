@@ -26,6 +26,7 @@ from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
+from tests.fakes.sole_lead import SoleLead
 from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
@@ -202,7 +203,8 @@ class RealFleet:
             fleet = WatchedFleet(registry, trainer)
             stack.push_async_callback(fleet.close)
             group = Rendezvous(self.services.redis_url, f"tandem:{RUN_ID}")
-            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=self.config().sync), fleet
+            settings = self.config().sync
+            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=settings, lead=SoleLead()), fleet
 
     async def publish(self, trainer: Trainer, version: int = 0) -> SyncResult:
         async with self.coordinator(trainer) as (sync, _):

@@ -14,7 +14,6 @@ import pytest
 from coordinator.app import conduct
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
-from coordinator.lead import SoleLead
 from coordinator.sync.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Fenced, SlotTaken
@@ -25,6 +24,7 @@ from tests.contract.coordinator_runs import rows, saved_state, variables_of, wit
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, announced_fleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
+from tests.fakes.sole_lead import SoleLead
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Evicted
@@ -181,7 +181,11 @@ async def test_a_rank_that_is_without_its_slot_for_a_while_costs_no_round_that_c
         fault = Fault(PREPARE, SlotTaken("rank 0: rollout-0/0: another worker holds this slot"))
         fleet.rollout_services[0].sync.faults.extend([fault] * 4)
         sync = WeightSync(
-            trainer=fleet.trainer, fleet=StaticFleet(fleet.replicas), group=FakeGroup(), settings=SyncSection()
+            trainer=fleet.trainer,
+            fleet=StaticFleet(fleet.replicas),
+            group=FakeGroup(),
+            settings=SyncSection(),
+            lead=SoleLead(),
         )
         result = await sync.publish(0)
     assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}

@@ -19,6 +19,7 @@ from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.fake_sync import FakeGroup
+from tests.fakes.sole_lead import SoleLead
 from tests.fakes.tiny_task import EOS, encode
 
 VERSION = 3
@@ -80,6 +81,7 @@ class Scene:
             fleet=self.fleet,
             group=FakeGroup(),
             settings=settings,
+            lead=SoleLead(),
             rejoin_timeout_s=600.0,
         )
 

@@ -27,6 +27,7 @@ from servicekit.life.tasks import first_of
 from servicekit.redis.records import COORDINATOR
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -80,6 +81,20 @@ class StruckRounds(RoundClient):
         call = asyncio.create_task(self._rounds.run_phase(phase, round_), name="struck phase")
         await strike.during()
         return await call
+
+
+class NoRival:
+    """The lead (coordinator/lead.py) of rounds that no other coordinator can begin: Redis is this process's own."""
+
+    fence = CoordinatorFence()
+    left_s = float("inf")
+    is_held = True
+
+    def confirm(self, epoch: int) -> None:
+        """Always."""
+
+    def hold(self) -> None:
+        """Always."""
 
 
 class ServiceFleet:
@@ -236,7 +251,9 @@ class ServiceFleet:
     async def publish(self, version: int, **sync: Any) -> SyncResult:
         """A round as a coordinator makes it, with rounds after it if it fails. sync: changes of that section."""
         settings = self.config.sync.model_copy(update=sync)
-        weights = WeightSync(trainer=self.trainer, fleet=self.watched, group=self.group, settings=settings)
+        weights = WeightSync(
+            trainer=self.trainer, fleet=self.watched, group=self.group, settings=settings, lead=NoRival()
+        )
         return await weights.publish(version)
 
     async def checksums(self, names: Sequence[str] | None = None) -> Checksums:
