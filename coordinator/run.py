@@ -29,7 +29,7 @@ from coordinator.watch import metrics
 from coordinator.watch.control import RunControl
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal, WrongVersion
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span

@@ -172,7 +172,7 @@ class ForTrainer:
             )
             return [
                 trainer_pb2.TrainStepRequest(header=header),
-                trainer_pb2.TrainStepRequest(micro_batch=_samples()),
+                trainer_pb2.TrainStepRequest(chunk=_samples()),
             ]
         if method == "RunPhase":
             phase, round_ = self._rounds.next(version, chance)
@@ -180,7 +180,7 @@ class ForTrainer:
         saved = self._run_dir / "near-SaveCheckpoint-0"
         others: dict[str, Message] = {
             "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
-            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(micro_batch=_samples()),
+            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(chunk=_samples()),
             "SaveCheckpoint": trainer_pb2.SaveCheckpointRequest(path=path, fence=FENCE),
             "ExportModel": trainer_pb2.ExportModelRequest(path=path, fence=FENCE),
             "RestorePolicy": trainer_pb2.RestorePolicyRequest(
@@ -195,8 +195,8 @@ class ForTrainer:
         self._channel.close()
 
 
-def _samples() -> trainer_pb2.MicroBatch:
-    return trainer_pb2.MicroBatch(
+def _samples() -> trainer_pb2.SampleChunk:
+    return trainer_pb2.SampleChunk(
         sample_ids=["a", "b"],
         prompt_lengths=[2, 1],
         completion_lengths=[1, 2],

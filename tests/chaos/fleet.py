@@ -251,7 +251,7 @@ class ChaosFleet:
         header = trainer_pb2.TrainStepHeader(
             step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1, fence=lease.fence
         )
-        batch = trainer_pb2.MicroBatch(
+        batch = trainer_pb2.SampleChunk(
             sample_ids=["s"],
             prompt_lengths=[1],
             completion_lengths=[1],
@@ -260,7 +260,7 @@ class ChaosFleet:
             advantages=[1.0],
             trainable=[True],
         )
-        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(micro_batch=batch)]
+        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(chunk=batch)]
         stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
         try:
             reply = _call(stub.TrainStep, iter(requests))

@@ -36,14 +36,13 @@ from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
 from tests.chaos.policy import SPEC, TRAINER
 from tests.kit.waiting import until
 from weightsync.layouts.megatron import megatron_layout
-from weightsync.round.phases import ROUND, Role
+from weightsync.round.phases import NAMES, ROUND, Role
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 GATE_S = 20.0
 # Two deadlines of 2 s, the margin of 0.5 s, and what a busy host adds.
 ROLL_BACK_S = 20.0
-PHASES = tuple(rule.name for rule in ROUND)
 TARGETS = {
     "seed": "rollout-0",
     "middle": "rollout-1",
@@ -140,7 +139,7 @@ def matrix() -> list[Cell]:
         Cell(target=target, phase=phase, harm=harm, install="in_place" if phase == "pause" else install)
         for harm, install in ((kill, "in_place"), (stop, "staged"))
         for target in TARGETS
-        for phase in PHASES
+        for phase in NAMES
     ] + [
         Cell(target=target, phase="transfer", harm=harm, install=install, transport=transport)
         for transport, harm, install, targets in (

@@ -32,7 +32,7 @@ from tests.kit.waiting import until
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
-from weightsync.round.phases import Phase
+from weightsync.round.phases import COMMIT, PREPARE, TRANSFER, Phase
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -40,7 +40,6 @@ RUN_ID = "chaos"
 REPLICAS = ("rollout-0", "rollout-1")
 TRAINERS = ("trainer-0", "trainer-1")
 CALL_S = 60.0
-PREPARE, TRANSFER, COMMIT = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_COMMIT
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CELLS = [
     ("rollout-0", TRANSFER, KILL),

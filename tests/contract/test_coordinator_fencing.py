@@ -23,11 +23,12 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, variables_of, with_settings, write_config
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, announced_fleet, fake_fleet
-from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
+from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Evicted
+from weightsync.round.phases import PREPARE
 
 TTL_S = 1.0
 DEADLINE_S = 60.0

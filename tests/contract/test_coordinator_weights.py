@@ -25,8 +25,9 @@ from servicekit.errors import (
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
-from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeGroup, Fault
+from tests.fakes.fake_sync import FakeGroup, Fault
 from weightsync.group.rendezvous import Evicted
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]
 ON_TRAINER = [PREPARE, TRANSFER, COMMIT]

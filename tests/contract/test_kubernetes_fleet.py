@@ -460,15 +460,6 @@ async def test_an_engine_that_is_stuck_loses_its_leader(
         assert api.seen["create pods/eviction"] == 1
 
 
-async def test_a_replica_whose_worker_is_not_ready_for_long_loses_its_work(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
-) -> None:
-    async with kept(api, start, environment) as (fleet, _, _, found):
-        api.put("pods", worker("rollout-1-1", ready=False))
-        await soon(lambda: fleet.serving() == found[:1])
-        assert await fleet.look() == found
-
-
 async def test_troubles_of_workers_are_told(api: FakeKubeApi, start: Start) -> None:
     api.put("pods", pod("rollout-0"))
     api.put("pods", worker("rollout-0-1", ready=False, containerStatuses=waiting_status("ErrImagePull", "no tag")))
@@ -544,11 +535,14 @@ async def test_an_eviction_that_a_budget_of_the_cluster_forbids_is_tried_again(
         await soon(lambda: "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"])
 
 
+@pytest.mark.parametrize(
+    "unready", [pod("rollout-1", ready=False), worker("rollout-1-1", ready=False)], ids=["its pod", "its worker"]
+)
 async def test_a_serving_replica_that_is_not_ready_for_long_loses_its_work(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    unready: dict[str, Any], api: FakeKubeApi, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with kept(api, start, environment) as (fleet, _, _, found):
-        api.put("pods", pod("rollout-1", ready=False))
+        api.put("pods", unready)
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found  # it may be seeded again
         assert api.seen["create pods/eviction"] == 0

@@ -34,6 +34,7 @@ SUMMARY_KEYS = {
 }
 
 
+@pytest.mark.runs("make demo")
 def test_the_demo_learns_to_add(tandem: Callable[..., Tandem], tmp_path: Path) -> None:
     run = tandem("demo")
     assert run.wait_end(500) == 0, run.output()

@@ -22,6 +22,7 @@ def rows(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.runs("python -m examples.arithmetic.make_model")
 def test_the_data_is_made_again_byte_for_byte(tmp_path: Path) -> None:
     assert main(["data", "--out", str(tmp_path)]) == 0
     for name in ("train.jsonl", "heldout.jsonl"):

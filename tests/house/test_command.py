@@ -19,6 +19,7 @@ def tandem(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.runs("tandem check")
 def test_the_example_configuration_has_no_problems(tmp_path: Path) -> None:
     done = tandem("check", "-c", str(EXAMPLE), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""Every command that the documents show is known, is run by a test, and has options and settings that exist."""
+"""Every command that the documents show is run by a test, which its marker `runs` names, and its options exist."""
 
-import re
+import ast
 from pathlib import Path
 
 import click
@@ -8,10 +8,12 @@ import pytest
 import typer
 
 from tandem_config.schema import RunConfig
-from tests.house.commands import FOREIGN, NEEDS_A_CLUSTER, RUN_BY, Command, commands_in, documents
-from tests.house.repository import REPO
+from tests.house.commands import Command, commands_in, documents
+from tests.house.repository import REPO, dotted, parse, python_files
 
 COMMANDS = [command for document in documents() for command in commands_in(document)]
+# Programs that the documents show and that the reader's system does not bring; and what .ci/run itself runs.
+OURS, RUN_BY_CI = ("docker", "kubectl", "make", "python", "tandem"), {"make test", "make venv"}
 TANDEM = [command for command in COMMANDS if command.kind.startswith("tandem ")]
 
 
@@ -22,17 +24,24 @@ def subcommands() -> dict[str, click.Command]:
     return dict(getattr(group, "commands", {}))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_the_command_is_run_by_a_test(command: Command) -> None:
-    if command.words[0] in FOREIGN or command.kind in NEEDS_A_CLUSTER:
-        return
-    assert command.kind in RUN_BY, f"{command}: add it to RUN_BY in tests/house/commands.py, with the test that runs it"
+def marked(tree: ast.Module) -> set[str]:
+    """The commands that tests of a file say that they run: `@pytest.mark.runs("make demo")`."""
+    tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    marks = [mark for test in tests if test.name.startswith("test_") for mark in test.decorator_list]
+    runs = [mark for mark in marks if isinstance(mark, ast.Call) and dotted(mark.func) == "pytest.mark.runs"]
+    return {argument.value for mark in runs for argument in mark.args if isinstance(argument, ast.Constant)}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("kind", "run_by"), RUN_BY.items())
-def test_the_test_that_runs_it_exists(kind: str, run_by: tuple[str, str]) -> None:
-    name, text = run_by
-    assert text in (REPO / name).read_text(encoding="utf-8"), f"{kind}: {name} no longer holds {text!r}"
+def test_every_command_is_run_by_a_test() -> None:
+    shown = {command.kind for command in COMMANDS if Path(command.words[0]).name in OURS}
+    run = set().union(*(marked(parse(path)) for path in python_files("tests"))) | RUN_BY_CI
+    assert shown - run == set(), "no test is marked with pytest.mark.runs(...) of these"
+    assert run - shown == set(), "no document shows these"
+
+
+def test_a_mark_counts_on_a_test_only() -> None:
+    mark = '@pytest.mark.runs("make {}")\ndef {}() -> None: ...\n'
+    assert marked(ast.parse(mark.format("a", "test_it") + mark.format("b", "helper"))) == {"make a"}
 
 
 @pytest.mark.parametrize("command", TANDEM, ids=str)
@@ -58,19 +67,12 @@ def test_its_settings_and_files_exist(command: Command) -> None:
             assert (REPO / value).is_file(), f"{value} does not exist"
 
 
-def test_what_needs_a_cluster_is_said_where_it_is_shown() -> None:
-    shown = {command.document for command in COMMANDS if command.kind in NEEDS_A_CLUSTER}
-    verbs = {kind.split()[1] for kind in NEEDS_A_CLUSTER}
-    for document in shown:
-        (sentence,) = re.findall(r"^Needs a cluster: (.+)\.$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        assert set(re.findall(r"`kubectl ([a-z-]+)`", sentence)) == verbs
-
-
 def test_commands_are_found(tmp_path: Path) -> None:
     document = tmp_path / "x.md"
     document.write_text(
         "```console\n$ make demo\noutput\n$ A=1 tandem run -c x.yaml \\\n  --set a.b=1\n```\n"
-        "```bash\n# a comment\ncd x && .venv/bin/python -m tools.proto write\n```\n```yaml\nmake: no\n```\n"
+        "```bash\n# a comment\ncd x && .venv/bin/python -m tools.proto write; kubectl get pods\n```\n"
+        "```yaml\nmake: no\n```\n"
     )
     kinds = [command.kind for command in commands_in(document)]
-    assert kinds == ["make demo", "tandem run", "cd x", "python -m tools.proto"]
+    assert kinds == ["make demo", "tandem run", "cd x", "python -m tools.proto", "kubectl"]

@@ -31,6 +31,7 @@ def test_the_coordinator_is_small(docker: Engine, images: dict[str, str]) -> Non
     assert int(docker.run("image", "inspect", "--format", "{{.Size}}", images["coordinator"])) <= MAX_COORDINATOR_BYTES
 
 
+@pytest.mark.runs("make images")
 def test_the_coordinator_has_no_engine_and_works(docker: Engine, images: dict[str, str]) -> None:
     script = """
 import importlib.util as util
@@ -68,6 +69,7 @@ def test_a_wrong_setting_is_named_and_exit_code_2(docker: Engine, images: dict[s
     assert "/nowhere.yaml" in (done.stdout + done.stderr).splitlines()[0]
 
 
+@pytest.mark.runs("docker compose")
 def test_the_example_runs_to_its_end(
     docker: Engine, redis_image: str, composes: list[list[str]], tmp_path: Path
 ) -> None:

@@ -225,6 +225,7 @@ def test_monitoring_labels_what_the_rules_select_by(tmp_path: Path) -> None:
     assert found[1] == "rollout-3"
 
 
+@pytest.mark.runs("python -m tools.prometheus_rule")
 def test_the_rules_object_is_the_rules_file() -> None:
     from tools.prometheus_rule import OBJECT, RULES, prometheus_rule
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 _SELECTOR = re.compile(r"(?<![\w:.$\"])([a-zA-Z_:][\w:]*)\s*(?:\{([^}]*)\})?(?=\s*(\(?))")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
-_STRING = re.compile(r'"[^"]*"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 # Recording rules have a colon, metrics of ours a prefix; everything else is a function, an operator or a label.
 _OURS = re.compile(r"^(tandem_\w+|tandem:[\w:]+|up|process_resident_memory_bytes|process_cpu_seconds_total)$")

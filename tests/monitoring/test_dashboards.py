@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from tests.monitoring.boards import ALL, FILES, Query, board, panels
-from tests.monitoring.declared import JOBS, series_of
 from tests.monitoring.promql import problems, selectors
 from tests.monitoring.test_rules import promtool
 from tests.monitoring.tools import DASHBOARDS, MONITORING
 from tools.dashboards import __main__ as generator
+from tools.metrics_reference import JOBS, series_of
 
 SERIES = {job: series_of(job) for job in JOBS}
 # What each dashboard is for: a metric that must be on it.

@@ -14,9 +14,9 @@ from coordinator.record import health
 from coordinator.web import conditions
 from tandem_config.schema import RunConfig
 from tests.house.repository import PACKAGES, REPO, python_files
-from tests.monitoring.declared import JOBS, series_of
 from tests.monitoring.promql import problems, selectors
 from tests.monitoring.tools import MONITORING, RULES, tool
+from tools.metrics_reference import JOBS, series_of
 from tools.prometheus_rule import main
 
 RUNBOOK = REPO / "docs" / "runbook.md"

@@ -45,7 +45,7 @@ class TrainerProcesses(Services):
         return self.record_of("trainer", "trainer")
 
 
-def micro_batch(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) -> pb.MicroBatch:
+def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) -> pb.SampleChunk:
     """Random samples of the tiny model's vocabulary."""
     random = np.random.default_rng(seed + update)
     prompts, completions = random.integers(1, 6, num_samples), random.integers(1, 6, num_samples)
@@ -59,15 +59,35 @@ def micro_batch(update: int = 0, num_samples: int = 4, seed: int = 0, **changes:
         "advantages": random.normal(size=num_samples),
         "trainable": [True] * num_samples,
     }
-    return pb.MicroBatch(**{**fields, **changes})
+    return pb.SampleChunk(**{**fields, **changes})
 
 
-def step_requests(step_id: str, version: int, batches: Sequence[pb.MicroBatch]) -> list[pb.TrainStepRequest]:
+def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
+    """The same samples, a chunk each."""
+    chunks, first, completed = [], 0, 0
+    for i, (prompt, completion) in enumerate(zip(whole.prompt_lengths, whole.completion_lengths, strict=True)):
+        chunks.append(
+            pb.SampleChunk(
+                update_index=whole.update_index,
+                sample_ids=[whole.sample_ids[i]],
+                prompt_lengths=[prompt],
+                completion_lengths=[completion],
+                token_ids=whole.token_ids[first : first + prompt + completion],
+                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
+                advantages=[whole.advantages[i]],
+                trainable=[whole.trainable[i]],
+            )
+        )
+        first, completed = first + prompt + completion, completed + completion
+    return chunks
+
+
+def step_requests(step_id: str, version: int, chunks: Sequence[pb.SampleChunk]) -> list[pb.TrainStepRequest]:
     """The stream of a TrainStep call."""
     header = pb.TrainStepHeader(
         step_id=step_id,
         policy_version=version,
-        num_updates=len({batch.update_index for batch in batches}),
-        num_samples=sum(len(batch.sample_ids) for batch in batches),
+        num_updates=len({each.update_index for each in chunks}),
+        num_samples=sum(len(each.sample_ids) for each in chunks),
     )
-    return [pb.TrainStepRequest(header=header), *(pb.TrainStepRequest(micro_batch=batch) for batch in batches)]
+    return [pb.TrainStepRequest(header=header), *(pb.TrainStepRequest(chunk=each) for each in chunks)]

@@ -13,7 +13,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_files.checkpoints import mark_complete, step_folder
-from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, chunk, step_requests
 from trainer_service.ranks.world import STORE_KEY
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
@@ -41,13 +41,13 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         address = trainer.begin().ready().address
         assert address.startswith("localhost:")
         assert store_address(redis_server).startswith("localhost ")
-        reply = await call(address, "TrainStep", iter(step_requests("one", 0, [micro_batch(0)])))
+        reply = await call(address, "TrainStep", iter(step_requests("one", 0, [chunk(0)])))
         assert reply.policy_version == 1
         folder = step_folder(tmp_path, 1)
         saved = await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(folder / "trainer")))
         assert saved.bytes == sum(file.stat().st_size for file in (folder / "trainer").glob("*.safetensors"))
         mark_complete(folder, iteration=1)
-        reply = await call(address, "TrainStep", iter(step_requests("two", 1, [micro_batch(0)])))
+        reply = await call(address, "TrainStep", iter(step_requests("two", 1, [chunk(0)])))
         newer = step_folder(tmp_path, 2)
         await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(newer / "trainer")))
         mark_complete(newer, iteration=2)

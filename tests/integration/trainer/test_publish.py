@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
 from tests.kit.models import save_model
 from weightsync.layouts.layout import Parallel
@@ -37,7 +37,7 @@ async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, mod
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
         assert (status.world_size, status.parallel.data, status.parallel.expert) == (2, 2, 2)
-        step = step_requests("step-1", status.policy_version, [micro_batch(num_samples=8)])
+        step = step_requests("step-1", status.policy_version, [chunk(num_samples=8)])
         await stub.TrainStep(iter(step), timeout=60)
         tensors, reports = await receive(address, module_redis, model, Parallel(data=2, expert=2))
         assert differing(tensors, await exported(stub, model, trainer.folder / "hf")) == []

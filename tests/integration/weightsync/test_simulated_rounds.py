@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.measured_rounds import Case, UnsteadyMachine, compare
+from tools.measured_rounds.compare import Case, UnsteadyMachine, compare
 from weightsync.layouts.layout import Parallel
 
 # Slow, not because it takes long, but because it compares times: other work on the machine can spoil a try.

@@ -16,6 +16,7 @@ from tools.configuration_reference import PAGE, default_text, main, rendered, ty
 INTERNAL = {"TANDEM_SERVICE_PID", "TANDEM_RECEIVER_"}
 
 
+@pytest.mark.runs("python -m tools.configuration_reference")
 def test_the_page_is_what_the_settings_say() -> None:
     assert main(["check"]) == 0, "run: python -m tools.configuration_reference write"
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.sync.forecast import Forecast
-from launcher.plan.figures import Planned, PlanRequest
+from launcher.plan.figures import PlannedSync, PlanRequest
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
@@ -41,7 +41,7 @@ def test_it_is_that_of_tandem_plan(replicas: int) -> None:
         bucket_bytes=2**20,
         speeds=Speeds(trainer_link=link, rollout_link=link),
     )
-    planned = Planned.of(request).as_json()
+    planned = PlannedSync.of(request).as_json()
     assert forecast.seconds == planned["predicted_seconds"]
     assert forecast.received_bytes == planned["total_bytes"] * replicas
     assert forecast.goodput == forecast.received_bytes / forecast.seconds

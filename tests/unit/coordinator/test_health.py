@@ -6,7 +6,6 @@ import pytest
 
 from coordinator.record.health import Watch, troubles
 
-Curve = dict[str, list[float]]
 STEADY = {
     "entropy": 0.8,
     "kl_old": 1e-3,

@@ -75,6 +75,7 @@ def test_the_dtype_doubles_the_bytes() -> None:
     assert wide["total_bytes"] == 2 * narrow["total_bytes"]
 
 
+@pytest.mark.runs("tandem plan")
 def test_the_table_says_the_same_in_words() -> None:
     code, output = invoke("--model", "qwen3-8b", "--trainer", "tp=4", "--rollout", "tp=2", "--replicas", "4")
     assert code == 0

@@ -96,7 +96,7 @@ async def test_a_process_starts_after_its_delay(tmp_path: Path) -> None:
 async def test_a_process_that_was_to_start_later_does_not(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(replace(spec(tmp_path, "late", WAITS, grace_s=0.5), delay_s=3600.0))
-    guard = Path(f"/proc/{supervisor._processes['late'].pid}/status")
+    guard = Path(f"/proc/{supervisor._children['late'].pid}/status")
     await asyncio.to_thread(until, lambda: heeds_sigterm(guard), 20.0, "a guard that listens")
     assert await supervisor.stop() == []  # nobody had to be killed
     assert not (tmp_path / "late.pid").exists()
@@ -230,7 +230,7 @@ def test_a_killed_guard_takes_its_service_along(tmp_path: Path) -> None:
         supervisor = Supervisor()
         await supervisor.start(spec(tmp_path, "one", WAITS))
         pid = await _pid(tmp_path, "one")
-        os.kill(supervisor._processes["one"].pid, signal.SIGKILL)
+        os.kill(supervisor._children["one"].pid, signal.SIGKILL)
         await supervisor.stop()
         return pid
 

@@ -23,6 +23,7 @@ from launcher.run.processes import Launch, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
+from servicekit.life.tasks import first_of
 from servicekit.redis.records import COORDINATOR
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
@@ -139,17 +140,9 @@ class ServiceFleet:
 
     async def wait_up(self) -> None:
         """Until every service is announced and the trainer answers."""
-        ended = asyncio.create_task(self.supervisor.wait_any(), name="end of a service")
-        up = asyncio.create_task(self._announced(), name="services")
-        try:
-            await asyncio.wait([ended, up], return_when=asyncio.FIRST_COMPLETED)
-            if not up.done():
-                raise RuntimeError(f"while the services started, {ended.result().describe()}")
-            await up
-        finally:
-            for task in (ended, up):
-                task.cancel()
-            await asyncio.gather(ended, up, return_exceptions=True)
+        first = await first_of({"up": self._announced(), "ended": self.supervisor.wait_any()})
+        if first.name == "ended":
+            raise RuntimeError(f"while the services started, {first.value.describe()}")
 
     async def _announced(self) -> None:
         async with asyncio.timeout(START_S):

@@ -1,10 +1,20 @@
-"""The metrics that the services declare, read from their source: two services may use one name, so none is imported."""
+"""The metrics that the services declare, and their tables in docs/monitoring.md.
+
+    python -m tools.metrics_reference write     writes the tables anew
+    python -m tools.metrics_reference check     says whether they are what the code declares; part of the tests
+
+They are read from the source: two services may use one name, so none is imported.
+"""
 
 import ast
+import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from tests.house.repository import calls, parse, python_files
+REPO = Path(__file__).resolve().parents[1]
+PAGE = REPO / "docs" / "monitoring.md"
+HEADING = "## Metrics\n\n"
 
 # Label `job` of a scraped service to the packages whose metrics it serves.
 JOBS = {
@@ -45,13 +55,14 @@ def metrics_of(job: str) -> tuple[Metric, ...]:
 
 @cache
 def _declared_in(*packages: str) -> tuple[Metric, ...]:
+    files = [path for package in packages for path in sorted((REPO / package).rglob("*.py"))]
     found = []
-    for path in python_files(*packages):
-        for name, call in calls(parse(path)):
-            kind = name.rpartition(".")[2]
+    for path in files:
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             # Neither collections.Counter() nor the Gauge inside LateGauge, which passes its own arguments on.
-            if kind in KINDS and call.args and isinstance(call.args[0], ast.Constant):
-                found.append(_metric(kind, call))
+            if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
+                kind = ast.unparse(call.func).rpartition(".")[2]
+                found += [_metric(kind, call)] if kind in KINDS else []
     return tuple(found)
 
 
@@ -73,7 +84,7 @@ def series_of(job: str) -> dict[str, frozenset[str]]:
 
 
 def reference() -> str:
-    """The tables of docs/monitoring.md: every metric, by who exports it."""
+    """The tables: every metric, by who exports it."""
     shared = {metric.name for metric in _declared_in("servicekit", "weightsync")}
     sections = [("Every service", [metric for metric in metrics_of("trainer") if metric.name in shared])]
     sections += [
@@ -89,3 +100,21 @@ def reference() -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Returns: 0, or 1 if the page is out of date. Raises: SystemExit: wrong usage."""
+    if arguments not in (["write"], ["check"]):
+        raise SystemExit(__doc__)
+    page = PAGE.read_text(encoding="utf-8")
+    head, heading, _ = page.partition(HEADING)
+    if arguments == ["write"]:
+        PAGE.write_text(head + heading + reference(), encoding="utf-8")
+    elif page != head + heading + reference():
+        print(f"{PAGE.relative_to(REPO)} is not what the code declares: python -m tools.metrics_reference write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,305 @@
+"""A FAKE Kubernetes API server for tests: HTTP on loopback, objects in memory, no cluster behind it.
+
+It answers what the coordinator calls (coordinator/fleet/kubernetes/api/client.py) and refuses the rest with 404:
+
+list, watch        pods, by label; replayed from a resource version, 410 when that is too old
+create             pods/eviction (uid precondition, PodDisruptionBudgets), events, selfsubjectaccessreviews
+patch              events
+get, patch         the scale of StatefulSets and LeaderWorkerSets
+
+It has no controllers, no scheduler, no kubelet and no admission: what a pod does, a test does. Nothing that runs
+against it has run on Kubernetes.
+"""
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import kubernetes_validate
+
+from tests.fakes.fake_kube_store import KINDS, Key, Object, Refusal, Store, changed, not_found, now, refusal
+
+SCHEMAS = "1.32"
+VERBS = {"GET": "get", "POST": "create", "PATCH": "patch"}
+PATH = re.compile(r"/apis?/(.+)/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?(?:/([^/]+))?")
+
+
+class Request(NamedTuple):
+    """A request for objects, taken apart; name: "" for all of a kind."""
+
+    verb: str
+    resource: str  # as RBAC spells it: `pods/eviction`
+    key: Key
+    query: dict[str, str]
+    content_type: str
+    body: Object
+
+    @property
+    def what(self) -> str:
+        """As `refuse` and `seen` have it."""
+        return f"{self.verb} {self.resource}"
+
+
+class FakeKubeApi:
+    """A fake API server in threads of this process; a context manager.
+
+    `seen` counts requests by "verb resource"; `put`, `delete` and `get` are what controllers and kubelets would do.
+    """
+
+    def __init__(self, *namespaces: str) -> None:
+        self.store = Store()
+        self.seen: Counter[str] = Counter()
+        self._namespaces = ("default", *namespaces)
+        self._refused: set[str] = set()
+        self._throttled: Counter[str] = Counter()
+        self._conflicts: Counter[str] = Counter()
+        self._retry_after_s = 1
+        handler = type("Handler", (_Handler,), {"api": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fake-kube-api")
+
+    def __enter__(self) -> "FakeKubeApi":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.end_watches()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def write_kubeconfig(self, path: Path, namespace: str = "default") -> Path:
+        """A kubeconfig for this server, with a user who may do everything that is not refused."""
+        context = {"cluster": "fake", "user": "fake", "namespace": namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "fake",
+            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "users": [{"name": "fake", "user": {"token": "fake"}}],
+            "contexts": [{"name": "fake", "context": context}],
+        }
+        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        return path
+
+    # ---- what a cluster would do ----
+
+    def put(self, plural: str, obj: Object) -> Object:
+        """Create or replace an object, status included, without validation."""
+        return self.store.put((plural, obj["metadata"]["namespace"], obj["metadata"]["name"]), obj)
+
+    def get(self, plural: str, name: str, namespace: str) -> Object:
+        return self.store.get((plural, namespace, name))
+
+    def list(self, plural: str) -> list[Object]:
+        return self.store.list(plural)[0]
+
+    def delete(self, plural: str, name: str, namespace: str) -> None:
+        self.store.delete((plural, namespace, name))
+
+    # ---- faults ----
+
+    def refuse(self, *what: str) -> None:
+        """RBAC: "create pods/eviction" is forbidden from now on."""
+        self._refused |= set(what)
+
+    def throttle(self, what: str, times: int, retry_after_s: int = 1) -> None:
+        """The next requests of a kind are answered 429 with Retry-After."""
+        self._throttled[what], self._retry_after_s = times, retry_after_s
+
+    def conflict(self, what: str, times: int) -> None:
+        """The next requests of a kind come too late: 409."""
+        self._conflicts[what] = times
+
+    # ---- requests ----
+
+    def answer(self, request: Request) -> tuple[int, Object] | Iterable[Object]:
+        """HTTP status and body; or the lines of a watch. Raises: Refusal."""
+        what, (plural, namespace, name) = request.what, request.key
+        self.seen[what] += 1
+        if what in self._refused:
+            text = f'cannot {request.verb} resource "{request.resource}" in the namespace "{namespace}"'
+            raise refusal(403, "Forbidden", f'{plural} "{name}" is forbidden: User "coordinator" {text}')
+        if self._throttled[what] > 0:
+            self._throttled[what] -= 1
+            text = "the server has received too many requests and has asked us to try again later"
+            raise refusal(429, "TooManyRequests", text, headers={"Retry-After": str(self._retry_after_s)})
+        if self._conflicts[what] > 0:
+            self._conflicts[what] -= 1
+            raise changed(request.key)
+        match what:
+            case "list pods":
+                return self._list(request)
+            case "watch pods":
+                return self._watch(request)
+            case "create pods/eviction":
+                return self._evict(request)
+            case "create events":
+                return self._create(request)
+            case "patch events":
+                return self._patch(request)
+        if request.resource in ("statefulsets/scale", "leaderworkersets/scale"):
+            return self._scale(request)
+        raise refusal(404, "NotFound", "the server could not find the requested resource")
+
+    def review(self, asked: Object) -> tuple[int, Object]:
+        """A SelfSubjectAccessReview's answer."""
+        attributes = asked["spec"]["resourceAttributes"]
+        sub = attributes.get("subresource")
+        resource = f"{attributes['resource']}/{sub}" if sub else attributes["resource"]
+        is_known = KINDS[attributes["resource"]][0] == f"{attributes.get('group', '')}/v1".lstrip("/")
+        allowed = is_known and f"{attributes['verb']} {resource}" not in self._refused
+        return 201, {**asked, "status": {"allowed": allowed}}
+
+    def _list(self, request: Request) -> tuple[int, Object]:
+        objects, version = self.store.list("pods", request.key[1])
+        items = [obj for obj in objects if _selected(obj, request.query.get("labelSelector", ""))]
+        head = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": str(version)}}
+        return 200, {**head, "items": items}
+
+    def _watch(self, request: Request) -> Iterable[Object]:
+        query = request.query
+        after, timeout_s = int(query["resourceVersion"]), float(query["timeoutSeconds"])
+        try:
+            for change, obj in self.store.watch("pods", request.key[1], after, timeout_s):
+                if _selected(obj, query.get("labelSelector", "")):
+                    yield {"type": change, "object": obj}
+        except Refusal as expired:
+            yield {"type": "ERROR", "object": expired.body}
+            return
+        if query.get("allowWatchBookmarks", "").lower() == "true":
+            head = {"kind": "Pod", "apiVersion": "v1"}
+            yield {"type": "BOOKMARK", "object": {**head, "metadata": {"resourceVersion": str(self.store.version)}}}
+
+    def _evict(self, request: Request) -> tuple[int, Object]:
+        """A pod that is evicted is told to end; somebody else (a test) lets it end."""
+        pod = self.store.get(request.key)
+        uid = request.body.get("deleteOptions", {}).get("preconditions", {}).get("uid", pod["metadata"]["uid"])
+        if uid != pod["metadata"]["uid"]:
+            raise changed(request.key)
+        for budget in self.store.list("poddisruptionbudgets", request.key[1])[0]:
+            wanted = budget["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+            if wanted and budget["status"]["disruptionsAllowed"] < 1:
+                cause = {"reason": "DisruptionBudget", "message": "The disruption budget needs more healthy pods"}
+                text = "Cannot evict pod as it would violate the pod's disruption budget."
+                raise refusal(429, "TooManyRequests", text, causes=[cause])
+        pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 30}
+        self.store.put(request.key, pod)
+        return 201, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+
+    def _create(self, request: Request) -> tuple[int, Object]:
+        plural, namespace, _ = request.key
+        if namespace not in self._namespaces:
+            raise not_found(("namespaces", "", namespace))
+        key = plural, namespace, str(request.body["metadata"]["name"])
+        if self.store.has(key):
+            raise refusal(409, "AlreadyExists", f'{plural} "{key[2]}" already exists')
+        return 201, self.store.put(key, _valid(plural, request.body))
+
+    def _patch(self, request: Request) -> tuple[int, Object]:
+        """A merge of plain fields; of lists and objects the fake knows no merge keys."""
+        nested = [name for name, value in request.body.items() if isinstance(value, list | dict)]
+        if "merge-patch" not in request.content_type or nested:
+            raise refusal(415, "UnsupportedMediaType", f"the fake merges no {request.content_type} of {nested}")
+        return 200, self.store.put(request.key, _valid("events", {**self.store.get(request.key), **request.body}))
+
+    def _scale(self, request: Request) -> tuple[int, Object]:
+        owner = self.store.get(request.key)
+        if request.verb == "patch":
+            # A custom resource has no merge keys: "accepted media types include" does not name the strategic patch.
+            if not request.content_type.startswith("application/merge-patch+json"):
+                raise refusal(415, "UnsupportedMediaType", f"the body of the request was in {request.content_type}")
+            owner["spec"]["replicas"] = int(request.body["spec"]["replicas"])
+            expect = request.body.get("metadata", {}).get("resourceVersion")
+            owner = self.store.put(request.key, owner, expect=expect)
+        metadata = {key: owner["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
+        head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
+        return 200, {**head, "spec": {"replicas": owner["spec"]["replicas"]}, "status": {"replicas": 0}}
+
+
+def _selected(obj: Object, selector: str) -> bool:
+    """What a label selector lets through: `a=b,c in (d,e)`."""
+    labels = obj["metadata"].get("labels") or {}
+    terms = re.findall(r"([^,=\s]+)(?:=([^,]+)| in \(([^)]+)\))", selector)
+    return all(labels.get(key) in (values.split(",") if values else [value]) for key, value, values in terms)
+
+
+def _valid(plural: str, obj: Object) -> Object:
+    """Validation as the API server does it, by the published schemas. Raises: Refusal: 422."""
+    api_version, kind = KINDS[plural]
+    try:
+        kubernetes_validate.validate({**obj, "apiVersion": api_version, "kind": kind}, SCHEMAS, strict=False)
+    except kubernetes_validate.ValidationError as error:
+        raise refusal(422, "Invalid", f"{kind} is invalid: {list(error.path)}: {error.message}") from None
+    return obj
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    api: FakeKubeApi
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(raw) if raw else {}
+        try:
+            if self.path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews":
+                self._send(*self.api.review(body))
+                return
+            found = self.api.answer(self._parse(body))
+            if isinstance(found, tuple):
+                self._send(*found)
+            else:
+                self._stream(found)
+        except Refusal as refused:
+            self._send(refused.code, refused.body, refused.headers)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    do_POST = do_PATCH = do_GET
+
+    def _parse(self, body: Object) -> Request:
+        """Raises: Refusal: 404."""
+        url = urlsplit(self.path)
+        match, query = PATH.fullmatch(url.path), dict(parse_qsl(url.query))
+        if match is None or KINDS.get(match[3], ("",))[0] != match[1]:
+            raise refusal(404, "NotFound", "the server could not find the requested resource")
+        namespace, plural, name, sub = match[2], match[3], match[4] or "", match[5] or ""
+        verb = VERBS[self.command]
+        if verb == "get" and not name:
+            verb = "watch" if query.get("watch", "").lower() in ("1", "true") else "list"
+        content_type = self.headers.get("Content-Type", "")
+        resource = f"{plural}/{sub}" if sub else plural
+        return Request(verb, resource, (plural, namespace, name), query, content_type, body)
+
+    def _stream(self, lines: Iterable[Object]) -> None:
+        """Lines of JSON, in chunks, until the time is over."""
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for each in lines:
+            line = json.dumps(each).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _send(self, code: int, body: Object, headers: dict[str, str] | None = None) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(code)
+        fixed = {"Content-Type": "application/json", "Content-Length": str(len(text))}
+        for name, value in {**fixed, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
