@@ -1,14 +1,11 @@
 """The fleet of real processes that chaos tests share."""
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.chaos.fleet import ChaosFleet
-from tests.kit.redis import RedisProcess
+from tests.chaos.fleet import ChaosFleet, chaos_fleet
 
 
 class Fleets:
@@ -16,38 +13,25 @@ class Fleets:
 
     def __init__(self) -> None:
         self._current: ChaosFleet | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stack = ExitStack()
 
     @contextmanager
     def whole(self) -> Iterator[ChaosFleet]:
         """A fleet in which all replicas serve; a test that fails inside brings the processes' logs."""
-        started = self._current is not None
-        fleet = self._fleet()
+        if self._current is None:
+            self._current = self._stack.enter_context(chaos_fleet())
+        fleet = self._current
         fleet.use_as_at_first()
         try:
-            if not started:
-                fleet.start()
             yield fleet
         except BaseException as error:
-            logs = fleet.logs()
+            error.add_note(fleet.logs())
             self.drop()
-            error.add_note(logs)
             raise
 
-    def _fleet(self) -> ChaosFleet:
-        if self._current is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-            redis = RedisProcess()
-            redis.start()
-            self._current = ChaosFleet(Path(self._folder.name), redis)
-        return self._current
-
     def drop(self) -> None:
-        if self._current is not None and self._folder is not None:
-            self._current.close()
-            self._current.redis.close()
-            self._folder.cleanup()
         self._current = None
+        self._stack.close()
 
 
 @pytest.fixture(scope="session")

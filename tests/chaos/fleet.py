@@ -8,8 +8,10 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.chaos.gates import GateKeeper
+from tests.chaos.gates import Gate
 from tests.chaos.policy import expected_checksums
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
@@ -193,8 +195,8 @@ class ChaosFleet:
         """To a process or to Redis."""
         os.kill(self.redis.pid if name == "redis" else self.pid(name), number)
 
-    def gate(self, name: str) -> GateKeeper:
-        return GateKeeper(self.folder, name)
+    def gate(self, name: str) -> Gate:
+        return Gate(self.folder, name)
 
     # ---- questions ----
 
@@ -343,6 +345,21 @@ class ChaosFleet:
         """The end of every process's log."""
         texts = {path.name: path.read_text(errors="replace")[-2500:] for path in sorted(self.folder.glob("*.log"))}
         return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
+
+
+@contextmanager
+def chaos_fleet(**options: Any) -> Iterator[ChaosFleet]:
+    """A fleet that has begun, with a folder and a Redis of its own; what fails inside brings the processes' logs."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, RedisProcess() as redis:
+        fleet = ChaosFleet(Path(folder), redis, **options)
+        try:
+            fleet.start()
+            yield fleet
+        except BaseException as error:
+            error.add_note(fleet.logs())
+            raise
+        finally:
+            fleet.close()
 
 
 def _run(kind: str, settings: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ point renames it to `<holder>.reached` and waits until that file is gone. In bet
 likes, the holder included.
 """
 
-import time
+import contextlib
 from pathlib import Path
 
 from tests.kit.waiting import until
@@ -14,10 +14,10 @@ HOLD_S = 30.0
 
 
 class Gate:
-    """The holder's side. name: "rollout-0", "trainer-1", ..."""
+    """One gate. The holder ("rollout-0", "trainer-1", ...) calls at(), the test the rest."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._armed, self._reached = folder / f"{name}.armed", folder / f"{name}.reached"
+    def __init__(self, folder: Path, holder: str) -> None:
+        self._armed, self._reached = folder / f"{holder}.armed", folder / f"{holder}.reached"
 
     def at(self, phase: str, message: int = 0) -> None:
         """We are at message number `message` of `phase`: stop here if this is where the gate is."""
@@ -28,17 +28,8 @@ class Gate:
         if wanted != phase or int(number) > message:
             return
         self._armed.rename(self._reached)
-        deadline_s = time.monotonic() + HOLD_S
-        while self._reached.exists() and time.monotonic() < deadline_s:
-            time.sleep(0.002)
-
-
-class GateKeeper:
-    """The test's side of one gate."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
-        self._armed, self._reached = folder / f"{name}.armed", folder / f"{name}.reached"
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self._reached.exists(), HOLD_S, interval_s=0.002)
 
     def arm(self, phase: str, message: int) -> None:
         """Whole or not at all: the holder may look at any moment."""

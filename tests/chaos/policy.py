@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tests.kit.stores import canonical_tensors, cut, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, medium_spec, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.sglang import sglang_layout
@@ -21,15 +21,7 @@ SPEC = tiny_spec()
 SPECS = {
     "tiny": SPEC,
     # 50 and 490 million parameters: 100 MB and 1 GB for a replica.
-    "50m": tiny_spec(
-        num_hidden_layers=8,
-        hidden_size=640,
-        intermediate_size=1920,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=80,
-        vocab_size=9000,
-    ),
+    "50m": medium_spec(),
     "0.5b": tiny_spec(
         num_hidden_layers=24,
         hidden_size=1280,

@@ -8,10 +8,7 @@ started again, as `tandem run` does.
 
 import random
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
-from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
-from tests.kit.redis import RedisProcess
+from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet, chaos_fleet
 from tests.kit.waiting import until
 
 PROMISED_S = SyncSection().lease_ttl_s + 3.0
@@ -31,24 +27,6 @@ PATIENCE_S = 150.0  # of the test: longer than every deadline of a round, so tha
 SERVES = (pb.REPLICA_STATE_SERVING, pb.REPLICA_STATE_PAUSED)  # PAUSED: for the flip
 
 pytestmark = [pytest.mark.integration]
-
-
-@contextmanager
-def fleet_of(size: str) -> Iterator[ChaosFleet]:
-    """A fleet with the settings of a run that says nothing."""
-    with tempfile.TemporaryDirectory(prefix="deaths-") as folder:
-        redis = RedisProcess()
-        redis.start()
-        fleet = ChaosFleet(Path(folder), redis, size=size, as_shipped=True)
-        try:
-            fleet.start()
-            yield fleet
-        except BaseException as error:
-            error.add_note(fleet.logs())
-            raise
-        finally:
-            fleet.close()
-            redis.close()
 
 
 def transfer_s(fleet: ChaosFleet) -> float:
@@ -119,7 +97,7 @@ def bring_back(fleet: ChaosFleet, victim: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_survivors_of_a_death_go_on_long_before_any_deadline() -> None:
-    with fleet_of("50m") as fleet:
+    with chaos_fleet(size="50m", as_shipped=True) as fleet:
         duration_s = transfer_s(fleet)
         took_s, said = lose(fleet, "rollout-1", 0.4 * duration_s, "in_place")
         check_survivors(fleet, "rollout-1", said)
@@ -132,7 +110,7 @@ def test_survivors_of_a_death_go_on_long_before_any_deadline() -> None:
 def test_from_any_death_in_transfer_to_a_committed_round(size: str) -> None:
     """Chain head, middle and tail, and both trainer ranks; in place and staged; two random moments each."""
     moments, took = random.Random(size), {}
-    with fleet_of(size) as fleet:
+    with chaos_fleet(size=size, as_shipped=True) as fleet:
         duration_s = transfer_s(fleet)
         for install in ("in_place", "staged"):
             for victim in (*REPLICAS, *TRAINERS):

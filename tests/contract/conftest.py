@@ -7,7 +7,7 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.logs import configure_logging
 from tandem_config.schema import RunConfig
-from tests.fakes.tiny_task import write_data, write_model
+from tests.kit.folders import write_data, write_small_model
 
 PROBLEMS = [(a, b) for a in range(10, 30) for b in range(10, 15)]
 
@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "t", "iterations": 6, "checkpoint_every": 2, "evaluate_every": 2, "startup_timeout_s": 10},
-            "model": {"path": write_model(tmp_path / "model")},
+            "model": {"path": write_small_model(tmp_path / "model")},
             "data": {
                 "train": write_data(tmp_path / "train.jsonl", PROBLEMS[:60]),
                 "heldout": write_data(tmp_path / "heldout.jsonl", PROBLEMS[60:]),

@@ -25,7 +25,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.fakes.fake_fleet import announced_fleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
-from tests.fakes.tiny_task import EOS, encode
+from tests.kit.folders import EOS, encode
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous

@@ -20,7 +20,7 @@ from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.fake_sync import FakeGroup
 from tests.fakes.sole_lead import SoleLead
-from tests.fakes.tiny_task import EOS, encode
+from tests.kit.folders import EOS, encode
 
 VERSION = 3
 # A dispatch that hangs fails its test then; none takes a tenth of it.

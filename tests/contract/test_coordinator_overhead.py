@@ -12,7 +12,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
-from tests.fakes.tiny_task import write_data
+from tests.kit.folders import write_data
 
 FEW, MANY = 3, 23
 GROUPS, GROUP_SIZE = 64, 16

@@ -12,7 +12,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import GenerateFault
-from tests.fakes.tiny_task import EOS, encode
+from tests.kit.folders import EOS, encode
 
 ORDER = Order(
     policy_version=0, num_completions=3, sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,))

@@ -20,7 +20,7 @@ from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_rollout import GenerateFault
 from tests.fakes.fake_trainer import FakeTrainer
-from tests.fakes.tiny_task import write_model
+from tests.kit.folders import write_small_model
 
 
 def fleet_of(
@@ -226,7 +226,7 @@ async def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     async with fleet_of(environment):
         await conduct(config, environment, resume=False, stop=asyncio.Event())
-    other = with_settings(config, model={"path": write_model(tmp_path / "wider", hidden=16)})
+    other = with_settings(config, model={"path": write_small_model(tmp_path / "wider", hidden=16)})
     with pytest.raises(ConfigError, match=r"of another model: it was made from .*/model .*wider"):
         await conduct(other, environment, resume=True, stop=asyncio.Event())
 

@@ -18,7 +18,7 @@ from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
-from tests.fakes.tiny_task import EOS, NUM_PARAMETERS, answer_of, encode
+from tests.kit.folders import EOS, NUM_PARAMETERS, answer_of, encode
 from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Role
 
 

@@ -12,7 +12,7 @@ from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.participants import Participants
-from weightsync.round.phases import ROUND, Phase
+from weightsync.round.phases import Phase, rules_of
 
 CALL_S = 60.0
 
@@ -84,6 +84,5 @@ def run_phase(participants: Mapping[str, RunPhase], phase: Phase, round_: pb.Rou
 
 def run_round(participants: Mapping[str, RunPhase], round_: pb.Round) -> dict[int, dict[str, Any]]:
     """Every phase that the round has. Returns: reports by phase, by participant."""
-    staged = round_.install_mode == pb.INSTALL_MODE_STAGED
-    phases = [rule.phase for rule in ROUND if rule.is_in_staged or not staged]
-    return {phase: run_phase(participants, phase, round_) for phase in phases}
+    rules = rules_of(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
+    return {rule.phase: run_phase(participants, rule.phase, round_) for rule in rules}

@@ -29,6 +29,19 @@ def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
     return ModelSpec.from_config({**config, **changes})
 
 
+def medium_spec() -> ModelSpec:
+    """50 million parameters: 200 MB in float32, a transfer of about a second."""
+    return tiny_spec(
+        num_hidden_layers=8,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=80,
+        vocab_size=9000,
+    )
+
+
 def canonical_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
     """Every canonical tensor, random float32."""
     layout = hf_layout(spec)

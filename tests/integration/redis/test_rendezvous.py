@@ -1,7 +1,11 @@
-"""Slots, leases, epochs and fencing against real servers: races, replays, replacements."""
+"""Slots, leases, epochs and fencing against real servers: races, replays, replacements.
+
+As a module, this is a process that holds a slot. Arguments: URL, group, slot, seconds of its lease.
+"""
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -9,6 +13,7 @@ from threading import Barrier
 import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, TandemError
+from servicekit.logs import configure_logging
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tests.integration.redis.conftest import GROUP
 from tests.kit.redis import RedisProcess
@@ -220,7 +225,7 @@ def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> N
 def holder(spawn: "Callable[..., subprocess.Popen[str]]") -> "Callable[[str], subprocess.Popen[str]]":
     """Starts processes that hold a slot of the group at a URL, under a short lease."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return lambda url: spawn("tests.integration.redis.holder", url, GROUP, "trainer/0", "1.0", **pipes)
+    return lambda url: spawn("tests.integration.redis.test_rendezvous", url, GROUP, "trainer/0", "1.0", **pipes)
 
 
 def ask(process: "subprocess.Popen[str]", epoch: int) -> str:
@@ -265,3 +270,22 @@ def test_a_paused_process_that_nobody_replaced_comes_back_in_a_new_epoch(
     until(lambda: group.snapshot().members == {"trainer/0": worker})
     assert group.snapshot().epoch == old + 2  # it was gone, and it is back
     assert ask(process, old) == "Aborted"
+
+
+def hold_slot(url: str, group: str, slot: str, ttl_s: str) -> None:
+    """Say our worker id; then, for each epoch read from stdin, whether we may act in it: "ok" or the error's name."""
+    configure_logging("holder")
+    lease = SlotLease(Rendezvous(url, group), slot, float(ttl_s))
+    lease.start()
+    print(lease.worker_id, flush=True)
+    for line in sys.stdin:
+        try:
+            lease.rendezvous.bind_endpoint(slot, lease.worker_id, int(line), "127.0.0.1:1")
+            print("ok", flush=True)
+        except TandemError as error:
+            print(type(error).__name__, flush=True)
+    lease.close()
+
+
+if __name__ == "__main__":
+    hold_slot(*sys.argv[1:])

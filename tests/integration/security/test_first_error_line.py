@@ -14,8 +14,8 @@ import yaml
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.certificates import role_name
-from tests.fakes.tiny_task import write_data, write_model
 from tests.kit.certificates import DAY, Authority, variables, write_files
+from tests.kit.folders import write_data, write_small_model
 
 pytestmark = pytest.mark.integration
 SERVICES = {
@@ -58,7 +58,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     """A good configuration."""
     return {
         "run": {"name": "t", "startup_timeout_s": 1},
-        "model": {"path": str(write_model(tmp_path / "model"))},
+        "model": {"path": str(write_small_model(tmp_path / "model"))},
         "data": {"train": str(write_data(tmp_path / "train.jsonl", [(10, 11), (12, 13)] * 20))},
     }
 

@@ -15,9 +15,8 @@ import pytest
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.fleet import MemberProcess, ProcessFleet
 from tests.kit.round import run_phase
-from tests.kit.stores import tiny_spec
+from tests.kit.stores import medium_spec
 from weightsync.layouts.layout import Parallel
-from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -28,19 +27,6 @@ DEADLINE_S = 60.0
 # gloo tells some of those who wait at once, and a look at the connections every fraction of a second the others; the
 # rest is for a machine that others use, too.
 NOTICED_S = 5.0
-
-
-def medium_spec() -> ModelSpec:
-    """50 million parameters: 200 MB in float32, a transfer of about a second."""
-    return tiny_spec(
-        num_hidden_layers=8,
-        hidden_size=640,
-        intermediate_size=1920,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=80,
-        vocab_size=9000,
-    )
 
 
 @pytest.fixture(scope="module")

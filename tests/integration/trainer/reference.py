@@ -1,6 +1,10 @@
 """Settings, samples and the transformers step that the trainer is compared with; the worker processes import this."""
 
+import os
+import subprocess
+import sys
 import tempfile
+import uuid
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from tests.kit.models import TRAINED_VOCABULARY
 from trainer_service.batch.samples import Samples
 
 NUM_UPDATES = 2
+TIMEOUT_S = 600.0  # of one world size; a tenth of it on two idle cores
 
 # Every term of the loss is on, and micro-batches are small, so that samples are really cut up.
 CONFIG: dict[str, Any] = {
@@ -139,3 +144,26 @@ def reference_step(model: Any, samples: Samples, grpo: dict[str, Any], weight_de
         optimizer.step()
         losses.append(float(total.detach()))
     return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+
+
+def launch(size: int, folder: Path) -> None:
+    """Raises: RuntimeError: with the last output of the rank that failed."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.parity_worker"]
+    # Another group's processes have met at a store of their own, which would send these to them.
+    files = [str(folder / f"store-{uuid.uuid4().hex}"), str(folder / f"cases-{size}.json"), str(folder)]
+    logs = [folder / f"world{size}-rank{rank}.log" for rank in range(size)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            arguments = [*command, str(rank), str(size), *files]
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=output, stderr=output))
+    try:
+        codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if failed:
+        texts = "\n".join(logs[rank].read_text()[-3000:] for rank in failed)
+        raise RuntimeError(f"ranks {failed} of {size} ended with {codes}:\n{texts}")

@@ -1,50 +1,44 @@
-"""Rank 0 and its followers as real processes, without a model: replies, refusals, failures, deaths."""
+"""Rank 0 and its followers as real processes, without a model: replies, refusals, failures, deaths.
+
+As a module, this is one rank: it meets the others, then commands or follows. Arguments: rank, world size, scenario.
+Rank 0 prints a JSON line per command, and what failed at the end.
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import DigestMismatch, TandemError
 from servicekit.redis.registry import Registry
-from trainer_service.ranks.world import STORE_KEY
+from trainer_service.ranks.commands import Command, Commander, Wire, follow
+from trainer_service.ranks.liveness import Liveness
+from trainer_service.ranks.world import STORE_KEY, Place, connect, device_of, meet
 
 pytestmark = pytest.mark.integration
-REPOSITORY = Path(__file__).parents[3]
 Ranks = list[subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(redis_server: str) -> Iterator[Callable[[str], Ranks]]:
+def start(redis_server: str, spawn: Callable[..., "subprocess.Popen[str]"]) -> Callable[[str], Ranks]:
     """start(scenario) -> three ranks."""
-    started: Ranks = []
+    variables = {"REDIS_URL": redis_server, "OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
     def ranks(scenario: str) -> Ranks:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.ranks_worker"]
-        environment = os.environ | {"REDIS_URL": redis_server, "OMP_NUM_THREADS": "1"}
-        for rank in range(3):
-            arguments = [*command, str(rank), "3", scenario]
-            started.append(
-                subprocess.Popen(
-                    arguments,
-                    cwd=REPOSITORY,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            )
-        return started
+        module = "tests.integration.trainer.test_ranks"
+        return [spawn(module, str(rank), "3", scenario, variables=variables, **streams) for rank in range(3)]
 
-    yield ranks
-    for process in started:
-        process.kill()
-        process.wait(timeout=10)
+    return ranks
 
 
 def output(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
@@ -91,3 +85,95 @@ def test_followers_end_when_rank_0_is_killed(start: Callable[[str], Ranks]) -> N
         assert "met" in process.stdout.readline()
     ranks[0].kill()
     assert [process.wait(timeout=30) for process in ranks[1:]] == [1, 1]
+
+
+# Much less than the 30 s of the control group's own collectives.
+PATIENCE_S = 3.0
+
+
+def handlers(rank: int) -> dict[Command, Any]:
+    def reply(parts: Sequence[bytes]) -> bytes:
+        return f"{rank}:".encode() + b"|".join(parts)
+
+    def refuse(_: Sequence[bytes]) -> bytes:
+        if rank == 1:
+            raise DigestMismatch("bucket 3")
+        return b""
+
+    def fail(_: Sequence[bytes]) -> bytes:
+        if rank == 1:
+            raise KeyError("lost parameter")
+        dist.barrier()
+        return b""
+
+    def die(_: Sequence[bytes]) -> bytes:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        return b""
+
+    def freeze(_: Sequence[bytes]) -> bytes:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return b""
+
+    return {
+        Command.RESTORE: freeze,
+        Command.SAVE: reply,
+        Command.EXPORT: refuse,
+        Command.LOGPROBS: fail,
+        Command.PUBLISH: die,
+    }
+
+
+SCENARIOS: dict[str, list[tuple[Command, list[bytes]]]] = {
+    "works": [(Command.SAVE, [b"one", b"", b"three"]), (Command.EXPORT, []), (Command.SAVE, []), (Command.STOP, [])],
+    "fails": [(Command.LOGPROBS, [])],
+    "dies": [(Command.PUBLISH, [])],
+    "freezes": [(Command.SAVE, []), (Command.RESTORE, [])],
+    "idle": [],
+}
+
+
+def show(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def command(commander: Commander, scenario: str) -> None:
+    for each, parts in SCENARIOS[scenario]:
+        try:
+            show(replies=[reply.decode() for reply in commander.submit(each, parts, PATIENCE_S).result(timeout=30)])
+        except TandemError as error:
+            show(refused=type(error).__name__, message=str(error))
+
+
+def main() -> None:
+    rank, world_size, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    place = Place(rank=rank, world_size=world_size, local_rank=rank, master=None)
+    registry = Registry(os.environ["REDIS_URL"], "ranks-test")
+    environment = ServiceEnvironment.model_validate(
+        {"REDIS_URL": os.environ["REDIS_URL"], "TANDEM_RUN_ID": "ranks-test", "TANDEM_RUN_DIR": Path.cwd()}
+    )
+    store = meet(place, registry, environment, 30.0)
+    liveness = Liveness(store, rank, world_size)
+    liveness.start(lambda _: None)
+    wire = Wire(connect(place, store, device_of(place), "127.0.0.1", 30.0))
+    show(met=rank)
+    try:
+        if rank == 0:
+            commander = Commander()
+            threading.Thread(target=command, args=(commander, scenario), daemon=True).start()
+            commander.run(wire, handlers(rank))
+        else:
+            follow(wire, handlers(rank))
+    except Exception as error:  # noqa: BLE001 - the boundary of the rank
+        liveness.report(error)
+        if rank == 0:
+            show(failed=liveness.diagnose(error))
+        os._exit(1)
+    liveness.end()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.trainer.parity_cases import TIMEOUT_S, launch
-from tests.integration.trainer.reference import CONFIG, make_samples, token_logprobs, write_samples
+from tests.integration.trainer.reference import CONFIG, TIMEOUT_S, launch, make_samples, token_logprobs, write_samples
 from tests.kit.models import ROPE, save_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]

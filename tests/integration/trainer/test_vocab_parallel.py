@@ -1,4 +1,7 @@
-"""Log-probs and entropies over a split, padded vocabulary against log_softmax over the whole one."""
+"""Log-probs and entropies over a split, padded vocabulary against log_softmax over the whole one.
+
+As a module, this is one tensor-parallel rank. Arguments: rank, world size, folder with input.pt.
+"""
 
 import subprocess
 import sys
@@ -7,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from trainer_service.megatron_engine.vocab_parallel import logprob_entropy
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[3]
@@ -15,7 +21,7 @@ TOKENS, VOCAB = 33, 101
 
 def run_ranks(folder: Path, world_sizes: list[int]) -> dict[int, list[dict[str, Any]]]:
     """All ranks of all world sizes at once; what each of them computed."""
-    command = [sys.executable, "-m", "tests.integration.trainer.vocab_worker"]
+    command = [sys.executable, "-m", "tests.integration.trainer.test_vocab_parallel"]
     workers = [
         subprocess.Popen([*command, str(rank), str(size), str(folder)], cwd=REPOSITORY)
         for size in world_sizes
@@ -54,3 +60,24 @@ def test_equals_log_softmax_at_tp_1_and_2(tmp_path: Path) -> None:
         assert torch.allclose(gradient[:, :VOCAB], logits.grad, atol=2e-6)
         # the padding of 1e4 would have swallowed every probability
         assert not gradient[:, VOCAB:].any()
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    store = dist.FileStore(str(folder / f"store-{world_size}"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    data = torch.load(folder / "input.pt", weights_only=True)
+    true_vocab = data["logits"].shape[1]
+    columns = -(-true_vocab // world_size)
+    padded = torch.full((data["logits"].shape[0], columns * world_size), 1e4)
+    padded[:, :true_vocab] = data["logits"]
+    mine = padded[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
+    logprobs, entropies = logprob_entropy(mine, data["targets"], group=dist.group.WORLD, true_vocab=true_vocab)
+    ((logprobs * data["weights"][0]).sum() + (entropies * data["weights"][1]).sum()).backward()
+    result = {"logprobs": logprobs.detach(), "entropies": entropies.detach(), "gradient": mine.grad}
+    torch.save(result, folder / f"out-{world_size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from coordinator.flow import Prompt
 from tandem_config.schema import DataSection
 from tandem_files.data_rows import DataError
 from tandem_files.tokenizer import TextCodec, stop_token_ids
-from tests.fakes.tiny_task import EOS, encode, write_data, write_model
+from tests.kit.folders import EOS, encode, write_data, write_small_model
 
 PROMPTS = [Prompt(row=i + 1, token_ids=[i], answer=str(i)) for i in range(7)]
 
@@ -58,7 +58,7 @@ def test_other_data_is_refused_on_restore() -> None:
 
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
-    return TextCodec.from_folders(write_model(tmp_path / "model"))
+    return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
 def section(path: Path, **settings: object) -> DataSection:
@@ -111,14 +111,14 @@ def test_stop_tokens(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     (model / "config.json").write_text('{"vocab_size": 10, "eos_token_id": 1}')
     with pytest.raises(ValueError, match=r"token '=' has id 14, but .*config.json has vocab_size 10"):
         TextCodec.from_folders(model)
 
 
 def test_tokenizer_files_that_cannot_be_used(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     with pytest.raises(FileNotFoundError, match=r"set model.tokenizer_path"):
         TextCodec.from_folders(model, tmp_path)
     (model / "tokenizer.json").write_text("{")

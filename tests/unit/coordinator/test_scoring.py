@@ -10,7 +10,7 @@ from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.scoring import Scorer
 from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
-from tests.fakes.tiny_task import EOS, encode, write_model
+from tests.kit.folders import EOS, encode, write_small_model
 
 
 class Failing:
@@ -46,7 +46,7 @@ def group(answer: str, *said: str) -> Group:
 
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
-    return TextCodec.from_folders(write_model(tmp_path / "model"))
+    return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
 def scorer(codec: TextCodec, reward: Reward, weight: float = 1.0) -> Scorer:

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from tandem_files.model_fingerprint import model_fingerprint, tensor_shapes
-from tests.fakes.tiny_task import write_model, write_safetensors
+from tests.kit.folders import write_safetensors, write_small_model, zeros
 
 
 def test_values_and_formatting_do_not_matter(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     before = model_fingerprint(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({"transformers_version": "9", **config}, indent=4))
@@ -18,11 +18,11 @@ def test_values_and_formatting_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_configuration_names_and_shapes_matter(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     prints = {model_fingerprint(model)}
-    write_safetensors(model / "model.safetensors", {"model.embed_tokens.weight": [8, 32]})
+    write_safetensors(model / "model.safetensors", zeros({"model.embed_tokens.weight": [8, 32]}))
     prints.add(model_fingerprint(model))
-    write_safetensors(model / "model.safetensors", {"model.other.weight": [8, 32]})
+    write_safetensors(model / "model.safetensors", zeros({"model.other.weight": [8, 32]}))
     prints.add(model_fingerprint(model))
     (model / "config.json").write_text('{"hidden_size": 9}')
     prints.add(model_fingerprint(model))
@@ -30,8 +30,8 @@ def test_configuration_names_and_shapes_matter(tmp_path: Path) -> None:
 
 
 def test_shards_are_read_together(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    write_safetensors(model / "model-2.safetensors", {"lm_head.weight": [3]})
+    model = write_small_model(tmp_path / "model")
+    write_safetensors(model / "model-2.safetensors", zeros({"lm_head.weight": [3]}))
     assert tensor_shapes(model) == {"model.embed_tokens.weight": [32, 8], "lm_head.weight": [3]}
 
 
@@ -45,7 +45,7 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
-    model = write_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         model_fingerprint(model)

@@ -28,7 +28,7 @@ from tandem_files.run_folder import (
     write_notes,
 )
 from tandem_files.tokenizer import TextCodec
-from tests.unit.launcher.model_folder import write_config, write_model
+from tests.kit.folders import write_config, write_model
 from trainer_service.identity import identity
 from weightsync.model.spec import ModelSpec
 

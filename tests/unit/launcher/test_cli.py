@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from tests.unit.launcher.model_folder import write_config
+from tests.kit.folders import write_config
 
 COMMANDS = ("demo", "run", "check", "status", "version")
 

@@ -12,8 +12,8 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tests.kit.folders import write_config
 from tests.kit.waiting import until
-from tests.unit.launcher.model_folder import write_config
 from tests.unit.launcher.processes import alive, read_pid
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from launcher.cli import app
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
-from tests.unit.launcher.model_folder import write_config
+from tests.kit.folders import write_config
 from weightsync.model.presets import preset
 
 GB = 1e9

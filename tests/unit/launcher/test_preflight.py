@@ -15,7 +15,7 @@ from tokenizers.normalizers import Strip
 from launcher.check.preflight import preflight
 from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
-from tests.unit.launcher.model_folder import (
+from tests.kit.folders import (
     CONFIG,
     WORDS,
     tensors,

@@ -14,7 +14,7 @@ from tandem_config.loading import load_config
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
-from tests.unit.launcher.model_folder import write_config
+from tests.kit.folders import write_config
 
 FAILED = LaunchOutcome(
     code=1, text="failed: the disk is full; resume from iteration 1 with: tandem run --resume runs/tiny"

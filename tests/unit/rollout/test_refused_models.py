@@ -11,7 +11,7 @@ from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.host import SglangProcesses
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
-from tests.unit.launcher.model_folder import CONFIG
+from tests.kit.folders import CONFIG
 
 
 @pytest.mark.parametrize(

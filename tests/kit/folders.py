@@ -1,13 +1,14 @@
-"""Tiny Hugging Face folders, configurations and data for the checks; numpy only, no torch."""
+"""Model folders, data and configurations without an engine's weights (numpy only, no torch); the task is addition."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
@@ -30,23 +31,47 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 32,
     "eos_token_id": 1,
 }
-WORDS = ["<pad>", "<eos>", *"0123456789", "+", "="]
+WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
+EOS = 1
+# Elements of the fakes' model: what a rollout rank "receives" in a fake weight sync is 4 bytes of each.
+NUM_PARAMETERS = 32 * 8
+Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
-def tensors(config: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def zeros(shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def tensors(config: dict[str, Any]) -> Arrays:
     """Every tensor that the configuration implies, zeros."""
     layout = hf_layout(ModelSpec.from_config(config))
-    return {name: np.zeros(shape, np.float32) for name, shape in zip(layout.params, layout.param_shapes, strict=True)}
+    return zeros(dict(zip(layout.params, layout.param_shapes, strict=True)))
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
     """A whole model folder in one file; `changes` go into config.json only, a value of None removes the key."""
+    return _write(folder, {**CONFIG, **changes}, tensors(CONFIG))
+
+
+def write_small_model(folder: Path, hidden: int = 8) -> Path:
+    """A folder of one tensor, for the fakes' tests."""
+    config = {"model_type": "qwen3", "hidden_size": hidden, "vocab_size": 32, "eos_token_id": EOS}
+    _write(folder, config, zeros({"model.embed_tokens.weight": [32, hidden]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return folder
+
+
+def _write(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors(CONFIG), folder / "model.safetensors")
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", arrays)
     write_tokenizer(folder, WORDS)
     return folder
+
+
+def write_safetensors(path: Path, arrays: Arrays) -> None:
+    save_file(arrays, path, metadata={"format": "pt"})
 
 
 def write_sharded(folder: Path, **changes: Any) -> Path:
@@ -57,7 +82,7 @@ def write_sharded(folder: Path, **changes: Any) -> Path:
     names = sorted(everything)
     halves = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
     for file, part in halves.items():
-        save_file({name: everything[name] for name in part}, folder / file)
+        write_safetensors(folder / file, {name: everything[name] for name in part})
     weight_map = {name: file for file, part in halves.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return folder
@@ -65,16 +90,36 @@ def write_sharded(folder: Path, **changes: Any) -> Path:
 
 def write_tokenizer(folder: Path, words: list[str]) -> None:
     """One token per character."""
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
+    unknown = "<unk>" if "<unk>" in words else words[0]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([word for word in words if word.startswith("<")])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def encode(text: str) -> list[int]:
+    return [WORDS.index(character) for character in text]
+
+
+def answer_of(prompt_ids: list[int]) -> str:
+    """The right answer to a tokenized prompt."""
+    left, _, right = "".join(WORDS[index] for index in prompt_ids).rstrip("=").partition("+")
+    return str(int(left) + int(right))
+
+
+def write_data(path: Path, problems: Sequence[tuple[int, int]]) -> Path:
+    """A JSONL file of these additions."""
+    return _write_rows(path, [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in problems])
+
+
 def write_rows(path: Path, count: int = 8, prompt: str = "1+2=") -> Path:
-    """A JSONL file of equal rows."""
-    path.write_text(
-        "".join(json.dumps({"prompt": prompt, "answer": "3"}) + "\n" for _ in range(count)), encoding="utf-8"
-    )
+    """One of equal rows."""
+    return _write_rows(path, [{"prompt": prompt, "answer": "3"}] * count)
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
