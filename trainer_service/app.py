@@ -96,8 +96,9 @@ class _RankZero:
             record = self._record(address, metrics_port)
             ttl_s = self._settings.config.sync.lease_ttl_s
             server.set_ready(await announce(registry, record, ttl_s, stop, failing(lost)))
-            await run_until_stopped(stop, {"ranks": asyncio.wrap_future(worker.ended), "name": lost})
-            return await self._shut_down(server, commander, worker)
+            ended = asyncio.wrap_future(worker.ended)
+            await run_until_stopped(stop, {"ranks": ended, "name": lost})
+            return await self._shut_down(server, commander, ended)
         finally:
             server.set_ready(False)
             await asyncio.to_thread(registry.close)
@@ -117,13 +118,13 @@ class _RankZero:
             worker_id=secrets.token_hex(8),
         )
 
-    async def _shut_down(self, server: GrpcServer, commander: Commander, worker: Worker) -> int:
+    async def _shut_down(self, server: GrpcServer, commander: Commander, ended: "asyncio.Future[None]") -> int:
         """Refuse new calls, finish running ones, stop all ranks."""
         await server.drain(DRAIN_GRACE_S)
         stopping = commander.submit(Command.STOP)
         try:
             await asyncio.wait_for(asyncio.wrap_future(stopping), DRAIN_GRACE_S)
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(worker.ended)), DRAIN_GRACE_S)
+            await asyncio.wait_for(asyncio.shield(ended), DRAIN_GRACE_S)
         except TimeoutError:
             log.error("ranks did not stop in time", seconds=DRAIN_GRACE_S, activity=commander.current.name.lower())
             return EXIT_FAILED
