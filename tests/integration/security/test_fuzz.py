@@ -18,13 +18,14 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.contract.test_hostile_calls import Target
-from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
+from tests.hostile_requests import Attack, Hostile, Usage
 from tests.integration.rollout.tiny_models import make_model
 from tests.integration.sync.replicas import configuration
 from tests.near_valid_requests import (
     CALL_S,
     ForRollout,
     ForTrainer,
+    Near,
     Partner,
     Rounds,
     parallel_sizes,
@@ -58,7 +59,7 @@ def under_attack(
     address: str,
     service: Any,
     pids: list[int],
-    near: RightRequests | None = None,
+    near: Near | None = None,
     leave_out: tuple[str, ...] = (),
     also: Sequence[Any] = (ROUNDS,),
 ) -> None:
