@@ -11,12 +11,9 @@ from pathlib import Path
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_OK
 from servicekit.life.lifecycle import run_main
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
-from tandem_config.schema import RunConfig
 
 
 def main() -> int:
@@ -28,19 +25,12 @@ def main() -> int:
     options = parser.parse_args()
 
     async def run(stop: asyncio.Event) -> int:
-        config = _load(options.config)
+        config = load_config(options.config)
         environment = ServiceEnvironment.from_env()
         code = await conduct(config, environment, resume=options.resume, stop=stop)
         return options.interrupted_exit if code == EXIT_OK and stop.is_set() else code
 
     return run_main("coordinator", run)
-
-
-def _load(path: Path) -> RunConfig:
-    try:
-        return load_config(path)
-    except ConfigErrors as error:
-        raise ConfigError(str(error)) from error
 
 
 if __name__ == "__main__":

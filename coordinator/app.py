@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.attempts import run_or_stop
 from coordinator.build import App
-from coordinator.fleet.announcing import announce
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import read_inputs
-from coordinator.lead import telling
 from coordinator.learn.rewards.registry import build_reward
 from coordinator.leaving import Leaving
 from coordinator.record.report import numeric
@@ -23,7 +21,8 @@ from coordinator.web.server import PageServer
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.life.lifecycle import cancel
+from servicekit.life.announcing import announce
+from servicekit.life.tasks import cancel, failing
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, ServiceRecord
@@ -58,7 +57,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
-    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
     events = EventLog()
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
@@ -69,7 +68,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         inputs=inputs,
         reward=reward,
         registry=registry,
-        lead=CoordinatorLease(group, config.sync.lease_ttl_s, telling(lost)),
+        lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost)),
         lost=lost,
         events=events,
         control=RunControl(events),
@@ -127,7 +126,7 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
         metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
-    await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, telling(app.lost))
+    await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
     server.set_ready(True)
     return server
 

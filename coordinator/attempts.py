@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.build import App, build_run
 from coordinator.fleet.services import Services, find_services
@@ -17,7 +17,7 @@ from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
 from servicekit.errors import Fenced, TandemError, Unavailable
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_files.atomic import write_json_atomic
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
@@ -35,16 +35,14 @@ log = get_logger(__name__)
 async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     """The run, unless a signal (see leaving.py) or another coordinator comes first: then it is cancelled at once."""
     work = asyncio.create_task(_work(app), name="run")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    waits: set[asyncio.Future[Any]] = {work, stopped, app.lost}
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    await cancel(stopped)
-    if not work.done() and app.lost.done():
+    first = await first_of({"run": end_of(work), "lost": end_of(app.lost), "stop": stop})
+    if first.name == "lost":
         await cancel(work)
-        log.error("run failed", error=app.lost.result())
-        await _end(app, State.FAILED, f"{app.lost.result()}; the run is that one's")
+        why = str(app.lost.exception())
+        log.error("run failed", error=why)
+        await _end(app, State.FAILED, f"{why}; the run is that one's")
         return EXIT_FAILED
-    if not work.done() and await app.leaving.leave(work, app.config.run.stop_timeout_s):
+    if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
         return EXIT_OK
     error = work.exception()

@@ -44,7 +44,7 @@ log = get_logger(__name__)
 class App:
     """The coordinator process's parts that live as long as it does.
 
-    lost: done, with a sentence, when another coordinator has taken our place.
+    lost: fails, with a sentence, when another coordinator has taken our place.
     """
 
     config: RunConfig
@@ -54,7 +54,7 @@ class App:
     reward: Reward
     registry: Registry
     lead: CoordinatorLease
-    lost: "asyncio.Future[str]"
+    lost: "asyncio.Future[None]"
     events: EventLog
     control: RunControl
     leaving: Leaving
@@ -71,7 +71,6 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     loop = GrpoLoop(
         grpo=config.grpo,
-        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         sampling=_sampling(app, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,

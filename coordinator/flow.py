@@ -98,10 +98,10 @@ class TrainBatch:
     policy_version: int
     num_samples: int
     num_updates: int
-    micro_batches: tuple[trainer_pb2.MicroBatch, ...]
+    chunks: tuple[trainer_pb2.SampleChunk, ...]
 
     def requests(self) -> Iterator[trainer_pb2.TrainStepRequest]:
-        """The request stream: a header, then the micro-batches in ascending order of their update."""
+        """The request stream: a header, then the chunks in ascending order of their update."""
         yield trainer_pb2.TrainStepRequest(
             header=trainer_pb2.TrainStepHeader(
                 step_id=self.step_id,
@@ -110,8 +110,8 @@ class TrainBatch:
                 num_samples=self.num_samples,
             )
         )
-        for micro_batch in self.micro_batches:
-            yield trainer_pb2.TrainStepRequest(micro_batch=micro_batch)
+        for chunk in self.chunks:
+            yield trainer_pb2.TrainStepRequest(chunk=chunk)
 
 
 class ReplicaOutcome(Enum):

@@ -54,7 +54,6 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    _check_lengths(config, [train, *([heldout] if heldout is not None else [])])
     cursor = DataCursor(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     rng = np.random.default_rng(config.run.seed)
     state = RunState(
@@ -107,14 +106,3 @@ def _refuse_used_folder(run_dir: Path) -> None:
     metrics_file = run_dir / METRICS_FILE
     if list_complete(run_dir) or (metrics_file.exists() and metrics_file.stat().st_size > 0):
         raise ConfigError(f"{run_dir} already holds a run: go on with --resume, or choose another run.name")
-
-
-def _check_lengths(config: RunConfig, parts: list[PromptSet]) -> None:
-    """A sample that does not fit a micro-batch would stop the run in its first train step, minutes from now."""
-    longest = max(part.longest for part in parts) + config.grpo.max_new_tokens
-    limit = config.trainer.max_tokens_per_micro_batch
-    if longest > limit:
-        raise ConfigError(
-            f"trainer.max_tokens_per_micro_batch = {limit} is less than the longest prompt + grpo.max_new_tokens = "
-            f"{longest} tokens: raise it to at least {longest}"
-        )

@@ -1,7 +1,6 @@
 """Our claim to be the run's coordinator, which is asked for before anything is written."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from servicekit.errors import Unavailable
@@ -38,20 +37,6 @@ class Lead(Protocol):
         ...
 
 
-class SoleLead:
-    """The claim of a coordinator that cannot have a rival."""
-
-    fence = common_pb2.CoordinatorFence()
-    left_s = float("inf")
-    is_held = True
-
-    def confirm(self, epoch: int) -> None:
-        """Always."""
-
-    def hold(self) -> None:
-        """Always."""
-
-
 async def check_lead(lead: Lead, patience_s: float) -> None:
     """Returns once it is certain that we lead the run: before a row, a state or a checkpoint is written.
 
@@ -84,7 +69,7 @@ def last_look(lead: Lead) -> None:
         lead.hold()
 
 
-async def may_write(lead: Lead, lost: "asyncio.Future[str]") -> bool:
+async def may_write(lead: Lead, lost: "asyncio.Future[None]") -> bool:
     """Whether nobody else is known to lead the run; yes while Redis is away: one that ends of that says so on disk.
 
     Args:
@@ -99,13 +84,3 @@ async def may_write(lead: Lead, lost: "asyncio.Future[str]") -> bool:
     except Evicted:
         return False
     return True
-
-
-def telling(lost: "asyncio.Future[str]") -> Callable[[str], None]:
-    """A callback for other threads that completes `lost` with a sentence."""
-    loop = lost.get_loop()
-
-    def tell(why: str) -> None:
-        loop.call_soon_threadsafe(lambda: None if lost.done() else lost.set_result(why))
-
-    return tell

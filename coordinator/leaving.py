@@ -12,12 +12,12 @@ all within run.stop_timeout_s; after that the run is cancelled wherever it is, a
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from servicekit.errors import Unavailable
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 
 log = get_logger(__name__)
@@ -59,23 +59,13 @@ class Leaving:
     async def until_safe(self, working: "asyncio.Task[None]") -> None:
         """Return when `working` is done, or the run was asked to end and may."""
         for event in (self.asked, self.settled):
-            wait = asyncio.create_task(event.wait())
-            try:
-                waits: set[asyncio.Task[Any]] = {working, wait}
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                await cancel(wait)
-            if working.done():
+            if (await first_of({"work": end_of(working), "event": event})).name == "work":
                 return
 
-    async def unless_asked(self, action: Awaitable[T]) -> T | None:
+    async def unless_asked(self, action: Coroutine[Any, Any, T]) -> T | None:
         """What the action returns; None if the run is to end before it does. It is cancelled then."""
-        task, asked = asyncio.ensure_future(action), asyncio.ensure_future(self.asked.wait())
-        try:
-            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
-        finally:
-            await cancel(task, asked)
+        first = await first_of({"action": action, "asked": self.asked})
+        return first.value if first.name == "action" else None
 
 
 def words_of(error: BaseException) -> str:

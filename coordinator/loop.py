@@ -17,7 +17,7 @@ from coordinator.flow import Generation, Prompt, Scored, SyncResult, TrainBatch
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.learn.advantages import group_advantages, zero_variance
-from coordinator.learn.batches import pack, select_samples
+from coordinator.learn.batches import make_batch, select_samples
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
 from coordinator.record.report import IterationRecord
@@ -44,7 +44,6 @@ class GrpoLoop:
     """The parts that an iteration needs, and the iteration."""
 
     grpo: GrpoSection
-    max_tokens_per_micro_batch: int
     sampling: Sampling
     cursor: DataCursor
     rollouts: Rollouts
@@ -67,9 +66,9 @@ class GrpoLoop:
             generation = await self.generate(prompts, policy_version)
         with watch.part("reward"):
             scored = await self.scorer.score(generation.groups)
-        with watch.part("pack"):
+        with watch.part("batch"):
             learnt = self.learn(scored)
-            batch = self.pack(number, policy_version, generation, learnt)
+            batch = self.make_batch(number, policy_version, generation, learnt)
         with watch.part("train"):
             step = await self.train(batch)
         with watch.part("sync"):
@@ -113,19 +112,18 @@ class GrpoLoop:
             dropped_P=zero_variance_P if drop else np.zeros_like(zero_variance_P),
         )
 
-    def pack(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
+    def make_batch(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
         """The train step's batch; None if every group was dropped."""
         samples = select_samples(
             generation.groups, learnt.advantages_PG, learnt.dropped_P, truncated=self.grpo.truncated
         )
         if not samples:
             return None
-        return pack(
+        return make_batch(
             samples,
             step_id=f"i{number}.v{policy_version}.{self.incarnation}",
             policy_version=policy_version,
             num_updates=self.grpo.updates_per_iteration,
-            max_tokens=self.max_tokens_per_micro_batch,
             rng=self.rng,
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from structlog.contextvars import bound_contextvars
 
 from coordinator.flow import DataKey, Scored, SyncResult
-from coordinator.lead import Lead, SoleLead, check_lead, last_look
+from coordinator.lead import Lead, check_lead, last_look
 from coordinator.learn.evaluation import Evaluator
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -29,7 +29,7 @@ from coordinator.watch import metrics
 from coordinator.watch.control import RunControl
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal, WrongVersion
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
@@ -71,13 +71,13 @@ class Run:
     control: RunControl
     events: EventLog
     state: RunState
+    lead: Lead
+    lead_patience_s: float
     # Prompts that are longer than data.max_prompt_tokens and were left out, by data file.
     dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     resumed: bool = False
     checkpoint: Sound | None = None
-    lead: Lead = field(default_factory=SoleLead)
-    lead_patience_s: float = 0.0
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
     # Rows by data file whose answers have been complained about.

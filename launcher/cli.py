@@ -1,4 +1,4 @@
-"""The `tandem` command. Heavy imports happen inside the commands, so that --help answers at once."""
+"""The `tandem` command. Heavy imports happen inside the commands, so that --help stays quick."""
 
 import io
 import math
@@ -22,8 +22,8 @@ app = typer.Typer(
     tandem demo                      watch a tiny model learn to add
     tandem check -c my.yaml          everything wrong with a configuration
     tandem run -c my.yaml            train; results in runs/<name>/
-    tandem run --resume runs/<name>  go on after Ctrl-C or a crash
-    tandem top                       watch the run that goes on, live
+    tandem run --resume runs/<name>  resume after Ctrl-C or a crash
+    tandem top                       watch a running run, live
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -77,7 +77,7 @@ def run(
         typer.Option(
             "--resume",
             metavar="RUN_DIR",
-            help="Go on with this run from its newest complete checkpoint, with its own configuration (and --set).",
+            help="Resume this run from its newest complete checkpoint, with its own configuration (and --set).",
         ),
     ] = None,
 ) -> None:
@@ -87,7 +87,7 @@ def run(
     checkpoints/ and hf/ (the final policy). Earlier results are never overwritten: a second run of the same name gets
     the next free number. REDIS_URL, if set, is used; else a private Redis server is started.
 
-    Ctrl-C stops everything; once more kills it at once.
+    Ctrl-C saves and stops everything; a second Ctrl-C kills it.
 
     \b
     Examples:
@@ -112,13 +112,13 @@ def check(
             min=1.0,
             max=10_000.0,
             metavar="GIB",
-            help="Work out the memory of each rank for GPUs of so many GiB; default: those of this machine, if any.",
+            help="Memory of a GPU, for the estimate of each rank; default: the GPUs of this machine, if any.",
         ),
     ] = None,
 ) -> None:
-    """Say everything that is wrong with a configuration, its model, its data and this machine; start nothing.
+    """Report everything that is wrong with a configuration, its model, its data and this machine; start nothing.
 
-    Where there are GPUs, or --gpu-memory-gib, also how much memory a trainer rank and a rollout rank need.
+    With GPUs, or --gpu-memory-gib, also report how much memory a trainer rank and a rollout rank need.
 
     Every problem comes with its key, value and a suggestion. Exit code 0: a run can start; 2: it cannot.
 
@@ -141,7 +141,7 @@ app.command()(plan)
 def status(
     run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
 ) -> None:
-    """Say how a run is doing: asks its coordinator if it is running, else reads its folder.
+    """Show the state of a run: ask its coordinator if it is running, else read its folder.
 
     \b
     Examples:
@@ -155,9 +155,9 @@ def status(
 @app.command()
 def top(
     run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Draw it once, as without a terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Draw it once, as when the output is not a terminal.")] = False,
 ) -> None:
-    """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Ctrl-C ends it.
+    """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Leave with Ctrl-C.
 
     In a pod or container of the run it needs no folder: `python -m launcher top`.
 
@@ -182,10 +182,10 @@ def version() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point: like `app()`, but Ctrl-C outside of a run has its usual exit code and no traceback."""
+    """Run the command as `app()` does, but end on Ctrl-C outside of a run with exit code 130 and no traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Where the locale knows ASCII only: an escape is better than an end.
+            # In an ASCII locale: print escapes instead of failing.
             stream.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)

@@ -1,4 +1,4 @@
-"""What the commands do; each returns its exit code."""
+"""Implements the commands; every function returns the exit code."""
 
 import os
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
-    """`tandem check`."""
+    """Run `tandem check`. gpu_memory_gib: memory of a GPU; None: as nvidia-smi reports it."""
     console = make_console()
     draft = draft_config(config, overrides)
     memory = memory_report(draft, gpu_memory_gib)
@@ -42,7 +42,7 @@ def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: flo
 
 
 def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path | None) -> int:
-    """`tandem run` and `tandem demo`."""
+    """Run `tandem run` or `tandem demo`. resume: folder of the run to resume."""
     console, complaints = make_console(), make_console(stderr=True)
     resume = None if resume is None else resume.absolute()
     draft = _draft(config, overrides, resume)
@@ -61,7 +61,7 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
 
 
 def demo_command(overrides: Sequence[str]) -> int:
-    """`tandem demo`: the example of the repository."""
+    """Run `tandem demo`: the arithmetic example of the repository."""
     path = Path(__file__).resolve().parent.parent / "examples" / "arithmetic" / "arithmetic.yaml"
     if not path.is_file():
         text = f"{path} does not exist: the demo needs a checkout of the repository, installed with `pip install -e .`"
@@ -71,7 +71,7 @@ def demo_command(overrides: Sequence[str]) -> int:
 
 
 def status_command(run_dir: Path | None) -> int:
-    """`tandem status`."""
+    """Run `tandem status`. run_dir: None: the current run."""
     from launcher.view.status import current_run, describe
 
     console = make_console()
@@ -87,7 +87,7 @@ def status_command(run_dir: Path | None) -> int:
 
 
 def top_command(run_dir: Path | None, *, once: bool) -> int:
-    """`tandem top`."""
+    """Run `tandem top`. run_dir: None: the current run."""
     from launcher.view.status import current_run
     from launcher.view.top import show
 
@@ -104,7 +104,7 @@ def top_command(run_dir: Path | None, *, once: bool) -> int:
 
 
 def _draft(config: Path | None, overrides: Sequence[str], resume: Path | None) -> Draft:
-    """A resumed run keeps its folder whatever the file says about names."""
+    """Draft the configuration; a resumed run keeps its folder, whatever run.name and run.output_dir are in the file."""
     if resume is None:
         return draft_config(config, overrides)
     file = resume / RESOLVED_CONFIG if config is None else config
@@ -121,9 +121,9 @@ def _not_a_run(folder: Path) -> ConfigProblem:
 
 
 def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRequest":
-    """Lock the run's folder, until `stack` ends, and write what is needed to start.
+    """Lock the run's folder until `stack` ends, and write the configuration files into it.
 
-    Raises: ConfigError, OSError: the folder cannot be had or written to.
+    Raises: ConfigError, OSError: the folder cannot be locked or written to.
     """
     from launcher.run.run import RunRequest
 
@@ -143,7 +143,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
 
 
 def _run(request: "RunRequest", console: Console) -> int:
-    """Run it to its end, and say how it ended, whatever else fails. Returns: the exit code."""
+    """Run to the end and print the outcome, even if the plot or the summary fails. Returns: the exit code."""
     from launcher.run.run import launch
     from launcher.view.plot import plot_rewards
     from launcher.view.summary import print_summary
@@ -155,8 +155,8 @@ def _run(request: "RunRequest", console: Console) -> int:
         plot_rewards(request.run_dir)
         if outcome.code == 0:
             print_summary(console, request.run_dir)
-    except Exception as error:  # noqa: BLE001 - a picture is not worth the outcome: the disk may be full, or matplotlib at odds
-        view.warning(f"the curve or the summary could not be made: {error}")
+    except Exception as error:  # noqa: BLE001 - a failed plot must not hide the outcome: the disk may be full, matplotlib broken
+        view.warning(f"reward.png or the summary failed: {error}")
     style = "bold red" if outcome.code else "bold yellow" if outcome.troubles else "bold green"
     view.say(outcome.text, style)
     return outcome.code
@@ -167,7 +167,7 @@ def _redis_url() -> str | None:
 
 
 def _redis_url_with_files() -> str | None:
-    """Raises: ConfigError: the files for TLS do not go with it."""
+    """Add the TLS files to REDIS_URL. Raises: ConfigError: they do not belong to such a URL."""
     from servicekit.redis.client import with_tls_files
 
     url = _redis_url()

@@ -1,4 +1,4 @@
-"""Prints configuration problems: all of them, each with its key, value, what is wrong and what to do."""
+"""Prints configuration problems: key, value, what is wrong and what to do about it."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tandem_config.problems import ConfigProblem, errors_only
 
 
 def print_problems(console: Console, problems: Sequence[ConfigProblem]) -> None:
-    """Errors first, then warnings; a block per problem, so that long values and messages stay readable."""
+    """Print errors, then warnings; a block per problem, so that long values and messages stay readable."""
     errors = errors_only(problems)
     warnings = [problem for problem in problems if problem.severity == "warning"]
     for group, style in ((errors, "bold red"), (warnings, "bold yellow")):
@@ -18,7 +18,7 @@ def print_problems(console: Console, problems: Sequence[ConfigProblem]) -> None:
 
 
 def headline(problems: Sequence[ConfigProblem]) -> str:
-    """`3 errors, 1 warning`."""
+    """Count the problems, e.g. `3 errors, 1 warning`."""
     errors = len(errors_only(problems))
     counts = ((errors, "error"), (len(problems) - errors, "warning"))
     return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count) or "no problems"

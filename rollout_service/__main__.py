@@ -32,16 +32,11 @@ def main() -> int:
         from rollout_service.app import serve
         from rollout_service.worker_app import serve_worker
         from servicekit.environment import ServiceEnvironment
-        from servicekit.errors import ConfigError
         from servicekit.logs import configure_logging
         from tandem_config.loading import load_config
-        from tandem_config.problems import ConfigErrors
 
         configure_logging(role, replica=arguments.name, host=os.environ.get(HOST_INDEX))
-        try:
-            config = load_config(arguments.config)
-        except ConfigErrors as error:
-            raise ConfigError(str(error)) from None
+        config = load_config(arguments.config)
         environment, share = ServiceEnvironment.from_env(), HostRanks.of(config, os.environ)
         if share.host > 0:
             await serve_worker(config, arguments.name, environment, stop, share)

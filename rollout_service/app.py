@@ -5,22 +5,22 @@ With an engine over several hosts this is its leader; worker_app.py wires the ot
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from rollout_service.announce import announce
 from rollout_service.engine import RolloutEngine
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
-from rollout_service.hosts.rank_groups import RankGroups
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
-from rollout_service.waiting import unless
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.ranks import RankGroups, rank_clients
 from rollout_service.weights.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
+from servicekit.life.announcing import announce
 from servicekit.life.lifecycle import run_until_stopped
+from servicekit.life.tasks import failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
 from servicekit.redis.records import ServiceRecord
@@ -130,12 +130,16 @@ class _Replica:
         if share.nodes > 1:
             share = await self._open_store(share)
         join = self._workers.join(share.store, self._registry, self._config.run.startup_timeout_s)
-        if not await unless(self._stop, join, self._workers.lost):
+        if not await self._done(join):
             return
         engine = self._engine = make_engine(self._config, self._name, self._environment, self._stop, share)
         # SGLang imports for 10 s and more.
-        if await unless(self._stop, engine.start(), self._workers.lost):
+        if await self._done(engine.start()):
             await self._serve(engine)
+
+    async def _done(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the work was done before a stop. Raises: its error; why a worker can serve no longer."""
+        return (await first_of({"workers": self._workers.lost, "work": work, "stop": self._stop})).name == "work"
 
     async def shutdown(self) -> None:
         """Ends the engine's processes."""
@@ -150,10 +154,10 @@ class _Replica:
         return share.meeting_at(self._environment.advertised(port))
 
     async def _serve(self, engine: RolloutEngine) -> None:
-        local = RankClients(engine.rank_addresses)
+        local = rank_clients(engine.rank_addresses)
         # Last: whoever leads later than this calls first.
         leader = await asyncio.to_thread(self._leader)
-        servicer, on_up = self._wire(engine, RankGroups([local, *self._workers.ranks()]), leader)
+        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), leader)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
         self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
@@ -166,15 +170,17 @@ class _Replica:
             metrics_address=self._environment.advertised(metrics_port),
             worker_id=uuid.uuid4().hex,
         )
-        lost = await announce(self._registry, record, self._config.sync.lease_ttl_s)
-        log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ends = {"engine": engine.failed, "registry": lost, "workers": self._workers.lost}
         try:
-            await run_until_stopped(self._stop, [_watch(future, name) for name, future in ends.items()])
+            if await announce(self._registry, record, self._config.sync.lease_ttl_s, self._stop, failing(lost)):
+                log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
+            await run_until_stopped(self._stop, ends)
         finally:
             servicer.refuse_new_calls()
             await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
-            await local.close()
+            for rank in local:
+                await rank.close()
 
     def _leader(self) -> common_pb2.CoordinatorFence:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
@@ -212,10 +218,3 @@ class _Replica:
             leader=leader,
         )
         return servicer, lambda: on_state(updates.state, updates.policy_version)
-
-
-def _watch(future: "asyncio.Future[None]", name: str) -> "asyncio.Task[None]":
-    async def wait() -> None:
-        await asyncio.shield(future)
-
-    return asyncio.create_task(wait(), name=name)

@@ -8,24 +8,19 @@ failed.
 import argparse
 import asyncio
 import os
-import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_service.hosts.host_ranks import HOST_INDEX
-from servicekit.errors import ConfigError
 from servicekit.life.lifecycle import run_main
-from servicekit.logs import configure_logging, get_logger
+from servicekit.life.processes import Program, run_together
+from servicekit.logs import configure_logging
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
-from tandem_config.schema import RunConfig
 
 # A leader drains for 20 s, and a worker waits for it; after that they are killed.
 STOP_GRACE_S = 60.0
 _GPUS = "CUDA_VISIBLE_DEVICES"
-
-log = get_logger(__name__)
 
 
 def host_environments(nodes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -43,50 +38,8 @@ def host_environments(nodes: int, environ: Mapping[str, str]) -> list[dict[str, 
     return found
 
 
-async def run_hosts(
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    stop: asyncio.Event,
-    *,
-    end_s: float,
-    grace_s: float = STOP_GRACE_S,
-) -> int:
-    """Runs a process for each environment (added to ours) until all have ended.
-
-    Args:
-        stop: passed on to all as SIGTERM. end_s: seconds that the others have to end by themselves after the first.
-        grace_s: seconds from SIGTERM to SIGKILL.
-    Returns: the exit code of the first that failed (128 + number for a signal), 0 if none did.
-    """
-    codes: list[int] = []
-
-    async def run(host: int, variables: Mapping[str, str]) -> None:
-        process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **variables})
-        processes.append(process)
-        code = await process.wait()
-        if code == -signal.SIGTERM and stop.is_set():
-            code = 0  # asked to end before it could listen: it was still importing
-        codes.append(code if code >= 0 else 128 - code)
-        log.info("host ended", host=host, code=codes[-1])
-
-    processes: list[asyncio.subprocess.Process] = []
-    hosts = [asyncio.create_task(run(*each), name=f"host-{each[0]}") for each in enumerate(environments)]
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait({stopped, *hosts}, return_when=asyncio.FIRST_COMPLETED)
-    if not stop.is_set():
-        await asyncio.wait({*hosts}, timeout=end_s)
-    stopped.cancel()
-    for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
-        for process in processes:
-            if process.returncode is None:
-                end(process)
-        await asyncio.wait({*hosts}, timeout=grace_s)
-    await asyncio.gather(*hosts)
-    return next((code for code in codes if code), 0)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the hosts. Returns: 2 for a bad configuration; otherwise see run_hosts."""
+    """Run the hosts. Returns: 2 for a bad configuration; otherwise see run_together."""
     parser = argparse.ArgumentParser(prog="python -m rollout_service.local_hosts", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")
@@ -94,21 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     async def hosts(stop: asyncio.Event) -> int:
         configure_logging("rollout-hosts", replica=options.name)
-        config = _load(options.config)
+        config = load_config(options.config)
         command = [sys.executable, "-P", "-m", "rollout_service", "--config", str(options.config)]
+        command += ["--name", options.name]
         environments = host_environments(config.rollout.nodes, os.environ)
+        programs = [Program(name=f"host {each[HOST_INDEX]}", command=command, env=each) for each in environments]
         # Each notices the end of another within the lease's time, and says why.
-        end_s = config.sync.lease_ttl_s + STOP_GRACE_S / 4
-        return await run_hosts([*command, "--name", options.name], environments, stop, end_s=end_s)
+        alone_s = config.sync.lease_ttl_s + STOP_GRACE_S / 4
+        return await run_together(programs, stop, grace_s=STOP_GRACE_S, alone_s=alone_s)
 
     return run_main("rollout-hosts", hosts, name=options.name)
-
-
-def _load(path: Path) -> RunConfig:
-    try:
-        return load_config(path)
-    except ConfigErrors as error:
-        raise ConfigError(str(error)) from None
 
 
 if __name__ == "__main__":

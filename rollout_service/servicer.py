@@ -115,8 +115,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
         self._fence.admit(request.round.fence)
-        reports, _ = await self._updates.run_phase(request.phase, request.round)
-        return weights_pb2.RunPhaseResponse(reports=reports)
+        return weights_pb2.RunPhaseResponse(reports=await self._updates.run_phase(request.phase, request.round))
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

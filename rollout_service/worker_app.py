@@ -2,20 +2,19 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from rollout_service.announce import announce
 from rollout_service.app import DRAIN_S
 from rollout_service.engine import EngineProcesses
 from rollout_service.hosts.connection import WORKER_ROLE, beat_s
 from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.hosts.servicer import WorkerServicer
-from rollout_service.waiting import unless
-from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.ranks import RankClient, RankGroups, rank_clients
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
+from servicekit.life.announcing import announce
+from servicekit.life.tasks import DEADLINE, Wait, end_of, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
 from servicekit.redis.records import ServiceRecord
@@ -101,33 +100,36 @@ class _Worker:
         self._stop = stop
         self._server = server
         self._processes: EngineProcesses | None = None
-        self._ranks: RankClients | None = None
+        self._ranks: list[RankClient] = []
 
     async def run(self, registry: Registry, share: HostRanks, make_processes: MakeProcesses) -> None:
         """Returns once the leader has let this process go, or when it is asked to end before it has a leader."""
         record, membership, servicer = await self._serve(share)
-        lost = await announce(registry, record, self._config.sync.lease_ttl_s)
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not await announce(registry, record, self._config.sync.lease_ttl_s, self._stop, failing(lost)):
+            return
         log.info("worker up", name=record.name, address=record.address)
-        if not await unless(self._stop, self._leader(membership), membership.over, lost):
+        ends: dict[str, Wait] = {"name": lost, "leader": membership.over}
+        if (await first_of({**ends, "joined": self._leader(membership), "stop": self._stop})).name != "joined":
             return
         processes = make_processes(self._config, self._name, self._environment, membership.joined.result())
         self._processes = processes
-        if not await unless(self._stop, processes.start(), membership.over, lost):
+        if (await first_of({**ends, "started": processes.start(), "stop": self._stop})).name != "started":
             return
-        self._ranks = RankClients(processes.rank_addresses, share.ranks.start)
-        servicer.serve_ranks(self._ranks)
+        self._ranks = rank_clients(processes.rank_addresses, share.ranks.start)
+        servicer.serve_ranks(RankGroups(self._ranks))
         membership.ready = True
         self._server.set_ready(True)
         log.info("ranks up", ranks=list(share.ranks))
-        await self._until_over(membership, processes, lost)
+        await self._until_over(membership, processes, ends)
 
     async def shutdown(self) -> None:
         """Ends the ranks, and the server last: the leader may still have a word for us."""
         if self._processes is not None:
             await self._processes.shutdown()
         await self._server.drain(0.0)
-        if self._ranks is not None:
-            await self._ranks.close()
+        for rank in self._ranks:
+            await rank.close()
 
     async def _serve(self, share: HostRanks) -> tuple[ServiceRecord, WorkerMembership, WorkerServicer]:
         worker_id = uuid.uuid4().hex
@@ -156,24 +158,16 @@ class _Worker:
             ) from None
 
     async def _until_over(
-        self, membership: WorkerMembership, processes: EngineProcesses, lost: "asyncio.Future[None]"
+        self, membership: WorkerMembership, processes: EngineProcesses, ends: Mapping[str, Wait]
     ) -> None:
-        stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        ends: set[asyncio.Future[Any]] = {membership.over, processes.failed, lost}
-        try:
-            await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if not any(end.done() for end in ends):
-                membership.asked_to_stop = True  # the leader hears it with its next beat
-                await asyncio.wait(ends, timeout=LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-        if not any(end.done() for end in ends):
+        first = await first_of({**ends, "ranks": end_of(processes.failed), "stop": self._stop})
+        if first.name == "stop":
+            membership.asked_to_stop = True  # the leader hears it with its next beat
+            first = await first_of({**ends, "ranks": end_of(processes.failed)}, timeout_s=LET_GO_S)
+        if first.name == DEADLINE:
             raise DeadlineExceeded(f"the leader of {self._name} did not let this host go within {LET_GO_S:g} s")
-        if lost.done():
-            lost.result()
-        if not membership.over.done():
+        if first.name == "ranks":
             await self._tell_failure(membership, processes)
-        membership.over.result()
 
     async def _tell_failure(self, membership: WorkerMembership, processes: EngineProcesses) -> None:
         """Our ranks have failed. Raises: Unavailable: why, as far as both sides know."""

@@ -1,4 +1,4 @@
-"""The configuration of a run: its schema and how a file becomes one. Imports pydantic and yaml only."""
+"""The configuration of a run: its schema, and how it is loaded. Imports pydantic, yaml and servicekit.errors only."""
 
 from tandem_config.loading import Draft, draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigErrors, ConfigProblem

@@ -1,4 +1,4 @@
-"""Checks across keys that need no file: each names the keys that it reads and is left out if one of them is bad."""
+"""Checks across keys that need no file; a check is skipped if one of the keys that it reads is invalid."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -27,7 +27,11 @@ def _check(*keys: str) -> Callable[[_Find], _Find]:
 
 
 def cross_check(config: RunConfig, usable: Callable[..., bool]) -> Iterator[ConfigProblem]:
-    """Problems between keys that are each valid on their own; `usable(*keys)` says which are worth judging."""
+    """Find problems between keys that are valid on their own.
+
+    Args:
+        usable: whether all of the given keys have valid values; otherwise the check is skipped.
+    """
     for check in _CHECKS:
         if usable(*check.keys):
             found = check.find(config)
@@ -48,13 +52,13 @@ def _tis_needs_recompute(config: RunConfig) -> ConfigProblem | None:
 
 
 @_check("rollout.min_replicas", "rollout.replicas")
-def _min_replicas_can_be_there(config: RunConfig) -> ConfigProblem | None:
+def _min_replicas_can_be_present(config: RunConfig) -> ConfigProblem | None:
     if config.rollout.min_replicas <= config.rollout.replicas:
         return None
     return ConfigProblem(
         key="rollout.min_replicas",
         value=str(config.rollout.min_replicas),
-        message=f"is more than rollout.replicas = {config.rollout.replicas}: the run could never begin",
+        message=f"is more than rollout.replicas = {config.rollout.replicas}: the run could never start",
         suggestion=f"at most {config.rollout.replicas}",
     )
 
@@ -138,7 +142,7 @@ def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
     return ConfigProblem(
         key="trainer.data_parallel",
         value=str(copies),
-        message=f"there are only {samples} samples in an update, fewer than copies of the model",
+        message=f"exceeds the {samples} samples of an update: some copies of the model would have none",
         suggestion="raise grpo.prompts_per_iteration, or lower grpo.updates_per_iteration or trainer.data_parallel",
     )
 
@@ -271,7 +275,7 @@ def _stuck_is_longer_than_a_probe(config: RunConfig) -> ConfigProblem | None:
     return ConfigProblem(
         key="fleet.stuck_after_s",
         value=str(config.fleet.stuck_after_s),
-        message=f"is not more than sync.probe_timeout_s = {probe_s:g}: one slow answer would cost a pod",
+        message=f"is not more than sync.probe_timeout_s = {probe_s:g}: one slow answer would evict a pod",
         suggestion=f"several times as long, e.g. {10 * probe_s:g}",
     )
 
@@ -321,7 +325,7 @@ def _heldout_is_other_data(config: RunConfig) -> ConfigProblem | None:
     return ConfigProblem(
         key="data.heldout",
         value=str(config.data.heldout),
-        message="is the training file, so the held-out accuracy will measure memory",
+        message="is the training file, so the held-out accuracy will measure memorization",
         suggestion="use rows that are not trained on",
         severity="warning",
     )

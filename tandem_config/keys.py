@@ -1,4 +1,4 @@
-"""Which keys exist, what type each has, and which one a misspelt key may have meant."""
+"""The keys of the schema: their types and texts, and suggestions for a misspelt key."""
 
 import difflib
 import typing
@@ -9,8 +9,8 @@ from tandem_config.schema import RunConfig, Section
 # A typo of one or two letters in a word of six scores about 0.7; below 0.6 suggestions are noise.
 _CLOSE_ENOUGH = 0.6
 
-# What other trainers call it -> what to do here; a close spelling would suggest something else.
-_ELSEWHERE: dict[str, str] = {
+# Settings of other trainers that Tandem does not have -> advice; a close spelling would suggest something else.
+_NOT_SUPPORTED: dict[str, str] = {
     **dict.fromkeys(
         ("kl_coefficient", "kl_coef", "kl_loss_coef", "kl_beta", "beta", "use_kl_loss"),
         "there is no KL term to a reference policy: leave it out (kl_old in metrics.jsonl measures each step's change)",
@@ -28,7 +28,8 @@ _ELSEWHERE: dict[str, str] = {
         "prompts are used as they are in the data: render them with the template first",
     ),
 }
-_MEANS: dict[str, str] = {
+# Other trainers' names of a setting -> its key.
+_OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("num_generations", "num_completions", "rollout_n", "n", "samples_per_prompt"), "grpo.group_size"),
     **dict.fromkeys(("save_every", "save_interval", "save_steps", "save_freq", "save_iters"), "run.checkpoint_every"),
     **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "test_freq"), "run.evaluate_every"),
@@ -49,30 +50,30 @@ _MEANS: dict[str, str] = {
 
 
 def sections() -> dict[str, type[Section]]:
-    """Section name -> its model, in the order of the schema."""
+    """Return the model of every section, by name, in the order of the schema."""
     return {name: typing.cast(type[Section], field.annotation) for name, field in RunConfig.model_fields.items()}
 
 
 def fields_of(section: str) -> list[str]:
-    """The keys of a section; empty if there is no such section."""
+    """List the keys of a section; empty if there is no such section."""
     model = sections().get(section)
     return [] if model is None else list(model.model_fields)
 
 
 def all_keys() -> list[str]:
-    """Every dotted key, e.g. `trainer.learning_rate`."""
+    """List every dotted key, e.g. `trainer.learning_rate`."""
     return [f"{section}.{field}" for section in sections() for field in fields_of(section)]
 
 
 def description(key: str) -> str:
-    """The schema's sentence about a dotted key; "" if there is no such key."""
+    """Return the description of a dotted key; "" if there is no such key."""
     section, _, field = key.partition(".")
     info = sections()[section].model_fields.get(field) if section in sections() else None
     return "" if info is None or info.description is None else info.description
 
 
 def note(key: str, about: typing.Literal["unit", "why"]) -> str:
-    """The unit of a dotted key's values, or the reason for its default; "" if its field states none."""
+    """Return the unit of a dotted key's values, or the reason for its default; "" if its field states none."""
     section, _, field = key.partition(".")
     extra = sections()[section].model_fields[field].json_schema_extra
     return str(extra.get(about, "")) if isinstance(extra, dict) else ""
@@ -91,12 +92,15 @@ def takes(key: str, kind: type) -> bool:
 
 
 def path_keys() -> list[str]:
-    """Every dotted key that names a file or folder."""
+    """List every dotted key whose value is a file or folder."""
     return [key for key in all_keys() if takes(key, Path)]
 
 
 def did_you_mean(section: str, field: str) -> str:
-    """The suggestion for an unknown key: same section first, then the same or a close name anywhere.
+    """Suggest a key for an unknown one: from the same section first, then the same or a close name anywhere.
+
+    Args:
+        section: "" if `field` is the name of a section.
 
     >>> did_you_mean("grpo", "group_sise")
     'did you mean grpo.group_size?'
@@ -107,10 +111,10 @@ def did_you_mean(section: str, field: str) -> str:
     >>> did_you_mean("grpo", "num_generations")
     'did you mean grpo.group_size?'
     """
-    if field in _ELSEWHERE:
-        return _ELSEWHERE[field]
-    if field in _MEANS:
-        return f"did you mean {_MEANS[field]}?"
+    if field in _NOT_SUPPORTED:
+        return _NOT_SUPPORTED[field]
+    if field in _OTHER_NAMES:
+        return f"did you mean {_OTHER_NAMES[field]}?"
     for candidates in _candidate_lists(section, field):
         if candidates:
             return f"did you mean {' or '.join(candidates)}?"

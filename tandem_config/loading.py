@@ -1,4 +1,4 @@
-"""Turns a YAML file and `--set` options into a `RunConfig`, or says everything that is wrong with them at once."""
+"""Turns a YAML file and `--set` options into a `RunConfig`, or reports everything that is wrong with them."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,21 +17,21 @@ from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 from tandem_config.yaml_source import YamlSource, read_yaml
 
-# Where results go is the caller's business, not the file's: an example's file can lie in a read-only folder.
+# Results must not go beside the file by default: an example's file can lie in a read-only folder.
 _RELATIVE_TO_WORKING_DIRECTORY = frozenset({"run.output_dir"})
 _PLACEHOLDER = Path("unset")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What could be read of a configuration.
+    """A configuration as far as it could be read, with its problems.
 
     Attributes:
-        config: the configuration, with defaults (paths: `unset`) in place of the keys in `bad_keys`; None if there is
-            nothing to go on.
-        problems: everything wrong, and warnings.
+        config: the configuration, with defaults (paths: `unset`) in place of the keys in `bad_keys`; None if the file
+            cannot be read at all.
+        problems: errors and warnings.
         bad_keys: dotted keys, or whole sections, whose value in `config` is not what the user wrote.
-        origins: `file:line` or option that gave a dotted key.
+        origins: `file:line` or option that gave a value, by dotted key.
     """
 
     config: RunConfig | None
@@ -40,7 +40,7 @@ class Draft:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def placed(self, problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
-        """The problems, each with the place that its key was given at, if it was given."""
+        """Add to every problem where its key was given, if it was."""
         return [
             problem if problem.where else replace(problem, where=self.origins.get(problem.key, ""))
             for problem in problems
@@ -61,7 +61,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             `run.output_dir`, which is relative to the working directory.
         overrides: `section.key=value`, the value in YAML; a later one wins. Paths in them are relative to the working
             directory.
-    Raises: ConfigErrors: all problems at once.
+    Raises: ConfigErrors: with all errors.
     """
     draft = draft_config(path, overrides)
     errors = errors_only(draft.problems)
@@ -71,7 +71,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
-    """Like `load_config`, but returns the problems with whatever can still be checked further. Never raises."""
+    """Like `load_config`, but return the problems and a configuration that can be checked further. Never raises."""
     parsed, problems = parse_overrides(overrides)
     try:
         source = YamlSource(values={}) if path is None else read_yaml(path)
@@ -79,7 +79,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
         return Draft(config=None, problems=[*unreadable.problems, *problems], bad_keys=frozenset(keys.all_keys()))
     values, origins = _merge(source, path, parsed)
     config, invalid = _validate(values, origins)
-    # A rejected option says nothing about the rest of its section: only a full key of it is bad.
+    # A rejected option invalidates its key, not the rest of its section.
     rejected = {problem.key for problem in (*source.problems, *problems)} & set(keys.all_keys())
     draft = Draft(
         config=config,
@@ -93,7 +93,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """The configuration as YAML with every key and absolute paths; loading it gives an equal configuration."""
+    """Dump the configuration as YAML, with every key and absolute paths; loading it gives an equal configuration."""
     data = config.model_dump(mode="python")
     for key in keys.path_keys():
         section, _, name = key.partition(".")
@@ -105,7 +105,7 @@ def dump_resolved(config: RunConfig) -> str:
 def _merge(
     source: YamlSource, path: Path | None, overrides: Sequence[Override]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The raw values with absolute paths, and where each dotted key came from."""
+    """Return the raw values with absolute paths, and where each dotted key was given."""
     base = Path.cwd() if path is None else path.absolute().parent
     values: dict[str, Any] = {
         section: _absolute_paths(section, content, base)
@@ -133,7 +133,7 @@ def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[A
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:
-    """The configuration, with what is invalid replaced by defaults, and a problem for each replacement."""
+    """Return the configuration, with invalid values replaced by defaults, and a problem for each of them."""
     try:
         return _anchored(RunConfig.model_validate(values, strict=True)), []
     except ValidationError as error:
@@ -151,18 +151,18 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfi
 
 
 def _anchored(config: RunConfig) -> RunConfig:
-    """The default of `run.output_dir` made absolute, so that a resolved file means the same from everywhere."""
+    """Make `run.output_dir` absolute, so that a resolved file means the same in every working directory."""
     output_dir = _absolute(config.run.output_dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
 
 
 def _absolute(path: Path) -> Path:
-    """Without `..`; symbolic links are kept, since their target may move."""
+    """Make a path absolute and without `..`; symbolic links are kept, since their target may move."""
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Drop the value at `section[.key]`; locations inside a value drop the whole value."""
+    """Remove the value at `section[.key]`; a location inside a value removes the whole value."""
     section = location[0]
     if len(location) == 1 or not isinstance(values.get(str(section)), dict):
         values.pop(section, None)  # type: ignore[arg-type]

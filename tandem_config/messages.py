@@ -1,4 +1,4 @@
-"""Says pydantic's validation errors in the user's terms: key, value, what is wrong, what to write instead."""
+"""Translates pydantic's validation errors: key, value, what is wrong, what to write instead."""
 
 import difflib
 from collections.abc import Mapping
@@ -27,24 +27,28 @@ _TYPE = {
     "model_type": "must be a section with keys",
     "model_attributes_type": "must be a section with keys",
 }
-# Ranges whose reason is worth more than the range.
+# Ranges that are explained, not just stated.
 _REASONS = {
     ("grpo.group_size", "greater_than_equal"): (
-        "must be at least 2: a group of one is its own mean, so every advantage would be 0 and nothing would be learnt",
+        "must be at least 2: a group of one is its own mean, so every advantage would be 0",
         "16 is the default",
     ),
 }
-# Values that others use with another meaning.
+# Values that have another meaning in other trainers.
 _VALUES = {
     ("grpo.aggregation", "seq-mean-token-sum-norm"): (
-        "means another thing elsewhere: verl's is the sum over all tokens / max length, not divided by the sequences",
-        "dr-grpo is that divided by the number of sequences too, as TRL's dr_grpo; trainer.clip_grad is on its scale",
+        "is not supported: in verl it is the sum over all tokens / max length, not divided by the number of sequences",
+        "use dr-grpo, which also divides by the number of sequences, as TRL's dr_grpo; mind trainer.clip_grad's scale",
     ),
 }
 
 
 def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
-    """One pydantic error as a problem. `origins`: dotted key -> where it was given."""
+    """Translate one pydantic error into a problem.
+
+    Args:
+        origins: where a value was given, by dotted key.
+    """
     location = [str(part) for part in detail["loc"][:2]]
     key = ".".join(location)
     value = "" if detail["type"] == "missing" else _shown(detail["input"])
@@ -70,7 +74,7 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind == "literal_error":
         return f"must be one of {context['expected']}", _closest(detail["input"], context["expected"])
     if kind == "string_pattern_mismatch":
-        return "may hold letters, digits, '.', '_' and '-', starts with a letter or digit, at most 63", ""
+        return "must be at most 63 letters, digits, '.', '_' and '-', and start with a letter or digit", ""
     return _TYPE.get(kind, detail["msg"]), _type_hint(key, kind, detail["input"])
 
 

@@ -1,4 +1,4 @@
-"""Reads `--set section.key=value` options."""
+"""Parses `--set section.key=value` options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tandem_config.yaml_source import parse_scalar
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One `--set`: `text` is the option as written."""
+    """A parsed `--set` option; `text` is the option as written."""
 
     section: str
     field: str
@@ -28,7 +28,7 @@ class Override:
 
 
 def parse_overrides(options: Sequence[str]) -> tuple[list[Override], list[ConfigProblem]]:
-    """The usable options in order, and a problem for each of the others."""
+    """Parse the options. Returns: the valid ones in order, and a problem for each of the others."""
     overrides: list[Override] = []
     problems: list[ConfigProblem] = []
     for text in options:
@@ -61,7 +61,7 @@ def _parse(text: str) -> Override | ConfigProblem:
 
 
 def _value(key: str, raw: str) -> Any:
-    """Text and path keys take the text as it is, so that `run.name=2026` and `data.train=a: b.jsonl` work."""
+    """Parse a value as YAML; text and paths are taken literally, so that `run.name=2026` and `data.train=a: b` work."""
     if keys.takes(key, str) or keys.takes(key, Path):
         value = None if raw.strip() in ("null", "~") else raw.strip()
         return (

@@ -1,21 +1,23 @@
-"""What is wrong with a configuration: one record per problem, and the exception that carries them all."""
+"""Problems of a configuration, and the exception that carries all of them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from servicekit.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigProblem:
-    """One thing to fix.
+    """A problem of a configuration.
 
     Attributes:
         key: dotted key (`grpo.group_size`), or the offending option or file when no key can be named.
         value: the offending value as the user wrote it; "" when nothing was given.
         message: what is wrong, without key and value.
-        suggestion: what to do about it; "" if there is nothing useful to say.
+        suggestion: what to do about it; "" if there is no advice.
         where: `file:line` or the command-line option that gave the value; "" if unknown.
-        severity: errors stop a run before it starts, warnings are printed and the run goes on.
+        severity: an error keeps a run from starting, a warning is only printed.
     """
 
     key: str
@@ -26,14 +28,14 @@ class ConfigProblem:
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        """One line: `key = value: message (suggestion) [where]`."""
+        """Format as one line: `key = value: message (suggestion) [where]`."""
         head = f"{self.key} = {self.value}" if self.value else self.key
         tail = (f" ({self.suggestion})" if self.suggestion else "") + (f" [{self.where}]" if self.where else "")
         return f"{head}: {self.message}{tail}"
 
 
-class ConfigErrors(ValueError):
-    """Every problem of a configuration at once; `problems` is never empty."""
+class ConfigErrors(ConfigError):
+    """All problems of a configuration; `problems` is never empty."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = list(problems)
@@ -41,5 +43,5 @@ class ConfigErrors(ValueError):
 
 
 def errors_only(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
-    """The problems that stop a run."""
+    """Select the problems that keep a run from starting."""
     return [problem for problem in problems if problem.severity == "error"]

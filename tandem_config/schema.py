@@ -1,8 +1,7 @@
-"""What a run is made of: one frozen model per section of the YAML file.
+"""The schema of a run's configuration: one frozen model per section of the YAML file.
 
-Every field states what it is, its unit and the reason for its default. Pure data: this package imports pydantic and
-yaml only, so that the coordinator can read it without torch. `loading.py` turns a file and `--set` options into a
-`RunConfig`.
+Every field states what it is, its unit and the reason for its default. This package imports pydantic and yaml only, so
+that the coordinator can load a configuration without torch: see `loading.py`.
 """
 
 from pydantic import Field

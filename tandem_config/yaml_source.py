@@ -1,4 +1,4 @@
-"""YAML for people: duplicate keys are errors, `1e-4` is a number, and every key knows its line."""
+"""Reads YAML with the line of every key; duplicate keys are errors and `1e-4` is a number."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import yaml
 
 from tandem_config.problems import ConfigErrors, ConfigProblem
 
-# YAML 1.1, which PyYAML speaks, reads 1e-4 and 2E5 as text because they have no dot.
+# PyYAML implements YAML 1.1, which reads 1e-4 and 2E5 as text because they have no dot.
 _FLOAT = re.compile(
     r"^[-+]?(?:(?:\d[\d_]*)?\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*\.(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
@@ -28,7 +28,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass(frozen=True, kw_only=True)
 class YamlSource:
-    """A parsed mapping and the 1-based line of each dotted key."""
+    """A parsed mapping, the line of every dotted key (from 1), and problems that parsing alone would hide."""
 
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> YamlSource:
 
     Duplicate keys and keys that are not text are returned as problems, so that the rest can still be checked.
 
-    Raises: ConfigErrors: there is no file, it is not UTF-8, not YAML, empty, or not a mapping of sections.
+    Raises: ConfigErrors: the file is missing, not UTF-8, not YAML, empty, or not a mapping of sections.
     """
     text = _read_text(path)
     try:
@@ -60,7 +60,7 @@ def read_yaml(path: Path) -> YamlSource:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of `--set key=text`, read as YAML. Raises: yaml.YAMLError."""
+    """Parse the value of `--set key=text` as YAML. Raises: yaml.YAMLError."""
     return yaml.load(text, _Loader)  # a SafeLoader
 
 
@@ -82,7 +82,7 @@ def _read_text(path: Path) -> str:
 
 def _neighbours(path: Path) -> str:
     found = sorted(entry.name for entry in path.parent.glob("*.y*ml"))[:5] if path.parent.is_dir() else []
-    return f"files there: {', '.join(found)}" if found else ""
+    return f"files in that folder: {', '.join(found)}" if found else ""
 
 
 def _file_problem(path: Path, message: str, suggestion: str) -> ConfigProblem:
@@ -106,7 +106,7 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> ConfigProblem:
 
 
 def _walk(root: yaml.Node | None, path: Path) -> tuple[list[ConfigProblem], dict[str, int]]:
-    """Lines of all keys down to section.key, and the problems that construction would hide."""
+    """Find the lines of all keys down to section.key, and the duplicate keys, which construction would hide."""
     problems: list[ConfigProblem] = []
     lines: dict[str, int] = {}
 

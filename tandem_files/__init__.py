@@ -1,1 +1,1 @@
-"""What lies on disk, known to launcher and services alike: model folder, data rows, run folder, checkpoints."""
+"""Files that launcher and services share: model folder, data rows, run folder, checkpoints."""

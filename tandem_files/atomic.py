@@ -1,4 +1,4 @@
-"""Files that are either there completely or not at all."""
+"""Writes files and folders atomically: a reader sees the old content or the new one."""
 
 import contextlib
 import json
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# What a file that is being written has behind its name until it is complete; a crash may leave it.
+# Suffix of a file until it is complete; a crash may leave such a file.
 SCRATCH_SUFFIX = r"\.[0-9a-f]{32}\.tmp"
 
 
 def nothing_more() -> None:
-    """No last look before a write."""
+    """Check nothing: the default of `last_look`."""
 
 
 def write_bytes_atomic(
     path: Path, content: bytes, last_look: Callable[[], None] = nothing_more, *, durable: bool = True
 ) -> None:
-    """Replaces `path`: a reader, also one after a power cut, sees the old or the new content. Its folder must exist.
+    """Replace `path`, whose folder must exist; a reader, even after a power cut, sees the old or the new content.
 
     Args:
-        last_look: called in the moment before; what it raises leaves the old content.
-        durable: force it to disk, which costs 5-10 ms. Without, a power cut may lose the content, old and new.
+        last_look: called immediately before the replacement; if it raises, the old content stays.
+        durable: force the content to disk, which costs 5-10 ms. Without it, a power cut may lose old and new content.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with naming(path):
@@ -44,7 +44,7 @@ def write_bytes_atomic(
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What fails inside names `path`: a write to a full disk says only that the disk is full."""
+    """Add `path` to an OSError without a file name, e.g. that of a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -56,14 +56,16 @@ def naming(path: Path) -> Iterator[None]:
 def write_json_atomic(
     path: Path, data: Any, last_look: Callable[[], None] = nothing_more, *, durable: bool = True
 ) -> None:
-    """Like write_bytes_atomic, of a JSON text. Raises: ValueError: NaN or infinity, which JSON does not have."""
+    """Write `data` as JSON with write_bytes_atomic. Raises: ValueError: it has NaN or infinity, which JSON has not."""
     text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
     write_bytes_atomic(path, f"{text}\n".encode(), last_look, durable=durable)
 
 
 def replace_folder(finished: Path, folder: Path) -> None:
-    """Puts a finished folder in the place of `folder`, for good: a rename cannot replace a folder that has files in it,
-    so the older one steps aside first and is removed. Both are on one file system."""
+    """Replace `folder` by a finished folder on the same file system, durably.
+
+    A rename cannot replace a folder that has files, so the old folder is renamed first, then removed.
+    """
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -74,7 +76,7 @@ def replace_folder(finished: Path, folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names that were just created, renamed or removed in `folder` survive a power cut."""
+    """Force names that were just created, renamed or removed in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

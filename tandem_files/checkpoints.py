@@ -1,11 +1,11 @@
-"""Where checkpoints are, which of them are complete, and which of those are still what was written.
+"""Finds a run's checkpoints and checks whether they are complete and undamaged.
 
 <run_dir>/checkpoints/step-00000012/trainer/...        written by the trainer, with a manifest (digests.py)
                                     coordinator.json   written by the coordinator
-                                    complete.json      written last: without it the folder does not count
-                      damaged-step-00000016/           complete once, then found damaged, and stepped over
+                                    complete.json      written last: without it the checkpoint is unfinished
+                      damaged-step-00000016/           complete once, then found damaged, and skipped
 
-complete.json holds digests: its own, and of every file of the checkpoint that no manifest beside it covers.
+complete.json holds digests: its own, and of every file of the checkpoint that is not in a manifest.
 """
 
 import json
@@ -30,12 +30,12 @@ _FILES, _SELF = "files", "digest"
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint's files are not what was written; nothing was read from them."""
+    """A checkpoint's files are not as they were written; nothing was loaded from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A checkpoint that cannot be used: its folder, and what is wrong with it. unfinished: it never was complete."""
+    """A checkpoint that cannot be used, and why; `unfinished`: it never was complete."""
 
     iteration: int
     folder: Path
@@ -43,26 +43,26 @@ class Damage:
     unfinished: bool = False
 
     def __str__(self) -> str:
-        """For a person: `the checkpoint of iteration 8 is damaged (...)`."""
+        """Describe the damage, e.g. `the checkpoint of iteration 8 is damaged (...)`."""
         is_so = "was not finished" if self.unfinished else "is damaged"
         return f"the checkpoint of iteration {self.iteration} {is_so} ({self.what})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """The newest checkpoint that is as it was written, and the newer ones that were stepped over, newest first."""
+    """The newest undamaged checkpoint, and the newer ones that were skipped, newest first."""
 
     iteration: int
     folder: Path
     stepped_over: list[Damage]
 
     def complaints(self) -> list[str]:
-        """What must be said about going on from this one."""
-        return [f"{damage}: going on from iteration {self.iteration}" for damage in self.stepped_over]
+        """List the warnings about resuming from this one."""
+        return [f"{damage}: resuming from iteration {self.iteration}" for damage in self.stepped_over]
 
 
 def step_folder(run_dir: Path, iteration: int) -> Path:
-    """Folder of the checkpoint after `iteration`; not created.
+    """Return the folder of the checkpoint after `iteration`; it is not created.
 
     >>> str(step_folder(Path("runs/a"), 12))
     'runs/a/checkpoints/step-00000012'
@@ -73,9 +73,11 @@ def step_folder(run_dir: Path, iteration: int) -> Path:
 
 
 def mark_complete(folder: Path, last_look: Callable[[], None] = nothing_more, **fields: Any) -> None:
-    """Declares a checkpoint complete and records `fields` (JSON values) about it. Call when all files are on disk.
+    """Mark a checkpoint as complete, when all of its files are on disk.
 
-    last_look: as of files.write_bytes_atomic.
+    Args:
+        last_look: as in write_bytes_atomic.
+        fields: JSON values to record about it.
     """
     if not folder.is_dir():
         raise ValueError(f"checkpoint folder {folder} does not exist; write the checkpoint before marking it")
@@ -86,7 +88,7 @@ def mark_complete(folder: Path, last_look: Callable[[], None] = nothing_more, **
 
 
 def _uncovered(folder: Path) -> list[str]:
-    """Files of a checkpoint, by path below it, that are not in a manifest of its folders; manifests themselves are."""
+    """List the files of a checkpoint, relative to it, that no manifest covers; manifests themselves are among them."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
     covered = {parent / name for parent in manifests for name in read_manifest(parent)}
     files = (path for path in folder.rglob("*") if path.is_file() and path not in covered and path.name != COMPLETE)
@@ -98,7 +100,7 @@ def _digest_of(mark: dict[str, Any]) -> str:
 
 
 def read_complete(folder: Path) -> dict[str, Any]:
-    """The fields given to mark_complete.
+    """Return the fields that were given to mark_complete.
 
     Raises: ConfigError: the checkpoint is not complete, or its mark is damaged.
     """
@@ -118,17 +120,17 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged: it holds {type(mark).__name__}, expected an object")
     digest = mark.pop(_SELF, None)
     if digest is None or _FILES not in mark:
-        raise ConfigError(f"{path} has no digests: it is damaged, or of a release before there were any")
+        raise ConfigError(f"{path} has no digests: it is damaged, or was written by a release without digests")
     if digest != _digest_of(mark):
-        raise ConfigError(f"{path} is damaged: it has other content than was written")
+        raise ConfigError(f"{path} is damaged: its content is not what was written")
     return mark
 
 
 def inspect(folder: Path, *, deep: bool) -> str:
-    """What is wrong with a complete checkpoint; "" if nothing is.
+    """Describe the damage of a complete checkpoint; "" if it has none.
 
     Args:
-        deep: read every file. Else only those that complete.json lists itself: not the trainer's shards.
+        deep: read every file; otherwise only those that complete.json lists itself, not the trainer's shards.
     """
     try:
         found = damages(folder, _read_mark(folder)[_FILES])
@@ -142,11 +144,11 @@ def inspect(folder: Path, *, deep: bool) -> str:
 
 
 def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
-    """The newest checkpoint that is as it was written; None if the run has no complete one.
+    """Find the newest undamaged checkpoint; None if the run has no complete one.
 
     Args:
         deep: see `inspect`.
-    Raises: ConfigError: there are some, and all are damaged; each is named.
+    Raises: DamagedCheckpoint: all complete ones are damaged; names each.
     """
     stepped_over: list[Damage] = []
     for iteration, folder in reversed(_list_all(run_dir)):
@@ -160,25 +162,26 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
 
 
 def usable(run_dir: Path) -> tuple[list[tuple[int, Path]], list[Damage]]:
-    """(iteration, folder) of complete checkpoints whose small files are as written, newest first, and the others.
+    """List the complete checkpoints whose small files are undamaged, newest first, and the other ones.
 
-    Raises: DamagedCheckpoint: there are complete ones, and none of them is.
+    Returns: (iteration, folder) of each; the damage of the others.
+    Raises: DamagedCheckpoint: all complete ones are damaged.
     """
     found: list[tuple[int, Path]] = []
-    over: list[Damage] = []
+    unusable: list[Damage] = []
     for iteration, folder in reversed(_list_all(run_dir)):
         damage = _damage(iteration, folder, deep=False)
         if damage is None:
             found.append((iteration, folder))
         else:
-            over.append(damage)
-    if not found and any(not damage.unfinished for damage in over):
-        raise none_left(run_dir, over)
-    return found, over
+            unusable.append(damage)
+    if not found and any(not damage.unfinished for damage in unusable):
+        raise none_left(run_dir, unusable)
+    return found, unusable
 
 
 def newest_iteration(run_dir: Path) -> int | None:
-    """Iteration of the newest checkpoint, as far as small files tell; None without one that is usable. For messages."""
+    """Return the iteration of the newest usable checkpoint, by its small files; None if there is none. For messages."""
     try:
         found, _ = usable(run_dir)
     except DamagedCheckpoint:
@@ -194,15 +197,22 @@ def _damage(iteration: int, folder: Path, *, deep: bool) -> Damage | None:
 
 
 def none_left(run_dir: Path, damages: Sequence[object]) -> DamagedCheckpoint:
-    """The error that every checkpoint of a run is damaged. damages: in words, or such that can be."""
+    """Make the error that no checkpoint of a run can be used.
+
+    Args:
+        damages: descriptions, or objects whose str() is one.
+    """
     return DamagedCheckpoint(
         f"no checkpoint in {run_dir / FOLDER} can be used: {'; '.join(map(str, damages))}: "
-        "restore one from a copy of yours, or start a new run"
+        "restore one from a backup, or start a new run"
     )
 
 
 def set_aside(damage: Damage) -> Path | None:
-    """Take a damaged checkpoint out of the way of new ones; it is kept for a look. Returns: where; None: it stays."""
+    """Rename a damaged checkpoint, so that it can be inspected and is not in the way of new ones.
+
+    Returns: its new folder; None: it was not renamed, since it is unfinished or does not exist.
+    """
     aside = damage.folder.with_name(f"{_SET_ASIDE}{damage.folder.name}")
     if damage.unfinished or not damage.folder.exists():
         return None
@@ -213,14 +223,15 @@ def set_aside(damage: Damage) -> Path | None:
 
 
 def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
-    """(iteration, folder) of every complete checkpoint, oldest first; empty if there are none."""
+    """List every complete checkpoint as (iteration, folder), oldest first."""
     return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest complete checkpoints, and what a crash left unfinished before the newest.
+    """Remove all but the `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
-    Never touches an unfinished folder newer than every complete one: it is being written.
+    An unfinished folder newer than every complete one stays: it is being written.
+
     Returns: the folders that were removed.
     """
     if keep < 1:
@@ -232,7 +243,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     newest = complete[-1][0]
     removed = [folder for iteration, folder in _list_all(run_dir) if iteration <= newest and folder not in kept]
     for folder in removed:
-        # The mark goes first, so that a crash in between leaves no half checkpoint that counts as complete.
+        # The mark first, so that a crash in between leaves no partial checkpoint that counts as complete.
         (folder / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(folder)
     return removed

@@ -1,7 +1,4 @@
-"""Rows of a data file: JSONL or Parquet in, prompts and answers out, with every problem named by file and line.
-
-Also what `tandem check` uses; imports nothing of the coordinator.
-"""
+"""Reads prompts and answers from a JSONL or Parquet file, and reports every problem with its file and line."""
 
 import difflib
 import json
@@ -13,7 +10,7 @@ from typing import Any
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
-# Rows that a fault is reported with besides the first.
+# Row numbers that a fault is reported with besides the first.
 _OTHERS_NAMED = 5
 
 
@@ -29,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowProblem:
-    """Something wrong with a data file; `number` is its line or row, None for the file as a whole."""
+    """A problem of a data file; `number` is its line or row, None for the file as a whole."""
 
     file: Path
     number: int | None
@@ -40,7 +37,7 @@ class RowProblem:
 
     @property
     def text(self) -> str:
-        """The message, and where else it holds."""
+        """The message, with the other rows that have the same fault."""
         if not self.num_others:
             return self.message
         named = ", ".join(map(str, self.others)) + (", ..." if self.num_others > len(self.others) else "")
@@ -54,7 +51,7 @@ class RowProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsResult:
-    """Rows that are fine, and the problems of those that are not: one per kind of fault, `limit` of them at most."""
+    """The valid rows, and the problems of the others: one per kind of fault, at most `limit` of them."""
 
     rows: list[Row]
     problems: list[RowProblem]
@@ -72,13 +69,14 @@ class DataError(ValueError):
 
 
 def read_rows(path: Path, *, prompt_key: str, answer_key: str, limit: int = 20) -> RowsResult:
-    """Read a data file, row by row, and validate each.
+    """Read a data file and validate every row; bad data do not raise.
 
     Args:
         path: a .jsonl or .parquet file.
-        prompt_key, answer_key: columns, both strings; the prompt must not be empty.
-        limit: most kinds of faults that are described.
-    Returns: never raises for bad data: what is wrong is in `problems`, rows with the same fault in one of them.
+        prompt_key: column of the prompts, strings that are not empty.
+        answer_key: column of the answers, strings.
+        limit: largest number of kinds of faults that are described.
+    Returns: rows and problems; rows with the same fault share a problem.
     """
     rows: list[Row] = []
     faults: dict[str, RowProblem] = {}
@@ -96,7 +94,7 @@ def read_rows(path: Path, *, prompt_key: str, answer_key: str, limit: int = 20) 
 
 
 def _kind(message: str) -> str:
-    """What is the same for rows with the same fault: the message without values and places in it."""
+    """Return what messages of the same fault have in common: the text without values and places."""
     return re.sub(r"\(.*\)|\d+|0x\w+", "", message, flags=re.DOTALL)
 
 
@@ -124,7 +122,7 @@ def _problem(path: Path, number: int | None, message: str) -> RowProblem:
 
 
 def _read_jsonl(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row | RowProblem]:
-    """Lines are decoded one by one, so that invalid UTF-8 has a line; blank lines are skipped."""
+    """Read a JSONL file, each line decoded alone, so that invalid UTF-8 has a line number; blank lines are skipped."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if number == 1:
@@ -143,7 +141,7 @@ def _jsonl_row(path: Path, number: int, raw: bytes, prompt_key: str, answer_key:
     except json.JSONDecodeError as error:
         return _problem(path, number, f"is not valid JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
-        return _problem(path, number, f"is not JSON that can be read: {error}")
+        return _problem(path, number, f"is JSON that cannot be parsed: {error}")
     if not isinstance(record, dict):
         return _problem(
             path, number, f'holds a JSON {type(record).__name__}; expected an object like {{"{prompt_key}": ...}}'
@@ -158,18 +156,18 @@ def _row(path: Path, number: int, record: dict[str, Any], prompt_key: str, answe
         if not isinstance(record[key], str):
             kind = "null" if record[key] is None else type(record[key]).__name__
             return _problem(path, number, f"{key!r} is {kind} ({record[key]!r:.40}); it must be a string")
-        if (place := _no_text(record[key])) is not None:
+        if (place := _unencodable_at(record[key])) is not None:
             half = f"\\u{ord(record[key][place]):04x}"
             return _problem(
-                path, number, f"{key!r} is no Unicode text: {half} at character {place + 1} is half of a surrogate pair"
+                path, number, f"{key!r} is not Unicode: {half} at character {place + 1} is half of a surrogate pair"
             )
     if not record[prompt_key]:
         return _problem(path, number, f"{prompt_key!r} is empty")
     return Row(number=number, prompt=record[prompt_key], answer=record[answer_key])
 
 
-def _no_text(value: str) -> int | None:
-    """Where JSON's escapes have made something that no encoding can write; None: it is a text."""
+def _unencodable_at(value: str) -> int | None:
+    """Return the place of a lone surrogate, which JSON can escape and no encoding can write; None: there is none."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -190,7 +188,7 @@ def _read_parquet(path: Path, prompt_key: str, answer_key: str) -> Iterator[Row 
         import pyarrow.parquet
     except ModuleNotFoundError:
         hint = "build the image with TANDEM_PARQUET=1 (docs/docker.md), or convert the file to JSON lines"
-        yield _problem(path, None, f"is a Parquet file, and pyarrow, which reads them, is not installed here: {hint}")
+        yield _problem(path, None, f"is a Parquet file, and pyarrow, which reads it, is not installed: {hint}")
         return
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

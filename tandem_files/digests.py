@@ -1,7 +1,7 @@
-"""Digests of files: what was written, so that a reader can tell that it reads the same bytes. Pure but for the reading.
+"""Digests of files, with which a reader finds out whether it reads the bytes that were written.
 
-A folder's manifest, `digests.json`, holds {file's path below the folder: {"bytes": n, "xxh3_128": hex}}. Accidents are
-what it finds: torn writes, bad memory, bad disks. It is no signature.
+A folder's manifest, `digests.json`, holds {path of a file below the folder: {"bytes": n, "xxh3_128": hex}}. It detects
+accidents: torn writes, bad memory, bad disks. It is not a signature.
 """
 
 import json
@@ -16,14 +16,14 @@ import xxhash
 from tandem_files.atomic import write_json_atomic
 
 MANIFEST = "digests.json"
-# Of one file: its size in "bytes", and "xxh3_128" in hex.
+# Of a file: its size in "bytes", and "xxh3_128" in hex.
 Digest = Mapping[str, Any]
 _CHUNK_BYTES = 8 << 20
 _MAX_THREADS = 8
 
 
 def file_digest(path: Path) -> dict[str, Any]:
-    """Digest of a file as it is on disk now. Raises: OSError."""
+    """Compute the digest of a file as it is on disk now. Raises: OSError."""
     state, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -33,25 +33,29 @@ def file_digest(path: Path) -> dict[str, Any]:
 
 
 def text_digest(text: str) -> str:
-    """xxh3-128 in hex."""
+    """Compute the xxh3-128 of a text, in hex."""
     return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
-    """Write a folder's manifest. digests: by path below the folder."""
+    """Write a folder's manifest.
+
+    Args:
+        digests: digest of every file, by path below the folder.
+    """
     write_json_atomic(folder / MANIFEST, dict(digests))
 
 
 def read_manifest(folder: Path) -> dict[str, Digest]:
-    """A folder's manifest. Raises: OSError; ValueError: it is not one."""
+    """Read a folder's manifest. Raises: OSError; ValueError: the file is not a manifest."""
     digests = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(digests, dict) or not all(isinstance(each, dict) for each in digests.values()):
-        raise ValueError(f"{folder / MANIFEST} is no table of digests")
+    if not isinstance(digests, dict) or not all(isinstance(digest, dict) for digest in digests.values()):
+        raise ValueError(f"{folder / MANIFEST} is not a table of digests")
     return digests
 
 
 def damages(folder: Path, digests: Mapping[str, Digest]) -> list[str]:
-    """What is wrong with the files of a manifest, a sentence each; none: they are as they were written."""
+    """Compare the files of a manifest with their digests. Returns: a sentence per damaged file."""
     if not digests:
         return []
     with ThreadPoolExecutor(min(_MAX_THREADS, len(digests), os.cpu_count() or 1)) as pool:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a row per iteration, written by the coordinator, read by everyone who shows a run."""
+"""metrics.jsonl: a row per iteration, written by the coordinator, read by launcher and tools."""
 
 import json
 import os
@@ -12,16 +12,17 @@ Row = dict[str, float | int | None]
 
 
 class MetricsFile:
-    """metrics.jsonl: appended row by row, cut back on a resume."""
+    """The file metrics.jsonl: appended row by row, cut back on a resume."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, row: Row, last_look: Callable[[], None] = nothing_more) -> None:
-        """Add a row, whole or not at all; it outlives the process when this returns, and a power cut after `sync`.
+        """Append a row atomically; it survives the end of the process, and after `sync` a power cut.
 
-        last_look: called in the moment before; what it raises leaves the file as it is.
-        Raises: OSError: naming the file; no part of the row is in it.
+        Args:
+            last_look: called immediately before the write; if it raises, the file stays as it is.
+        Raises: OSError: with the file's name; no part of the row is in it.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with naming(self._path), self._path.open("ab", buffering=0) as file:
@@ -35,12 +36,12 @@ class MetricsFile:
                 raise
 
     def sync(self) -> None:
-        """Force all rows to disk. Raises: OSError: naming the file."""
+        """Force all rows to disk. Raises: OSError: with the file's name."""
         with naming(self._path), self._path.open("ab") as file:
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
-        """All whole rows; lines that a crash has torn are left out."""
+        """Read all complete rows, without lines that a crash has torn."""
         if not self._path.exists():
             return []
         rows: list[Row] = []

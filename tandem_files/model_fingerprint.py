@@ -1,6 +1,7 @@
-"""Which model a checkpoint belongs to: a digest of its config.json and of its tensors' names and shapes. Pure.
+"""Fingerprints a model by its config.json and its tensors' names and shapes, to tell whether a checkpoint fits it.
 
-Values of weights do not enter: a checkpoint of a run and the model that the run started from have the same fingerprint.
+The values of the weights do not count: the model that a run started from and the run's checkpoints have the same
+fingerprint.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ from tandem_files.safetensors_header import DamagedFile, read_header
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Digest of a Hugging Face model folder.
+    """Compute the fingerprint of a Hugging Face model folder.
 
     Returns: sha256 in hex over config.json's content (independent of its formatting) and every tensor's name and shape.
     Raises:
@@ -26,7 +27,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name to shape of every tensor in the folder's *.safetensors files, from their headers alone."""
+    """Read the shape of every tensor, by name, from the headers of the folder's *.safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors file in {folder}")
@@ -46,5 +47,5 @@ def _read_config(path: Path) -> dict[str, object]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a JSON {type(config).__name__}, not an object")
-    # transformers rewrites these on every save; they say who wrote the file, not what the model is.
+    # transformers rewrites these on every save; they describe the writer of the file, not the model.
     return {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}

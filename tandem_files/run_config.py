@@ -1,10 +1,10 @@
-"""The configuration in a run's folder, and when another one takes its place.
+"""The configuration files in a run's folder, and when one replaces the other.
 
-config.resolved.yaml   what the run has been trained with; `--resume` goes on with it
-config.next.yaml       what a resume wants instead, until its first iteration is done: then it becomes the other
-logs/config.yaml       what the services of the last launch were started with
+config.resolved.yaml   configuration of the run so far; `--resume` starts from it
+config.next.yaml       configuration of a resume until its first iteration is done; then it replaces the other
+logs/config.yaml       configuration of the last launch's services
 
-So a resume that fails, whatever was changed for it, leaves a run that goes on as before.
+So a resume that fails with a changed configuration leaves a run that can still be resumed with its own.
 """
 
 from pathlib import Path
@@ -17,8 +17,9 @@ LAUNCHED_CONFIG = "logs/config.yaml"
 
 
 def adopt_next(run_dir: Path) -> bool:
-    """An iteration has been trained with the next configuration: it becomes the run's. Returns: whether there was one.
+    """Make the next configuration, with which an iteration has been trained, the run's.
 
+    Returns: whether there was one.
     Raises: OSError.
     """
     try:

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock, what the launcher notes in it, and what the coordinator left there."""
+"""The folder of a run: its name, its lock, the launcher's notes, and the coordinator's state and summary."""
 
 import fcntl
 import itertools
@@ -27,7 +27,13 @@ _TOKEN = ".token"
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherNotes:
-    """What `tandem status` needs to find a running run. No secrets: the Redis URL is not in it."""
+    """What `tandem status` needs to find a running run; no secrets, so the Redis URL is not in it.
+
+    Attributes:
+        pid: process id of the launcher.
+        run_id: name of the run in Redis.
+        coordinator: its address; "" until it is known.
+    """
 
     pid: int
     run_id: str
@@ -36,22 +42,22 @@ class LauncherNotes:
 
 @contextmanager
 def claimed(output_dir: Path, name: str) -> Iterator[Path]:
-    """Make and lock the folder of a new run: `name`, or `name-2`, `name-3`, ... if that one is in use or has results.
+    """Create and lock the folder of a new run: `name`, or `name-2`, `name-3`, ... if that one is in use or has results.
 
-    Earlier results are never touched. An existing empty folder is used as it is.
+    Earlier results are never changed. An existing empty folder is used.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = output_dir / (name if number == 1 else f"{name}-{number}")
         with ExitStack() as stack:
-            # The lock is taken before the second look: two launchers at once must not both find it empty.
+            # Checked again under the lock: two concurrent launchers must not both find it empty.
             if _is_free(folder) and _try_lock(folder, stack) and _is_free(folder):
                 yield folder
                 return
 
 
 def _is_free(folder: Path) -> bool:
-    """Nothing there, or an empty folder."""
+    """Whether the folder does not exist or is empty."""
     return not folder.exists() or (folder.is_dir() and all(entry.name == _LOCK for entry in folder.iterdir()))
 
 
@@ -66,9 +72,9 @@ def _try_lock(folder: Path, stack: ExitStack) -> bool:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder; the kernel lets go of it if this process dies.
+    """Lock the run's folder; the kernel unlocks it if this process dies.
 
-    Raises: ConfigError: another launcher holds it.
+    Raises: ConfigError: another launcher has locked it.
     """
     with (run_dir / _LOCK).open("a+", encoding="utf-8") as lock:
         try:
@@ -94,13 +100,13 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def busy_message(run_dir: Path) -> str:
-    """Who holds the folder and what to do."""
+    """Return the message that another process has locked the folder."""
     try:
         owner = (run_dir / _LOCK).read_text(encoding="utf-8").strip()
     except OSError:
         owner = ""
-    who = f"process {owner}" if owner else "another process"
-    return f"{run_dir} is being run by {who}; watch it with `tandem status {run_dir}`, or stop it first"
+    process = f"process {owner}" if owner else "another process"
+    return f"{run_dir} is being run by {process}; watch it with `tandem status {run_dir}`, or stop it first"
 
 
 def write_notes(run_dir: Path, notes: LauncherNotes) -> None:
@@ -109,7 +115,7 @@ def write_notes(run_dir: Path, notes: LauncherNotes) -> None:
 
 
 def read_notes(run_dir: Path) -> LauncherNotes | None:
-    """The notes of the latest launch, if they can be read."""
+    """Read the notes of the latest launch; None if there are none that can be read."""
     noted = _read_object(run_dir / _NOTES)
     try:
         return None if noted is None else LauncherNotes(**noted)
@@ -118,12 +124,12 @@ def read_notes(run_dir: Path) -> LauncherNotes | None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether the launch under way has trained an iteration; of a resumed run, one of its own."""
+    """Whether the current launch has trained an iteration; those before a resume do not count."""
     return not (run_dir / NEXT_CONFIG).exists() and bool(metrics_rows(run_dir))
 
 
 def make_token(run_dir: Path) -> str:
-    """A new word that opens this launch's services, kept where only the folder's owner can read it."""
+    """Make a new token for the calls of this launch, in a file that only its owner can read."""
     token = secrets.token_hex(32)
     path = run_dir / _TOKEN
     path.unlink(missing_ok=True)
@@ -133,20 +139,20 @@ def make_token(run_dir: Path) -> str:
 
 
 def read_token(run_dir: Path) -> str:
-    """The token of the latest launch; this process's own where there is none.
+    """Read the token of the latest launch; without one, return this process's own.
 
-    Raises: ConfigError: it is not ours to read.
+    Raises: ConfigError: the file belongs to another user.
     """
     try:
         return (run_dir / _TOKEN).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return own_token()
     except OSError as error:
-        raise ConfigError(f"{run_dir / _TOKEN}: {error}; a run is open to the user who started it") from None
+        raise ConfigError(f"{run_dir / _TOKEN}: {error}; ask the user who started the run") from None
 
 
 def metrics_rows(run_dir: Path) -> list[Row]:
-    """The whole rows of metrics.jsonl; none if it cannot be read."""
+    """Read the complete rows of metrics.jsonl; none if it cannot be read."""
     try:
         return MetricsFile(run_dir / METRICS_FILE).rows()
     except OSError:
@@ -154,17 +160,17 @@ def metrics_rows(run_dir: Path) -> list[Row]:
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
-    """What the coordinator noted last about the run; empty if nothing can be read."""
+    """Read state.json, the coordinator's latest state; empty if it cannot be read."""
     return _read_object(run_dir / STATE_FILE) or {}
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """summary.json, or None if the run has none (yet)."""
+    """Read summary.json; None if the run has none (yet)."""
     return _read_object(run_dir / SUMMARY_FILE)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """A file's JSON object; None if there is none."""
+    """Read a JSON object from a file; None if that fails."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -173,6 +179,6 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def noted_troubles(run_dir: Path) -> tuple[str, ...]:
-    """What was wrong with the training after the last iteration, in words."""
+    """Read the troubles of the training after the last iteration, as sentences."""
     noted = read_state(run_dir).get("troubles")
     return tuple(str(text) for text in noted) if isinstance(noted, list) else ()

@@ -1,6 +1,6 @@
-"""Which folders a request may name: below the run's own, and to replace one, only what we have written there.
+"""Limits the folders that a request may name: below the run's folder, and replaced only if a service wrote them.
 
-A service runs with all the rights of its user; a request must not be able to use them on other files.
+A service has all rights of its user; a request must not be able to use them on other files.
 """
 
 import re
@@ -11,11 +11,13 @@ from servicekit.errors import InvalidRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """What a folder that we have written looks like.
+class FolderKind:
+    """The contents of a folder that a service writes, by which it is recognised.
 
-    name: in words, for errors. mark: a file that it always has; "": none. entry: all that it may hold, as a pattern; no
-    folders.
+    Attributes:
+        name: of the kind, for errors.
+        mark: a file that it always has; "": none.
+        entry: pattern of the files that it may have; it has no folders.
     """
 
     name: str
@@ -23,21 +25,23 @@ class Written:
     entry: re.Pattern[str]
 
     def is_in(self, folder: Path) -> bool:
-        """Whether this is such a folder, not a link to one; an empty one counts. Raises: OSError."""
+        """Whether `folder` is of this kind, or empty; a link to such a folder is not. Raises: OSError."""
         if folder.is_symlink() or not folder.is_dir():
             return False
         entries = list(folder.iterdir())
-        ours = all(self.entry.fullmatch(each.name) and each.is_file() and not each.is_symlink() for each in entries)
+        ours = all(self.entry.fullmatch(path.name) and path.is_file() and not path.is_symlink() for path in entries)
         return not entries or (ours and (not self.mark or (folder / self.mark).is_file()))
 
 
 def inside(path: str, root: Path, what: str, *, or_itself: bool = False) -> Path:
-    """The folder that a request names, which need not exist.
+    """Check the folder that a request names; it need not exist.
 
     Args:
-        root: folder that it must be below, links resolved; what: the field, for errors ("path").
-        or_itself: it may be `root`.
-    Raises: InvalidRequest: it is relative, elsewhere, or behind a file.
+        root: folder that it must be below, links resolved.
+        what: field of the request, for errors.
+        or_itself: it may be `root` itself.
+    Returns: the folder, links resolved.
+    Raises: InvalidRequest: it is relative, not below `root`, or below a file.
     """
     folder = Path(path)
     if not folder.is_absolute():
@@ -46,26 +50,26 @@ def inside(path: str, root: Path, what: str, *, or_itself: bool = False) -> Path
         real, home = folder.resolve(), root.resolve()
         if not (home in real.parents or (or_itself and real == home)):
             raise InvalidRequest(f"{what} {path!r} is not below {home}, the only folder that requests may name here")
-        for each in (real, *real.parents):
-            if each.exists():
-                if not each.is_dir():
-                    raise InvalidRequest(f"{what} {path!r}: {each} is a file")
+        for parent in (real, *real.parents):
+            if parent.exists():
+                if not parent.is_dir():
+                    raise InvalidRequest(f"{what} {path!r}: {parent} is a file")
                 break
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero in it, links in a circle
-        raise InvalidRequest(f"{what} {path!r} is no folder's name: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, a cycle of links
+        raise InvalidRequest(f"{what} {path!r} cannot be a folder: {error}") from None
     return real
 
 
-def replaceable(path: str, root: Path, what: str, written: Written) -> Path:
-    """The same, of a folder that is about to be written, or replaced.
+def replaceable(path: str, root: Path, what: str, kind: FolderKind) -> Path:
+    """Check, as `inside`, a folder that is about to be written or replaced.
 
-    Raises: InvalidRequest: also if something is there that is not `written`.
+    Raises: InvalidRequest: as `inside`, or it exists and is not of this kind.
     """
     folder = inside(path, root, what)
     try:
-        free = not folder.exists() or written.is_in(folder)
+        free = not folder.exists() or kind.is_in(folder)
     except OSError as error:
-        raise InvalidRequest(f"{what} {path!r} cannot be looked into: {error}") from None
+        raise InvalidRequest(f"{what} {path!r} cannot be listed: {error}") from None
     if not free:
-        raise InvalidRequest(f"{what} {path!r} holds something else than {written.name}; it is not replaced")
+        raise InvalidRequest(f"{what} {path!r} holds something else than {kind.name}; it is not replaced")
     return folder

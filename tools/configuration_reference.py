@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the settings themselves, or checks that they are current.
+"""Writes the tables of docs/configuration.md from the schema, or checks that they are current.
 
 python -m tools.configuration_reference write | check
 """
@@ -23,13 +23,13 @@ _EMPTY: tuple[Any, ...] = (None, "")
 
 
 def rendered(page: str) -> str:
-    """The page with each part between its markers made anew. Raises: KeyError: a part that nothing makes."""
+    """Return the page with the parts between its markers generated. Raises: KeyError: an unknown part."""
     made = parts()
     return _PART.sub(lambda found: f"{found['begin']}{made[found['name']]}\n{found['end']}", page)
 
 
 def parts() -> dict[str, str]:
-    """Markdown of each generated part, by the name in its markers."""
+    """Generate the Markdown of each part, by the name in its markers."""
     tables = [
         f"### {name}\n\n{(model.__doc__ or '').strip()}\n\n{_section(name)}" for name, model in sections().items()
     ]
@@ -57,7 +57,7 @@ def _environment() -> str:
 
 
 def type_text(field: FieldInfo) -> str:
-    """The type of a setting as one writes it in YAML, with its range.
+    """Describe the type of a setting, in the terms of YAML, with its range.
 
     >>> from tandem_config.schema import GrpoSection
     >>> type_text(GrpoSection.model_fields["group_size"])
@@ -73,7 +73,7 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        first, *_ = [each for each in typing.get_args(annotation) if each is not type(None)]
+        first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
@@ -81,15 +81,15 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
 
 def _bounds(metadata: typing.Sequence[Any]) -> list[str]:
     found = []
-    for each in metadata:
-        inner = each.metadata if isinstance(each, FieldInfo) else [each]
+    for entry in metadata:
+        inner = entry.metadata if isinstance(entry, FieldInfo) else [entry]
         for item in inner:
             found += [f"{sign} {getattr(item, name):g}" for name, sign in _BOUNDS.items() if hasattr(item, name)]
     return found
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default, or that there is none."""
+    """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
     value = field.default
@@ -103,7 +103,7 @@ def _cell(text: str | None) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns: 0, or 1 if the page is out of date. Raises: SystemExit: wrong usage."""
+    """Write or check the page. Returns: 0, or 1 if the page is out of date. Raises: SystemExit: wrong usage."""
     if arguments not in (["write"], ["check"]):
         raise SystemExit(__doc__)
     page = PAGE.read_text(encoding="utf-8")

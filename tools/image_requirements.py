@@ -1,9 +1,9 @@
-"""Writes requirements/images/*.txt: what each container image installs, a subset of the lock.
+"""Writes requirements/images/*.txt: the packages of each container image, a subset of the lock.
 
     python -m tools.image_requirements write     after a change of the lock, of pyproject.toml or of an import
-    python -m tools.image_requirements check     says what is out of date; part of the tests
+    python -m tools.image_requirements check     lists files that are out of date; part of the tests
 
-An image holds what its packages import, and what that needs in turn. Versions are the lock's; torch is installed before
+An image has what its packages import, and the dependencies of that. Versions are the lock's; torch is installed before
 these files, from its own pin. Needs the development environment: it reads the metadata of the installed packages.
 """
 
@@ -29,13 +29,13 @@ SHARED = ("servicekit", "tandem_api", "tandem_config", "tandem_files", "weightsy
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """What one image is made for.
+    """The contents of a container image.
 
     Attributes:
-        packages: ours, that it holds.
-        also: distributions that are installed in any case.
-        without: distributions that it does without, though a package imports them somewhere, and why.
-        base_has: distributions that come with its base image, as does all that they need.
+        packages: packages of this repository.
+        also: distributions to install even if no package imports them.
+        without: distributions not to install although a package imports them, and why.
+        base_has: distributions of its base image, which has their dependencies too.
     """
 
     packages: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ IMAGES = {
 
 
 def contents(image: Image) -> list[str]:
-    """Returns the names of the distributions to install, as the lock writes them, in alphabetical order."""
+    """List the distributions to install, by their names in the lock, in alphabetical order."""
     roots: list[str] = [canonicalize_name(name) for name in image.also]
     roots += [name for package in image.packages for name in _imported(package)]
     wanted = _closure(roots, leave_out=image.without) - _closure(image.base_has) | set(image.also)
@@ -94,14 +94,14 @@ def contents(image: Image) -> list[str]:
 
 
 def text(image: Image) -> str:
-    """Returns the requirements file of an image."""
+    """Generate the requirements file of an image."""
     pins = read_pins(REPO / "requirements" / "lock.txt")
     return HEADER + "".join(f"{name}=={pins[name]}\n" for name in contents(image))
 
 
 @cache
 def _imported(package: str) -> frozenset[str]:
-    """Distributions, among those that pyproject.toml declares, whose modules a package of ours imports anywhere."""
+    """Find the distributions, of those that pyproject.toml declares, whose modules a package imports anywhere."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
     lines += project["optional-dependencies"]["rollout"]
@@ -116,12 +116,12 @@ def _imported(package: str) -> frozenset[str]:
 
 @cache
 def _providers() -> Mapping[str, list[str]]:
-    """Distributions by the top-level module that they have."""
+    """Map every top-level module to the distributions that have it."""
     return metadata.packages_distributions()
 
 
 def _modules(tree: ast.Module) -> set[str]:
-    """Top-level names of all modules that are imported, at the top or in a function."""
+    """Collect the top-level names of all imported modules, also of imports in functions."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -132,7 +132,7 @@ def _modules(tree: ast.Module) -> set[str]:
 
 
 def _closure(roots: Iterable[str], leave_out: Iterable[str] = ()) -> set[str]:
-    """The distributions and all that they need, as far as they are installed and not left out."""
+    """Return the distributions and their dependencies, as far as they are installed and not in `leave_out`."""
     seen, waiting = {canonicalize_name(name) for name in leave_out}, list(roots)
     found: set[str] = set()
     while waiting:
@@ -143,15 +143,15 @@ def _closure(roots: Iterable[str], leave_out: Iterable[str] = ()) -> set[str]:
         try:
             needs = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            continue  # for a GPU, or another platform; the lock does without
+            continue  # for a GPU or another platform; not in the lock
         found.add(name)
         requirements = [Requirement(line) for line in needs]
-        waiting += [each.name for each in requirements if each.marker is None or each.marker.evaluate(_OLDEST)]
+        waiting += [item.name for item in requirements if item.marker is None or item.marker.evaluate(_OLDEST)]
     return found
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the files, or checks them. Returns: 1 if `check` found a difference, 2 for a wrong call."""
+    """Write the files, or checks them. Returns: 1 if `check` found a difference, 2 for wrong usage."""
     if arguments not in (["write"], ["check"]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -163,8 +163,8 @@ def main(arguments: list[str]) -> int:
             path.write_text(wanted, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != wanted:
             stale.append(path.relative_to(REPO).as_posix())
-    for each in stale:
-        print(f"{each} is not what the code imports: run `python -m tools.image_requirements write`", file=sys.stderr)
+    for name in stale:
+        print(f"{name} is out of date: run `python -m tools.image_requirements write`", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -1,9 +1,9 @@
-"""Follows a `pip install` and says where it is: a line per large download, every so many packages, and when it is slow.
+"""Shows the progress of a `pip install`: a line per large download, per 40 packages, and when it is slow.
 
     python -m pip install ... 2>&1 | python -m tools.pip_progress LOG
 
-pip itself says nothing, or a line for each of 160 packages and for every configured location that lacks one. What it
-printed is in the file LOG. Uses the standard library only: it runs before anything is installed.
+pip itself prints nothing, or a line for each of 160 packages and for every index without it. Its output is copied to
+the file LOG. Uses the standard library only: it runs before anything is installed.
 """
 
 import queue
@@ -25,7 +25,7 @@ _INSTALLS = re.compile(r"Installing collected packages: (.*)")
 
 
 class Progress:
-    """What pip has said so far, in few lines."""
+    """Condenses pip's output into a few lines, printed with `say`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -34,7 +34,7 @@ class Progress:
         self._silences = 0
 
     def heard(self, line: str) -> None:
-        """Takes one line of pip's."""
+        """Process one line of pip's output."""
         self._silences = 0
         if found := _FETCHED.match(line):
             self._fetches(found[1].rpartition("/")[2], float(found[2] or 0) * _MEGABYTES.get(found[3], 0.0))
@@ -53,14 +53,14 @@ class Progress:
         self._doing = f"fetching {name}"
 
     def silent(self, seconds: float) -> None:
-        """pip has said nothing for so many seconds more: told after 1, 2, 4, 8 ... times as many."""
+        """Count another `seconds` without output, and report 1, 2, 4, 8, ... of them."""
         self._silences += 1
         if self._silences.bit_count() == 1:
             self._say(f"still {self._doing} ({self._silences * seconds:.0f} s)")
 
 
 def lines_or_silence(source: Iterable[str], silence_s: float) -> Iterator[str | None]:
-    """The lines of `source` as they come, and None whenever none came for `silence_s`."""
+    """Yield the lines of `source` as they come, and None whenever none came for `silence_s` seconds."""
     lines: queue.Queue[tuple[str | None, bool]] = queue.Queue()
 
     def read() -> None:
@@ -81,7 +81,7 @@ def lines_or_silence(source: Iterable[str], silence_s: float) -> Iterator[str | 
 
 
 def follow(source: Iterable[str], log: TextIO, say: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
-    """Copies what pip says into `log`, and says the short form of it."""
+    """Copy what pip prints into `log`, and report its progress with `say`."""
     progress = Progress(say)
     for line in lines_or_silence(source, silence_s):
         if line is None:
@@ -93,7 +93,7 @@ def follow(source: Iterable[str], log: TextIO, say: Callable[[str], None], silen
 
 
 def main(arguments: list[str]) -> int:
-    """Follows standard input. Returns: 2 for a wrong call."""
+    """Follow standard input. Returns: 0, or 2 for wrong usage."""
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Measures how planning scales, simulates rounds up to 4,096 rollout ranks, and draws both for docs/weight-sync.md.
+"""Measures how planning scales, simulates rounds up to 4,096 rollout ranks, and plots both for docs/weight-sync.md.
 
 python -m tools.plot_plan_scale measure     benchmarks/plan/scale.json (minutes)
 python -m tools.plot_plan_scale simulate    benchmarks/plan/simulated.json (minutes)
@@ -38,14 +38,14 @@ _CASES: dict[str, tuple[list[str], int]] = {
 
 
 def main() -> None:
-    """Runs one of the three steps."""
+    """Run the step that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("measure", "simulate", "plot"))
     {"measure": measure, "simulate": simulate, "plot": plot}[parser.parse_args().step]()
 
 
 def measure() -> None:
-    """Each size in a process of its own, one after the other."""
+    """Plan every size, one after the other, each in a process of its own."""
     rows = []
     for model, trainer, rollout in _SCALED:
         command = ["tandem", "plan", "--json", "--model", model, "--trainer", trainer, "--rollout", rollout]
@@ -57,7 +57,7 @@ def measure() -> None:
 
 
 def simulate() -> None:
-    """One round per number of replicas, without and with a slow replica."""
+    """Simulate a round per number of replicas, without and with a slow replica."""
     model, trainer, rollout = _SIMULATED
     rows = []
     for name, (options, most) in _CASES.items():
@@ -82,7 +82,7 @@ def simulate() -> None:
 
 
 def plot() -> None:
-    """Draws what was measured and simulated."""
+    """Plot the measured and the simulated figures."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,7 +3,7 @@
     python -m tools.prometheus_rule
     python -m tools.prometheus_rule --runbook URL    also: alerts link to the runbook there, in both files
 
-A test compares the committed file with what this makes.
+A test compares the committed file with the generated one.
 """
 
 import argparse
@@ -19,7 +19,11 @@ _HEADER = "# GENERATED from rules/tandem.yaml by `python -m tools.prometheus_rul
 
 
 def prometheus_rule(rules: str) -> str:
-    """The object's YAML. Args: rules: a Prometheus rule file; its `groups` are taken as they are."""
+    """Generate the object's YAML.
+
+    Args:
+        rules: text of a Prometheus rule file; its `groups` are copied.
+    """
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -34,7 +38,7 @@ def prometheus_rule(rules: str) -> str:
 
 
 def with_runbook(rules: str, url: str) -> str:
-    """A rule file whose alerts link to their entries of the runbook at `url`.
+    """Make the alerts of a rule file link to their entries of the runbook at `url`.
 
     >>> with_runbook("runbook_url: docs/runbook.md#tandemdiskfull", "https://docs.example.com/runbook")
     'runbook_url: https://docs.example.com/runbook#tandemdiskfull'
@@ -43,7 +47,7 @@ def with_runbook(rules: str, url: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, source: Path = RULES, target: Path = OBJECT) -> None:
-    """Writes the object `target`, and with --runbook the rules `source` first."""
+    """Write the object `target`, and with --runbook the rules `source` first."""
     parser = argparse.ArgumentParser(prog="tools.prometheus_rule", description="Write prometheus-rule.yaml.")
     parser.add_argument("--runbook", metavar="URL", help="where docs/runbook.md can be read")
     url = parser.parse_args(arguments).runbook

@@ -1,7 +1,7 @@
-"""Generates tandem_api/ from protos/, and checks that the committed copy is what the protos say.
+"""Generates tandem_api/ from protos/, or checks that the committed copy is current.
 
-    python -m tools.proto write      regenerates tandem_api/ in place
-    python -m tools.proto check      regenerates into a temporary folder and lists what differs (exit 1)
+    python -m tools.proto write      generates tandem_api/ in place
+    python -m tools.proto check      generates into a temporary folder and lists the differences (exit 1)
 
 The folders under protos/ mirror the package, so that the generated imports need no patching.
 """
@@ -21,9 +21,9 @@ GENERATE_TIMEOUT_S = 120.0
 
 
 def generate(out: Path) -> None:
-    """Writes the package `tandem_api` under `out`: messages, stubs for gRPC, and types for both.
+    """Write the package `tandem_api` under `out`: messages, stubs for gRPC, and types for both.
 
-    Raises: RuntimeError: protoc refused a proto; its own words are in the message.
+    Raises: RuntimeError: protoc refused a proto; the message has its output.
     """
     sources = sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
     if not sources:
@@ -44,7 +44,7 @@ def generate(out: Path) -> None:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Returns each generated file under `root`, by its relative path, caches left out."""
+    """Read every generated file under `root`, by its relative path, without caches."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -53,7 +53,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def differences(fresh: dict[str, bytes], committed: dict[str, bytes]) -> list[str]:
-    """Returns one line per file that is missing, left over or different in `committed`.
+    """List the files that are missing, left over or different in `committed`, a line per file.
 
     >>> differences({"a": b"1", "b": b"2"}, {"b": b"3", "c": b"4"})
     ['missing: a', 'differs: b', 'left over: c']
@@ -65,7 +65,7 @@ def differences(fresh: dict[str, bytes], committed: dict[str, bytes]) -> list[st
 
 
 def write() -> int:
-    """Replaces tandem_api/ by a fresh generation."""
+    """Replace tandem_api/ by a fresh generation."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         shutil.rmtree(REPO / PACKAGE, ignore_errors=True)
@@ -75,19 +75,19 @@ def write() -> int:
 
 
 def check() -> int:
-    """Compares tandem_api/ with a fresh generation; returns 1 and says what differs."""
+    """Compare tandem_api/ with a fresh generation and print the differences. Returns: 1 if there are any, else 0."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         lines = differences(contents(Path(scratch) / PACKAGE), contents(REPO / PACKAGE))
     for line in lines:
         print(f"{PACKAGE}: {line}", file=sys.stderr)
     if lines:
-        print(f"{PACKAGE}/ is not what {PROTOS.name}/ says: run `make proto` and commit it.", file=sys.stderr)
+        print(f"{PACKAGE}/ is not generated from {PROTOS.name}/: run `make proto` and commit it.", file=sys.stderr)
     return 1 if lines else 0
 
 
 def main() -> int:
-    """Runs the command that the command line names."""
+    """Run the command line. Returns: the exit code."""
     parser = argparse.ArgumentParser(description="Generate tandem_api/ from protos/, or check it.")
     parser.add_argument("action", choices=["write", "check"])
     try:

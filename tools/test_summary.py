@@ -1,4 +1,4 @@
-"""Prints `N passed, N failed, N skipped` from pytest's JUnit reports; exit 1 where no test ran or one failed.
+"""Prints `N passed, N failed, N skipped` from pytest's JUnit reports; exits 1 if no test ran or one failed.
 
 python -m tools.test_summary REPORT.xml ...
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How the test cases of one or more reports ended; an error in set-up or collection counts as failed."""
+    """Outcomes of the test cases of one or more reports; an error in set-up or collection counts as failed."""
 
     passed: int = 0
     failed: int = 0
@@ -30,9 +30,9 @@ class Counts:
 
 
 def count_report(path: Path) -> Counts:
-    """Counts the test cases of a report; a report that is missing or was cut off holds no test.
+    """Count the test cases of a report; a missing or truncated report has none.
 
-    A test that fails and then fails again in its teardown is one failed test.
+    A test that fails and then again in its teardown is one failed test.
     """
     try:
         root = ElementTree.parse(path).getroot()
@@ -52,7 +52,7 @@ def count_report(path: Path) -> Counts:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the sum over the reports named by `arguments`."""
+    """Print the sum over the reports `arguments`. Returns: the exit code."""
     total = sum((count_report(Path(argument)) for argument in arguments), Counts())
     print(total)
     return 1 if total.passed == 0 or total.failed > 0 else 0

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/wire-protocol.md from the protos, the phases and the errors, or checks them for drift.
+"""Writes the tables of docs/wire-protocol.md from protos, phases and errors, or checks that they are current.
 
 python -m tools.wire_protocol write | check
 """
@@ -18,7 +18,7 @@ _SERVICE = re.compile(r"^service (\w+) \{")
 
 
 def calls(proto: str) -> list[tuple[str, str, str, str]]:
-    """(service, rpc, shape, comment) of each call in the text of a .proto file, in its order."""
+    """Parse the calls in the text of a .proto file: (service, rpc, shape, comment) of each."""
     service, comment = "", list[str]()
     found = list[tuple[str, str, str, str]]()
     for line in proto.splitlines():
@@ -36,10 +36,10 @@ def _shape(takes: str, returns: str) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Markdown of each generated part, by the name in its markers."""
+    """Generate the Markdown of each part, by the name in its markers."""
     rows = [row for path in sorted(PROTOS.glob("*/v1/*.proto")) for row in calls(path.read_text(encoding="utf-8"))]
     named = "\n".join(f"| `{service}` | `{name}` | {shape} | {comment} |" for service, name, shape, comment in rows)
-    errors = "\n".join(f"| `{each.reason}` | `{each.code.name}` | {_summary(each)} |" for each in ERRORS)
+    errors = "\n".join(f"| `{error.reason}` | `{error.code.name}` | {_summary(error)} |" for error in ERRORS)
     phases = "\n".join(
         f"| {rule.name.upper()} | {rule.trainer} | {rule.replica} | {rule.failure} |" for rule in (*ROUND, GIVE_UP)
     )
@@ -55,7 +55,7 @@ def _summary(error: type) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with each part between its markers made anew."""
+    """Return the page with the parts between its markers generated. Raises: SystemExit: a part has no markers."""
     for name, table in tables().items():
         pattern = rf"(<!-- {name}: generated -->\n).*?\n?(<!-- end -->)"
         page, count = re.subn(pattern, lambda found: found[1] + table + "\n" + found[2], page, flags=re.DOTALL)  # noqa: B023
@@ -65,7 +65,7 @@ def rendered(page: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns: 1 if `check` found the page out of date."""
+    """Write or check the page. Returns: 1 if `check` found it out of date, else 0. Raises: SystemExit: wrong usage."""
     if arguments not in (["write"], ["check"]):
         raise SystemExit(__doc__)
     now = PAGE.read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ from servicekit.life.exit_codes import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import tell_failure
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
 from trainer_service import app
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.ranks.world import Place
@@ -33,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config)
         # With every transport: ranks on GPUs compare these, and prove an NCCL group, before they agree on one.
         settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
-    except (ConfigError, ConfigErrors) as error:
+    except ConfigError as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         rank = os.environ.get("RANK", "0")
         tell_failure("trainer", failure_name(int(rank) if rank.isdigit() else 0), str(error))

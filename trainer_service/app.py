@@ -6,12 +6,13 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, DeadlineExceeded
+from servicekit.errors import DeadlineExceeded
+from servicekit.life.announcing import announce
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main, run_until_stopped
+from servicekit.life.tasks import DEADLINE, failing, first_of
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import ServiceRecord
@@ -92,10 +93,10 @@ class _RankZero:
             # Last: whoever leads later than this calls first.
             servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._leader))
             lost: asyncio.Future[None] = loop.create_future()
-            await asyncio.to_thread(self._announce, registry, address, metrics_port, _failing(lost))
-            server.set_ready(True)
-            tasks = [asyncio.create_task(_end_of(worker), name="ranks"), asyncio.create_task(_wait(lost), name="name")]
-            await run_until_stopped(stop, tasks)
+            record = self._record(address, metrics_port)
+            ttl_s = self._settings.config.sync.lease_ttl_s
+            server.set_ready(await announce(registry, record, ttl_s, stop, failing(lost)))
+            await run_until_stopped(stop, {"ranks": asyncio.wrap_future(worker.ended), "name": lost})
             return await self._shut_down(server, commander, worker)
         finally:
             server.set_ready(False)
@@ -107,15 +108,14 @@ class _RankZero:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
         return newest_leader(group, 2 * self._settings.config.sync.lease_ttl_s)
 
-    def _announce(self, registry: Registry, address: str, metrics_port: int, on_lost: Callable[[str], None]) -> None:
-        record = ServiceRecord(
+    def _record(self, address: str, metrics_port: int) -> ServiceRecord:
+        return ServiceRecord(
             role="trainer",
             name=NAME,
             address=self._environment.advertised(address),
             metrics_address=self._environment.advertised(metrics_port),
             worker_id=secrets.token_hex(8),
         )
-        registry.announce_when_free(record, self._settings.config.sync.lease_ttl_s, on_lost)
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, worker: Worker) -> int:
         """Refuse new calls, finish running ones, stop all ranks."""
@@ -123,7 +123,7 @@ class _RankZero:
         stopping = commander.submit(Command.STOP)
         try:
             await asyncio.wait_for(asyncio.wrap_future(stopping), DRAIN_GRACE_S)
-            await asyncio.wait_for(_end_of(worker), DRAIN_GRACE_S)
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(worker.ended)), DRAIN_GRACE_S)
         except TimeoutError:
             log.error("ranks did not stop in time", seconds=DRAIN_GRACE_S, activity=commander.current.name.lower())
             return EXIT_FAILED
@@ -150,17 +150,15 @@ async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
 
 async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None:
     """Follows rank 0 to the end. Raises: DeadlineExceeded: asked to stop, and rank 0 does not see to it."""
-    ended = asyncio.create_task(_end_of(worker), name="ranks")
-    asked = asyncio.create_task(stop.wait(), name="stop")
-    waits: set[asyncio.Task[Any]] = {ended, asked}
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if not ended.done() and worker.liveness is not None:
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone already
-            worker.liveness.ask_to_stop(f"rank {rank} was asked to stop")
-        await asyncio.wait({ended}, timeout=3 * DRAIN_GRACE_S)
-    if not ended.done():
+    ended = asyncio.wrap_future(worker.ended)
+    first = await first_of({"ranks": ended, "stop": stop})
+    if first.name == "stop":
+        if worker.liveness is not None:
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone already
+                worker.liveness.ask_to_stop(f"rank {rank} was asked to stop")
+        first = await first_of({"ranks": ended}, timeout_s=3 * DRAIN_GRACE_S)
+    if first.name == DEADLINE:
         raise DeadlineExceeded(f"rank 0 did not stop rank {rank} within {3 * DRAIN_GRACE_S:g} s")
-    await ended
 
 
 @contextlib.asynccontextmanager
@@ -186,30 +184,4 @@ async def _loaded(worker: Worker, stop: asyncio.Event) -> bool:
 
     Returns: False if the process was asked to stop first. Raises: why the model could not be loaded.
     """
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    loaded = asyncio.ensure_future(asyncio.wrap_future(worker.loaded))
-    waits: set[asyncio.Future[Any]] = {stopped, loaded}
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not loaded.done():
-        return False
-    await loaded
-    return True
-
-
-def _failing(future: "asyncio.Future[None]") -> Callable[[str], None]:
-    """A callback for other threads that fails the future with what it is told."""
-    loop = future.get_loop()
-
-    def fail(why: str) -> None:
-        loop.call_soon_threadsafe(lambda: None if future.done() else future.set_exception(Aborted(why)))
-
-    return fail
-
-
-async def _wait(future: "asyncio.Future[None]") -> None:
-    await future
-
-
-async def _end_of(worker: Worker) -> None:
-    await asyncio.shield(asyncio.wrap_future(worker.ended))
+    return (await first_of({"loaded": asyncio.wrap_future(worker.loaded), "stop": stop})).name == "loaded"

@@ -6,26 +6,21 @@ ends, so do the others, and the exit code is that of the first that failed.
 """
 
 import argparse
-import contextlib
+import asyncio
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
-from servicekit.logs import configure_logging, get_logger
+from servicekit.life.lifecycle import run_main
+from servicekit.life.processes import Program, run_together
+from servicekit.logs import configure_logging
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
 
 PER_HOST, HOST_INDEX = "TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"
 # A rank drains for 30 s, then all ranks have as long to stop (trainer_service.app); after that they are killed.
 STOP_GRACE_S = 70.0
-
-log = get_logger(__name__)
 
 
 def ranks_here(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
@@ -60,78 +55,22 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(f"environment variable {name}={environ[name]!r} is not a whole number") from None
 
 
-@dataclass(kw_only=True)
-class RankProcesses:
-    """The rank processes, from start to the last one's end. Lives on the main thread, where signals are handled."""
-
-    grace_s: float = STOP_GRACE_S
-    _names: dict[int, str] = field(default_factory=dict, init=False)
-    # Kept: a Popen that nobody holds is waited for by the next one, and its exit code is lost.
-    _children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
-    _failed: int = field(default=EXIT_OK, init=False)
-    _asked: bool = field(default=False, init=False)
-
-    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-        """Starts a process for each environment (added to ours) and waits for all.
-
-        Returns: the exit code of the first that failed (128 + number for a signal), 0 if none did.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: self._stop(signal.Signals(received).name))
-        signal.signal(signal.SIGALRM, lambda *_: self._signal(signal.SIGKILL))
-        for environment in environments:
-            # Not our group: Ctrl-C in a terminal is ours to pass on, once.
-            child = subprocess.Popen(command, env={**os.environ, **environment}, process_group=0)
-            self._children.append(child)
-            self._names[child.pid] = f"rank {environment['RANK']}"
-            if self._asked:  # while this one was being started
-                self._signal(signal.SIGTERM)
-        while self._names:
-            # As a container's first process we also inherit orphans; they are collected and forgotten here.
-            pid, status = os.wait()
-            name = self._names.pop(pid, None)
-            if name is not None:
-                self._ended(name, os.waitstatus_to_exitcode(status))
-        return self._failed
-
-    def _ended(self, name: str, code: int) -> None:
-        if code == -signal.SIGTERM and self._asked:
-            code = EXIT_OK  # asked to end before it could listen: it was still importing
-        code = code if code >= 0 else 128 - code
-        log.info("trainer process ended", process=name, code=code)
-        self._failed = self._failed or code
-        if self._names:
-            self._stop(f"the end of {name}")
-
-    def _stop(self, why: str) -> None:
-        """Asks every process to end, and kills those that have not after the grace period."""
-        if not self._asked:
-            self._asked = True
-            log.info("stopping the ranks", why=why)
-            self._signal(signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, self.grace_s)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._names:
-            # Ended, and about to be collected.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the ranks. Returns: 2 for a bad configuration; otherwise see Ranks.run."""
+    """Run the ranks. Returns: 2 for a bad configuration; otherwise see run_together."""
     parser = argparse.ArgumentParser(prog="python -m trainer_service.host", description="All trainer ranks of a host.")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file (YAML)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     options = parser.parse_args(arguments)
-    configure_logging("trainer", rank="host")
-    try:
+
+    async def ranks(stop: asyncio.Event) -> int:
+        configure_logging("trainer", rank="host")
         environments = ranks_here(os.environ, load_config(options.config).trainer.world_size)
-    except (ConfigError, ConfigErrors) as error:
-        log.error("bad configuration", error=str(error))
-        return EXIT_BAD_CONFIG
-    command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
-    return RankProcesses().run([*command, "--resume"] if options.resume else command, environments)
+        command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
+        command += ["--resume"] if options.resume else []
+        programs = [Program(name=f"rank {each['RANK']}", command=command, env=each) for each in environments]
+        return await run_together(programs, stop, grace_s=STOP_GRACE_S)
+
+    return run_main("trainer", ranks)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem_files.run_paths import Written, inside, replaceable
+from tandem_files.run_paths import FolderKind, inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
-from trainer_service.batch.receive import ReceivedStep, receive_batches, receive_header
+from trainer_service.batch.receive import ReceivedStep, receive_chunks, receive_header
 from trainer_service.engine import TrainerEngine
 from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
@@ -33,8 +33,8 @@ from weightsync.transfer.hf_files import EXPORT_MARK
 
 # A step is repeated right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-CHECKPOINT = Written(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
-EXPORT = Written(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
+CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
+EXPORT = FolderKind(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)
@@ -92,20 +92,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence.admit(step.header.fence)
         if step_id not in self._steps:
             check_version(step.header.policy_version, engine.policy_version)
-            await receive_batches(request_iterator, step)
+            await receive_chunks(request_iterator, step)
             # in a thread: a large batch must not hold up health checks
-            await asyncio.to_thread(_check_step, step, engine)
+            parts = await asyncio.to_thread(_step_parts, step, engine)
             self._fence.admit(step.header.fence)  # another may have taken over while the samples came
-        if step_id not in self._steps:  # nor did another call bring it meanwhile
-            self._steps[step_id] = asyncio.create_task(self._train(step), name=f"step-{step_id}")
-            while len(self._steps) > KEPT_REPLIES:
-                self._steps.popitem(last=False)
+            if step_id not in self._steps:  # nor did another call bring it meanwhile
+                self._steps[step_id] = asyncio.create_task(self._train(step, parts), name=f"step-{step_id}")
+                while len(self._steps) > KEPT_REPLIES:
+                    self._steps.popitem(last=False)
         # a caller that goes away does not stop a step that other ranks have begun
         return await asyncio.shield(self._steps[step_id])
 
-    async def _train(self, step: ReceivedStep) -> pb.TrainStepResponse:
+    async def _train(self, step: ReceivedStep, parts: Sequence[bytes]) -> pb.TrainStepResponse:
         received_s = time.perf_counter() - step.started_s
-        parts = [step.header.SerializeToString(), *(batch.SerializeToString() for batch in step.micro_batches)]
         try:
             replies = await asyncio.wrap_future(self._commander.submit(Command.TRAIN_STEP, parts))
         except TandemError as error:
@@ -132,9 +131,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """A reply per message, in order."""
         engine = self._ready()
         async for request in request_iterator:
-            await asyncio.to_thread(merge, [request.micro_batch], engine.limits)
-            body = request.micro_batch.SerializeToString()
-            replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, [body]))
+            samples = await asyncio.to_thread(merge, [request.chunk], engine.limits)
+            replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, samples.to_parts()))
             yield pb.ComputeLogprobsResponse.FromString(replies[0])
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
@@ -213,6 +211,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return await asyncio.shield(replies)
 
 
-def _check_step(step: ReceivedStep, engine: TrainerEngine) -> None:
-    samples = merge(step.micro_batches, engine.limits)
+def _step_parts(step: ReceivedStep, engine: TrainerEngine) -> list[bytes]:
+    """The command of a step: samples are joined and checked here, once; ranks are given arrays, rank 0 like the others.
+
+    Raises: InvalidRequest: as merge and check_updates.
+    """
+    samples = merge(step.chunks, engine.limits)
     check_updates(samples, step.header.num_updates, step.header.num_samples)
+    return [step.header.SerializeToString(), *samples.to_parts()]

@@ -112,7 +112,7 @@ class Worker:
         self.liveness.on_interrupt = member.interrupt
         self.loaded.set_result(engine)
         try:
-            handlers = CommandHandlers(engine, Publisher(member), self._settings.config.model.path)
+            handlers = CommandHandlers(engine, Publisher(member.run_phase), self._settings.config.model.path)
             self._serve(Wire(group), handlers.table())
             self.liveness.end()
         finally:

@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
+from servicekit.life.tasks import first_of
 
 T = TypeVar("T")
 
@@ -30,17 +31,11 @@ async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, p
 
     Raises: what `call` raises; PeerLost: no answer to a probe within probe_timeout_s.
     """
-    work = asyncio.create_task(call, name=f"call-{service.name}")
-    probes = asyncio.create_task(_probe(service, probe_timeout_s), name=f"probe-{service.name}")
-    try:
-        await asyncio.wait({work, probes}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            probes.result()
-        return await work
-    finally:
-        for task in (work, probes):
-            task.cancel()
-        await asyncio.gather(work, probes, return_exceptions=True)
+    first = await first_of(
+        {f"call of {service.name}": call, f"probe of {service.name}": _probe(service, probe_timeout_s)}
+    )
+    answer: T = first.value
+    return answer
 
 
 async def _probe(service: ProbedService, probe_timeout_s: float) -> None:

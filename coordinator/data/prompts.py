@@ -26,11 +26,6 @@ class PromptSet:
     # Prompts left out because they were longer than data.max_prompt_tokens.
     num_dropped: int
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(prompt.token_ids) for prompt in self.prompts)
-
     def digest(self) -> str:
         """xxh3-128 in hex of every prompt's tokens and answer, in order: equal data, whatever file it came from."""
         digest = xxhash.xxh3_128()

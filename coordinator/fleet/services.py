@@ -12,7 +12,8 @@ from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.leaving import TrainerLost
 from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
-from servicekit.life.lifecycle import cancel, watch
+from servicekit.life.lifecycle import watch
+from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from coordinator.sync.weights import is_retriable
 from servicekit.errors import DeadlineExceeded, TandemError
-from servicekit.life.lifecycle import cancel
+from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 
 # Brings a version to replicas that are there and do not serve it; others go on undisturbed.

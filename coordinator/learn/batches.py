@@ -1,20 +1,27 @@
-"""Step 6: scored groups to a train step: chosen samples, optimizer updates, micro-batches.
+"""Step 6: scored groups to a train step: chosen samples, optimizer updates, chunks for the wire.
 
-Legend: P prompts, G completions per prompt, S samples. Lengths and plans are NumPy; the wire messages are filled from
-the samples' arrays at the end, the only place that knows protobuf.
+Which samples go through the model together is the trainer's to say (trainer_service/batch). Legend: P prompts, G
+completions per prompt, S samples. The wire messages are filled from the samples' arrays at the end, the only place that
+knows protobuf.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.flow import Completion, Group, Prompt, TrainBatch
+from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_api.trainer.v1 import trainer_pb2
 
 Indices = NDArray[np.int64]
+
+# At most, on the wire: a token id as a varint, a log-prob; beside them a sample's lengths, advantage and flag (21 with
+# the prefix of its name), and what a message has once (48).
+_ID_BYTES, _LOGPROB_BYTES, _OVERHEAD_BYTES = 5, 4, 96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +36,11 @@ class Sample:
     trainable: bool
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and completion tokens."""
-        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+    def wire_bytes(self) -> int:
+        """Bytes that it adds to a message, at most."""
+        completion = len(self.completion.token_ids)
+        ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
+        return ids + _LOGPROB_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
 
 
 def select_samples(
@@ -79,64 +88,63 @@ def split_updates(num_samples: int, num_updates: int, rng: np.random.Generator) 
     return np.array_split(rng.permutation(num_samples), min(num_updates, num_samples))
 
 
-def cut_micro_batches(lengths_S: Indices, max_tokens: int) -> list[Indices]:
-    """Cut samples into micro-batches of at most `max_tokens` padded tokens, longest first so that padding is small.
+def chunk_starts(bytes_S: Sequence[int], max_bytes: int) -> list[int]:
+    """Where to cut consecutive samples into chunks of at most `max_bytes`; a larger sample is a chunk of its own.
 
     Args:
-        lengths_S: [S] tokens of each sample.
-        max_tokens: bound on (samples * longest sample) of a micro-batch.
-    Returns: positions in lengths_S; each position occurs once.
-    Raises: ValueError: a sample alone is longer than max_tokens.
+        bytes_S: [S] bytes of each sample.
+    Returns: the first sample of every chunk but the first.
 
-    >>> [part.tolist() for part in cut_micro_batches(np.array([2, 6, 5, 2]), 12)]
-    [[1, 2], [0, 3]]
+    >>> chunk_starts([3, 4, 5, 20, 1], 8)
+    [2, 3, 4]
     """
-    order = np.argsort(-lengths_S, kind="stable")
-    parts: list[Indices] = []
-    start = 0
-    while start < len(order):
-        longest = int(lengths_S[order[start]])
-        if longest > max_tokens:
-            raise ValueError(
-                f"a sample of {longest} tokens does not fit trainer.max_tokens_per_micro_batch = {max_tokens}: raise it"
-            )
-        parts.append(order[start : start + max_tokens // longest])
-        start += max_tokens // longest
-    return parts
+    starts: list[int] = []
+    size = 0
+    for index, num_bytes in enumerate(bytes_S):
+        if size > 0 and size + num_bytes > max_bytes:
+            starts.append(index)
+            size = 0
+        size += num_bytes
+    return starts
 
 
-def pack(
+def make_batch(
     samples: Sequence[Sample],
     *,
     step_id: str,
     policy_version: int,
     num_updates: int,
-    max_tokens: int,
     rng: np.random.Generator,
+    chunk_bytes: int = SAMPLE_CHUNK_BYTES,
 ) -> TrainBatch:
-    """Pack samples into one train step; `num_updates` of the result is smaller where samples are fewer.
+    """Lay samples out as one train step; `num_updates` of the result is smaller where samples are fewer.
 
-    Raises: ValueError: a sample alone exceeds `max_tokens` padded tokens.
+    Args:
+        chunk_bytes: of a message, at most. It decides nothing of the step but how many messages it is.
     """
-    lengths_S = np.fromiter((sample.num_tokens for sample in samples), dtype=np.int64, count=len(samples))
     updates = split_updates(len(samples), num_updates, rng)
-    micro_batches = tuple(
-        _micro_batch(update_index, [samples[i] for i in members[part].tolist()])
+    chunks = tuple(
+        _chunk(update_index, part)
         for update_index, members in enumerate(updates)
-        for part in cut_micro_batches(lengths_S[members], max_tokens)
+        for part in _chunks([samples[i] for i in members.tolist()], chunk_bytes)
     )
     return TrainBatch(
         step_id=step_id,
         policy_version=policy_version,
         num_samples=len(samples),
         num_updates=len(updates),
-        micro_batches=micro_batches,
+        chunks=chunks,
     )
 
 
-def _micro_batch(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.MicroBatch:
-    """The wire form of samples that go through the model together; ragged fields flattened in sample order."""
-    message = trainer_pb2.MicroBatch(
+def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Sample]]:
+    starts = chunk_starts([sample.wire_bytes for sample in samples], max_bytes)
+    return (samples[start:end] for start, end in pairwise([0, *starts, len(samples)]))
+
+
+def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
+    """The wire form of samples of one update; ragged fields flattened in sample order."""
+    message = trainer_pb2.SampleChunk(
         update_index=update_index,
         sample_ids=[sample.sample_id for sample in samples],
         prompt_lengths=[len(sample.prompt.token_ids) for sample in samples],

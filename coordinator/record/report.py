@@ -31,7 +31,7 @@ _TRAINER_FIELDS = (
     "learning_rate",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
-_PARTS = ("generate", "reward", "pack", "train", "sync", "checkpoint", "evaluate", "report")
+_PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "evaluate", "report")
 
 
 @dataclass(frozen=True, kw_only=True)

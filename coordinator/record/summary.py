@@ -13,7 +13,7 @@ _TIMES = (
     "generate_s",
     "engine_s",
     "reward_s",
-    "pack_s",
+    "batch_s",
     "train_s",
     "trainer_compute_s",
     "sync_s",

@@ -16,7 +16,7 @@ from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import Fleet
 from coordinator.flow import ReplicaOutcome, SyncResult
-from coordinator.lead import Lead, SoleLead
+from coordinator.lead import Lead
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import Present, RollCall, WeightGroup, parallel_sizes, seeded_version
 from coordinator.sync.sync_report import RoundReports
@@ -130,7 +130,7 @@ class WeightSync:
         fleet: Fleet,
         group: WeightGroup,
         settings: SyncSection,
-        lead: Lead | None = None,
+        lead: Lead,
         min_replicas: int = 1,
         rejoin_timeout_s: float = 0.0,
         disk_folder: str = "",
@@ -141,7 +141,7 @@ class WeightSync:
         self._fleet = fleet
         self._group = group
         self._settings = settings
-        self._lead: Lead = SoleLead() if lead is None else lead
+        self._lead = lead
         self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
         self._disk_folder = disk_folder
         self._failed_rounds = 0

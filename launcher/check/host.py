@@ -17,7 +17,11 @@ _ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer")
 
 
 def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProblem]:
-    """Problems of this machine; what is merely slow is a warning."""
+    """Check this machine: engines, Redis, cache folder, GPUs or cores; what only makes a run slow is a warning.
+
+    Args:
+        redis_url: REDIS_URL if the user gave one.
+    """
     for package, extra in _ENGINES:
         if importlib.util.find_spec(package) is None:
             yield ConfigProblem(
@@ -34,9 +38,9 @@ def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProbl
 
 
 def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
-    """What PREPARE refuses on GPUs (weightsync/transfer/transports/links.py): an error where the run would use them.
+    """Report what PREPARE refuses on GPUs (weightsync/transfer/transports/links.py): an error if the run uses GPUs.
 
-    Pods may have GPUs where this machine has none; on CPUs nothing hangs.
+    A warning for a run in pods, which may have GPUs where this machine has none. On CPUs it cannot hang.
     """
     plan = plan_devices(config, gpus)
     on_gpus, in_pods = plan.available >= plan.needed, config.fleet.kind == "kubernetes"
@@ -54,20 +58,20 @@ def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]
 
 
 def _check_home() -> Iterator[ConfigProblem]:
-    """torch and SGLang keep caches below HOME, and end with a traceback where they cannot."""
+    """Check that torch and SGLang can write their caches: without them they end with a traceback."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home())
     existing = next(parent for parent in (home, *home.parents) if parent.exists())
     if not is_writable(existing):
         yield ConfigProblem(
             key="XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME",
             value=str(home),
-            message=f"nothing can be written in {existing}, and the engines keep caches there",
+            message=f"{existing} is not writable, and the engines keep caches there",
             suggestion="set HOME to a folder of your own, e.g. HOME=/tmp/home",
         )
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in it: tried, since rights say nothing of /proc or of a read-only mount."""
+    """Whether files can be created in `folder`: tried, since permission bits say nothing of a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -76,7 +80,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
-    """REDIS_URL must answer; without one there must be a server that can be started."""
+    """Check that the server of REDIS_URL answers or, without one, that a Redis server is installed."""
     try:
         if redis_url is None:
             find_server()
@@ -103,7 +107,7 @@ def _check_gpus(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
 
 
 def _check_cores(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Trainer and rollouts take turns, so each side alone has to fit."""
+    """Compare processes with cores; trainer and rollouts take turns, so each side is counted alone."""
     cores = len(os.sched_getaffinity(0))
     sides = {
         "trainer.tensor_parallel": (config.trainer.tensor_parallel, trainer_world_size(config)),

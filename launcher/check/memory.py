@@ -1,4 +1,4 @@
-"""Whether a configuration fits the GPUs' memory: a line for each side, and what to change where it does not."""
+"""Checks a configuration against the memory of the GPUs: a line per side, and what to change where it does not fit."""
 
 import subprocess
 from collections.abc import Iterator
@@ -14,24 +14,24 @@ from tandem_config.schema import RunConfig
 from weightsync.model.spec import ModelSpec
 
 GIB = 2**30
-# of a GPU; beyond it what is not counted (CUDA, NCCL, fragments) may be too much
+# Share of a GPU's memory; above it, what is not counted (CUDA, NCCL, fragments) may not fit.
 NEAR = 0.9
 _ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Lines to print, and problems: over a GPU's memory, or near it."""
+    """Lines to print, and the problems: errors above a GPU's memory, warnings near it."""
 
     lines: tuple[str, ...] = ()
     problems: tuple[ConfigProblem, ...] = ()
 
 
 def memory_report(draft: Draft, gib: float | None) -> MemoryReport:
-    """The budget of a drafted configuration; empty where it, or its model, is too wrong to be counted.
+    """Work out the memory of each side; empty if the configuration or its model is invalid.
 
     Args:
-        gib: of each GPU; None: what nvidia-smi says, and nothing at all where the run would not use GPUs.
+        gib: memory of each GPU; None: as nvidia-smi reports it, and an empty report if the run would not use GPUs.
     """
     if draft.config is None or draft.bad_keys:
         return MemoryReport()
@@ -42,12 +42,12 @@ def memory_report(draft: Draft, gib: float | None) -> MemoryReport:
         spec = ModelSpec.from_folder(draft.config.model.path)
         report = check_memory(draft.config, spec, gib)
     except ConfigError:
-        return MemoryReport()  # named by check_model
+        return MemoryReport()  # check_model reports it
     return replace(report, problems=tuple(draft.placed(report.problems)))
 
 
 def gpu_memory_gib(config: RunConfig) -> float | None:
-    """GiB of the smallest GPU in sight, by nvidia-smi; None where the run would use none, or nvidia-smi is missing."""
+    """Ask nvidia-smi for the memory of the smallest visible GPU, in GiB; None if the run uses no GPU or it fails."""
     gpus = visible_gpus()
     plan = plan_devices(config, gpus)
     if plan.available < plan.needed:
@@ -61,11 +61,11 @@ def gpu_memory_gib(config: RunConfig) -> float | None:
 
 
 def check_memory(config: RunConfig, spec: ModelSpec, gib: float) -> MemoryReport:
-    """The budget of a trainer rank (of the stage that needs most) and of a rollout rank on GPUs of `gib` GiB.
+    """Compare a trainer rank (of the stage that needs most) and a rollout rank with GPUs of `gib` GiB.
 
     Raises: ConfigError: the parallel sizes do not fit the model.
     """
-    trainer = max(trainer_memory(config, spec), key=lambda each: each.peak)
+    trainer = max(trainer_memory(config, spec), key=lambda stage: stage.peak)
     rollout = rollout_memory(config, spec)
     problems = [*_trainer_problems(config, spec, trainer, gib), *_rollout_problems(config, rollout, gib)]
     lines = (_trainer_line(config, trainer, gib), _rollout_line(config, rollout, gib))

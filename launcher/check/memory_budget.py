@@ -1,13 +1,13 @@
-"""GPU memory of each trainer rank and rollout rank, in bytes, worked out from the settings: no GPU, no torch.
+"""GPU memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
 
 The trainer is counted as trainer_service.megatron_engine builds it: no recomputation, no distributed optimizer, flash
-attention, the micro-batch as full as it may be and every token of it a completion's. Two moments can be the highest:
-the loss (every layer's activations and the logits) and the optimizer (AdamW works on all parameters at once). A
-mixture's tokens are taken as evenly spread over the experts.
+attention. The micro-batch is taken as full, and all of its tokens as completion tokens. Memory peaks either at the loss
+(every layer's activations and the logits) or in the optimizer (AdamW updates all parameters in one call). The tokens of
+a mixture of experts are taken as evenly spread over the experts.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
-estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); a layer's own passing
-tensors; a kernel that a GPU may have for context parallelism's masked attention, which would need less.
+estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); temporary tensors inside a
+layer. Overestimated: masked attention under context parallelism, if the GPU has a fused kernel for it.
 """
 
 import math
@@ -23,7 +23,7 @@ from weightsync.plans.limits import bucket_bytes, largest_message
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT = 4
-# largest messages that a rank keeps (sync.bucket_mib)
+# message buffers of a rank, each as large as the largest message (sync.bucket_mib)
 _BUCKETS = 2
 # SGLang's own reserve for CUDA graphs (arg_groups/memory_hook.py): for each request of the largest decode batch that it
 # captures (512 at most), and for each of the 58 prompt sizes up to 8,192 tokens.
@@ -33,11 +33,14 @@ _GRAPH_PROMPTS = 58 * 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
-    """A trainer rank of one pipeline stage, in bytes.
+    """Memory of a trainer rank of one pipeline stage, in bytes.
 
-    resident: parameters, float32 gradients, AdamW's state and (bfloat16) its float32 parameters. activations: what the
-    layers keep for the backward pass, of every micro-batch under way. logits: of the local vocabulary, at their most.
-    optimizer: what AdamW adds while it steps. buffers: of a weight sync.
+    Attributes:
+        resident: parameters, float32 gradients, AdamW's state and, for bfloat16, its float32 parameters.
+        activations: what the layers keep for the backward pass, of all micro-batches in flight.
+        logits: of the local vocabulary, at their peak.
+        optimizer: temporary memory of AdamW's step.
+        buffers: message buffers of a weight sync.
     """
 
     stage: int
@@ -49,17 +52,17 @@ class TrainerMemory:
 
     @property
     def forward(self) -> int:
-        """At the loss, which ends the forward pass and begins the backward one."""
+        """Bytes at the loss, between the forward and the backward pass."""
         return self.resident + self.activations + self.logits
 
     @property
     def peak(self) -> int:
-        """At the highest moment of a step or a weight sync."""
+        """Most bytes at any moment of a train step or a weight sync."""
         return self.resident + max(self.activations + self.logits, self.optimizer, self.buffers)
 
     @property
     def moment(self) -> str:
-        """Which one that is."""
+        """The moment of the peak, as text for messages."""
         moments = {
             "at the forward's peak": self.activations + self.logits,
             "in the optimizer": self.optimizer,
@@ -70,7 +73,15 @@ class TrainerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """A rollout rank, in bytes. spare: sync.install staged; graphs: CUDA graphs; token: the KV cache of one token."""
+    """Memory of a rollout rank, in bytes.
+
+    Attributes:
+        graphs: CUDA graphs.
+        spare: second copy of the weights, for `sync.install: staged`.
+        buffers: message buffers of a weight sync.
+        token: KV cache of one token.
+        wanted_tokens: tokens that the KV cache should hold.
+    """
 
     weights: int
     graphs: int
@@ -80,19 +91,19 @@ class RolloutMemory:
     wanted_tokens: int
 
     def cache_tokens(self, static: int) -> int:
-        """KV cache tokens that fit beside the weights into `static` bytes, at most those that are wanted."""
+        """Return how many tokens of KV cache fit into `static` bytes beside the weights; at most `wanted_tokens`."""
         return max(0, min(self.wanted_tokens, (static - self.weights) // self.token))
 
     def peak(self, static: int) -> int:
-        """Weights, KV cache, CUDA graphs and what a weight sync needs."""
+        """Sum up weights, KV cache (in `static` bytes with the weights), CUDA graphs and what a weight sync needs."""
         return self.weights + self.cache_tokens(static) * self.token + self.graphs + self.spare + self.buffers
 
 
 def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: float = 1.0) -> list[TrainerMemory]:
-    """The first rank of every pipeline stage.
+    """Estimate the memory of the first rank of every pipeline stage.
 
     Args:
-        completion_share: of a micro-batch's tokens, those that are completions' and so have a loss.
+        completion_share: share of a micro-batch's tokens that belong to completions and so have a loss; 0 to 1.
     Raises: ConfigError: the parallel sizes do not fit the model.
     """
     parallel = Parallel(**config.trainer.parallel_sizes)
@@ -133,13 +144,13 @@ def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks:
 
 
 def _chunks_under_way(parallel: Parallel, stage: int) -> int:
-    """Forward passes of a chunk whose backward pass is still to come, at most, in mcore's schedules."""
+    """Return the most forward passes of a chunk that await their backward pass, in mcore's schedules."""
     later, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
     return later + 1 if virtual == 1 else 2 * later + (virtual - 1) * parallel.pipeline + 1
 
 
 def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:
-    """Bytes that one layer keeps of one micro-batch."""
+    """Return the bytes that one layer keeps of one micro-batch."""
     tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
     q = spec.size("q") // parallel.tensor
     kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
@@ -159,9 +170,9 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
 
 
 def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
-    """What attention keeps under context parallelism, whose mask and grouped heads together fit no fused kernel.
+    """Return the bytes that attention keeps under context parallelism: no fused kernel has its mask and grouped heads.
 
-    Float32 queries, keys and values of every head and all ranks, and each token's weight of every column of its row.
+    Float32 queries, keys and values of every head and all ranks, and the attention weights: tokens x columns per head.
     """
     columns = _longest(config, tokens * parallel.context)
     return tokens * ((1 + 2 * parallel.context) * q + heads * columns) * _FLOAT
@@ -171,16 +182,17 @@ def _mlp(spec: ModelSpec, parallel: Parallel, layer: int, tokens: int, split: in
     if not spec.has_experts(layer):
         # gate and up, the activated gate, mcore's up + 0, their product
         return 5 * tokens * (spec.ffn_size // parallel.tensor) * width
-    chosen = split * spec.experts_per_token * parallel.expert_tensor
+    routed = split * spec.experts_per_token * parallel.expert_tensor
     # as above, the product times the router's weight, and the tokens sorted by expert, before and after
-    each = 6 * (spec.expert_ffn_size // parallel.expert_tensor) + 2 * spec.hidden_size
-    return chosen * each * width + 3 * split * spec.num_experts * _FLOAT
+    per_token = 6 * (spec.expert_ffn_size // parallel.expert_tensor) + 2 * spec.hidden_size
+    return routed * per_token * width + 3 * split * spec.num_experts * _FLOAT
 
 
 def _logits(config: RunConfig, spec: ModelSpec, parallel: Parallel, completion_share: float) -> int:
-    """All tokens' logits (mcore makes them float32), the completions', and three more of those (vocab_parallel.py).
+    """Return the bytes of the logits at their peak.
 
-    The backward pass has four in float32 instead, and one more for an entropy bonus.
+    Forward: the logits of all tokens (mcore makes them float32) and four float32 copies of the completions' part
+    (vocab_parallel.py). Backward: four copies of the completions' part, and a fifth for an entropy bonus.
     """
     tokens, columns = _tokens(config, parallel), padded_vocabulary(spec, parallel.tensor) // parallel.tensor
     completions = int(tokens * completion_share)
@@ -190,7 +202,7 @@ def _logits(config: RunConfig, spec: ModelSpec, parallel: Parallel, completion_s
 
 
 def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
-    """A rank of a replica. Raises: ConfigError: the parallel sizes do not fit the model."""
+    """Estimate the memory of a replica's rank. Raises: ConfigError: the parallel sizes do not fit the model."""
     rollout = config.rollout
     layout = sglang_layout(spec, Parallel(tensor=rollout.tensor_parallel, expert=rollout.expert_parallel))
     width = 2 if config.sync.dtype == "bfloat16" else _width(config)
@@ -207,12 +219,12 @@ def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
 
 
 def fitting_tokens(config: RunConfig, spec: ModelSpec, memory: float) -> int:
-    """trainer.max_tokens_per_micro_batch halved until the trainer's peak is at most `memory` bytes; 0: none does."""
+    """Halve trainer.max_tokens_per_micro_batch until the trainer's peak is at most `memory` bytes; 0 if none fits."""
     tokens = config.trainer.max_tokens_per_micro_batch // 2
     while tokens >= 1:
         smaller = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
         found = trainer_memory(config.model_copy(update={"trainer": smaller}), spec)
-        if max(each.peak for each in found) <= memory:
+        if max(stage.peak for stage in found) <= memory:
             return tokens
         tokens //= 2
     return 0
@@ -223,12 +235,12 @@ def _width(config: RunConfig) -> int:
 
 
 def _tokens(config: RunConfig, parallel: Parallel) -> int:
-    """Tokens of a full micro-batch on one rank."""
+    """Return the tokens of a full micro-batch on one rank."""
     return -(-config.trainer.max_tokens_per_micro_batch // parallel.context)
 
 
 def _split_tokens(config: RunConfig, parallel: Parallel) -> int:
-    """Of those, what a rank holds between the layers."""
+    """Return the tokens that a rank holds between the layers: a part of them under sequence parallelism."""
     sequence_parallel = config.trainer.sequence_parallel and parallel.tensor > 1
     return -(-_tokens(config, parallel) // parallel.tensor) if sequence_parallel else _tokens(config, parallel)
 

@@ -1,6 +1,6 @@
-"""Everything that can be known to be wrong before anything expensive starts, all of it at once.
+"""Finds everything that can be known to be wrong before a process starts, and reports all of it together.
 
-The configuration itself is checked in `tandem_config`; here come the files, the host and the run's folder.
+`tandem_config` checks the configuration itself; this package adds the files, the host and the run's folder.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from tandem_config.problems import ConfigProblem
 
 
 def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None) -> list[ConfigProblem]:
-    """Problems and warnings of a drafted configuration, those of its text first.
+    """Return the errors and warnings of a drafted configuration, those of its text first.
 
     Args:
-        draft: what `draft_config` made of the file; keys that are bad there are not judged again.
+        draft: result of `draft_config`; keys that are invalid there are not checked again.
         redis_url: REDIS_URL if the user gave one.
-        resume: run folder to go on with.
+        resume: folder of the run to resume.
     """
     if draft.config is None:
         return list(draft.problems)

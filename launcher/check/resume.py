@@ -1,4 +1,4 @@
-"""Checks the folder that a run writes to, or goes on from."""
+"""Checks the folder that a run writes to, or resumes from."""
 
 import json
 from collections.abc import Iterator
@@ -26,24 +26,25 @@ MODEL_NOTE = "model.json"
 
 
 def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
-    """The output folder, or the folder in which it will be made, must be a writable folder."""
+    """Check that the output folder, or its nearest existing parent, is a writable folder."""
     folder = config.run.output_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
         yield _problem("run.output_dir", folder, f"{existing} is a file", "choose another folder")
     elif not is_writable(existing):
-        yield _problem("run.output_dir", folder, f"nothing can be written in {existing}", "choose another folder")
+        yield _problem("run.output_dir", folder, f"{existing} is not writable", "choose another folder")
 
 
 def check_resume(
     run_dir: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None = None
 ) -> Iterator[ConfigProblem]:
-    """The folder must be a run's, not running now, unfinished, with a sound checkpoint that fits the configuration.
+    """Check that the folder is of an unfinished run that does not run now, with a sound checkpoint that fits `config`.
 
     Reads every file of the checkpoint, to compare it with its digest.
 
     Args:
-        spec, codec: the configuration's model and tokenizer; without them what depends on them is not compared.
+        spec: the configuration's model; None: models are not compared.
+        codec: the configuration's tokenizer; None: data are not compared.
     """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         kind = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if run_dir.is_dir() else "no such folder"
@@ -58,7 +59,7 @@ def check_resume(
         yield _problem("--resume", run_dir, str(error), "")
         return
     if sound is None:
-        yield _problem("--resume", run_dir, "has no complete checkpoint to go on from", "start anew without --resume")
+        yield _problem("--resume", run_dir, "has no complete checkpoint to resume from", "start anew without --resume")
         return
     for complaint in sound.complaints():
         yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
@@ -69,19 +70,19 @@ def check_resume(
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
-    """Write down which model the run is of, for `check_resume`."""
+    """Record the sizes of the run's model, for `check_resume`."""
     (run_dir / MODEL_NOTE).write_text(json.dumps(asdict(spec), indent=2) + "\n", encoding="utf-8")
 
 
 def _check_same(
     run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None
 ) -> Iterator[ConfigProblem]:
-    """Everything at once that the checkpoint and the configuration must have in common and have not."""
+    """Report all differences between checkpoint and configuration that forbid a resume, as one problem."""
     different = [] if spec is None else _model_differences(run_dir, checkpoint, config.model.path, spec)
     if spec is not None and (checkpoint / TRAINER_META).is_file():
         meta = json.loads((checkpoint / TRAINER_META).read_text(encoding="utf-8"))
         own = identity(config, spec)
-        # the model's sizes are in the first already
+        # Where the models differ already, their sizes are not listed twice.
         different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
     if codec is not None and (checkpoint / COORDINATOR_FILE).is_file():
         different += _data_differences(checkpoint, config, codec)
@@ -89,14 +90,14 @@ def _check_same(
         yield _problem(
             "--resume",
             run_dir,
-            f"cannot go on with this configuration from {checkpoint.name}: {'; '.join(different)}",
+            f"cannot resume from {checkpoint.name} with this configuration: {'; '.join(different)}",
             "leave these settings as they were (docs/configuration.md, Resuming, says what may change), "
             "or start a new run",
         )
 
 
 def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:
-    """The checkpoint's fingerprint decides; the noted sizes say where two models differ."""
+    """Compare the checkpoint's fingerprint with the model's; the recorded sizes say where two models differ."""
     try:
         mark, fingerprint = read_complete(checkpoint), model_fingerprint(model)
     except (OSError, ValueError):
@@ -121,9 +122,11 @@ def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:
         noted: dict[str, Any] = json.loads((run_dir / MODEL_NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
+    # As read from JSON: tuples are lists there.
+    own: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
     return [
-        f"{name} {noted.get(name)} there, {value} here"
-        for name, value in asdict(spec).items()
+        f"{name} {noted.get(name)} in the run, {value} in the configuration"
+        for name, value in own.items()
         if noted.get(name) != value
     ]
 
@@ -131,7 +134,7 @@ def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:
 def _runs_beside(run_dir: Path) -> str:
     parent = run_dir.parent
     runs = sorted(entry.parent.name for entry in parent.glob(f"*/{RESOLVED_CONFIG}"))[:5] if parent.is_dir() else []
-    return f"runs there: {', '.join(runs)}" if runs else "give a folder that `tandem run` has made"
+    return f"runs beside it: {', '.join(runs)}" if runs else "give a folder that `tandem run` has made"
 
 
 def _problem(key: str, path: Path, message: str, suggestion: str) -> ConfigProblem:

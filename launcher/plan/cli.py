@@ -1,4 +1,4 @@
-"""The options of `tandem plan`. Heavy imports happen inside, so that --help answers at once."""
+"""The options of `tandem plan`. Heavy imports happen inside, so that --help stays quick."""
 
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(Enum):
-    """Types that a sync can carry."""
+    """Types in which weights can be sent."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -27,13 +27,13 @@ TrainerSizes = Annotated[
         metavar="SIZES",
         help=(
             "tp, pp, dp, cp, ep, etp, vpp, first, last (layers of those stages), embedding=1, loss=1 (each counts "
-            "as a layer). What is left out is 1, or chosen so that it fits."
+            "as a layer). Sizes not given are 1, or chosen so that the model fits."
         ),
     ),
 ]
 RolloutSizes = Annotated[str, typer.Option(metavar="SIZES", help="tp, and ep of its ranks.")]
 Replicas = Annotated[int, typer.Option(min=1, max=100_000, help="Rollout replicas.")]
-TravelDtype = Annotated[Dtype, typer.Option(help="Type that travels.")]
+TravelDtype = Annotated[Dtype, typer.Option(help="Type in which weights are sent.")]
 BucketMib = Annotated[
     float | None,
     typer.Option(help="Largest message, in MiB; by default 256 divided by the replicas, at least 4, as between GPUs."),
@@ -82,7 +82,7 @@ def plan(
     simulate: Simulate = False,
     faults: Faults = None,
 ) -> None:
-    """Say what a weight sync would move, between which ranks, and how long it would take. No GPU is needed.
+    """Predict what a weight sync moves, between which ranks, and how long it takes. Needs no GPU.
 
     \b
     Examples:
@@ -110,7 +110,7 @@ def plan(
 def _speeds(
     trainer_gbps: float, rollout_gbps: float, latency_us: float, rpc_ms: float, copy_gbps: float, digest_gbps: float
 ) -> "Speeds":
-    """The options' units in those of weightsync.plans.cost: seconds, bytes per second."""
+    """Convert the options' units to those of weightsync.plans.cost: seconds, bytes per second."""
     from weightsync.plans.cost import GIGABIT, Speeds
 
     return Speeds(

@@ -1,4 +1,4 @@
-"""`tandem plan`: what a weight sync would move, on which ranks, and how long it would take. Needs no GPU."""
+"""`tandem plan`: checks the options, plans a weight sync and prints its figures. Needs no GPU."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.plan.figures import DTYPE_BYTES, Planned, PlanRequest
+from launcher.plan.figures import DTYPE_BYTES, PlannedSync, PlanRequest
 from launcher.plan.limits import check_effort, check_numbers, check_simulation
 from launcher.plan.model import model_spec
 from launcher.plan.simulated import simulated, simulation_table
@@ -34,7 +34,17 @@ def plan_command(
     simulate: bool,
     faults: Sequence[str],
 ) -> int:
-    """Plans and prints. Returns: the exit code."""
+    """Plan a weight sync and print its figures.
+
+    Args:
+        model: built-in name, config.json, or the folder of one.
+        trainer: parallel sizes as text, e.g. "tp=8,pp=2".
+        rollout: parallel sizes of a replica as text.
+        bucket_mib: largest message in MiB; None: the default for GPUs.
+        speeds: of links, copies and calls.
+        faults: faults to simulate, e.g. "slow:3=4".
+    Returns: the exit code.
+    """
     try:
         check_numbers(bucket_mib, speeds)
         spec = model_spec(model)
@@ -63,7 +73,7 @@ def plan_command(
                 "--bucket-mib": f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}",
             },
         )
-        planned = Planned.of(request)
+        planned = PlannedSync.of(request)
         figures = planned.as_json()
         if simulate or faults:
             check_simulation(len(planned.messages), replicas)
@@ -78,7 +88,7 @@ def plan_command(
     return EXIT_OK
 
 
-def _print_table(console: Console, planned: Planned, figures: dict[str, Any]) -> None:
+def _print_table(console: Console, planned: PlannedSync, figures: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in _rows(planned, figures):
         table.add_row(Text(name, style="bold"), Text(text))
@@ -89,7 +99,7 @@ def _print_table(console: Console, planned: Planned, figures: dict[str, Any]) ->
         console.print(simulation_table(figures["simulated"]))
 
 
-def _rows(planned: Planned, figures: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(planned: PlannedSync, figures: dict[str, Any]) -> list[tuple[str, str]]:
     request = planned.request
     replica_ranks = request.rollout.world_size
     return [

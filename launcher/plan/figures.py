@@ -1,4 +1,4 @@
-"""What `tandem plan` finds out: the figures of its JSON and of its table."""
+"""The figures of `tandem plan`, for its JSON and its table."""
 
 import resource
 import time
@@ -21,7 +21,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is planned: `replicas` rollouts of one layout, fed by one trainer, in messages of at most bucket_bytes."""
+    """A weight sync to plan: one trainer, `replicas` replicas of one layout, messages of at most `bucket_bytes`."""
 
     model: str
     spec: ModelSpec
@@ -35,8 +35,8 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A request's plan, and what it took to make it."""
+class PlannedSync:
+    """The plan of a request, and the time it took to make."""
 
     request: PlanRequest
     plan: TransferPlan
@@ -45,8 +45,8 @@ class Planned:
     cpu_seconds: float
 
     @classmethod
-    def of(cls, request: PlanRequest) -> "Planned":
-        """Plans. Raises: ConfigErrors: sizes that do not fit the model, with some that do."""
+    def of(cls, request: PlanRequest) -> "PlannedSync":
+        """Make the plan. Raises: ConfigErrors: sizes that do not fit the model, with some that do."""
         start, cpu_start = time.perf_counter(), time.process_time()
         source = layout_of("--trainer", megatron_layout, request.spec, request.trainer)
         plan = make_plan(source, layout_of("--rollout", sglang_layout, request.spec, request.rollout))
@@ -60,7 +60,7 @@ class Planned:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of `tandem plan --json`; bytes are of one round, per rank where the key says so."""
+        """Return the output of `tandem plan --json`; bytes are of one round, per rank where the key says so."""
         request, dtype_bytes = self.request, DTYPE_BYTES[self.request.dtype]
         sent = self.plan.elements_sent() * dtype_bytes
         sizes = MessageSizes.of(self.plan, self.messages, dtype_bytes)
@@ -96,5 +96,5 @@ class Planned:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident size of this process so far (Linux counts it in KiB)."""
+    """Return the largest resident size of this process so far (Linux counts it in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Layouts for `tandem plan`; sizes that do not fit the model are refused together with some that do."""
+"""Makes the layouts of `tandem plan`; an error for sizes that do not fit the model names some that do."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +14,13 @@ _TENSOR_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def layout_of(option: str, layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> Layout:
-    """The layout. Raises: ConfigErrors: it cannot be, naming the option."""
+    """Make a layout.
+
+    Args:
+        option: command line option that gave the sizes.
+        layout: layout function of that side.
+    Raises: ConfigErrors: the sizes do not fit the model; names the option and sizes that fit.
+    """
     try:
         return layout(spec, parallel)
     except ConfigError as error:
@@ -30,7 +36,7 @@ def _spelled(parallel: Parallel) -> str:
 
 
 def _suggestion(layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> str:
-    """Values of one size that would do, the other sizes as they are; tried on one layer."""
+    """Name values of one size that fit while the other sizes stay; tried on a model of one layer."""
     if not _stages_fit(spec, parallel):
         fits = [n for n in range(1, spec.num_layers + 1) if _stages_fit(spec, replace(parallel, pipeline=n))]
         return f"pp that fits: {_some(fits)}, or say how to split: first=, last=, embedding=1, loss=1"

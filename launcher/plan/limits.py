@@ -1,6 +1,6 @@
-"""What `tandem plan` takes on: numbers that mean something, and plans that end within a minute or so and some GiB.
+"""The limits of `tandem plan`: finite options, and plans that take about a minute and some GiB at most.
 
-The effort is estimated from the sizes, before anything is allocated; it is an upper bound, not a prediction.
+The effort is estimated from the sizes before anything is allocated; it is an upper bound, not a prediction.
 """
 
 import math
@@ -32,7 +32,7 @@ _SPEEDS = {
 
 
 def check_numbers(bucket_mib: float | None, speeds: Speeds) -> None:
-    """Raises: ConfigErrors: an option that is not finite, or beyond any machine, by name."""
+    """Check the options that are numbers. Raises: ConfigErrors: an option is not finite, or above its limit."""
     problems = list(_bad_speeds(speeds))
     if bucket_mib is not None and not LEAST_MIB <= bucket_mib <= LARGEST_MIB:
         problems.append(
@@ -57,7 +57,13 @@ def _bad_speeds(speeds: Speeds) -> Iterator[ConfigProblem]:
 
 
 def check_ranks(option: str, value: str, parallel: Parallel) -> None:
-    """Raises: ConfigErrors: more ranks or stages than are planned; to be called before layers are split over them."""
+    """Check the number of ranks and pipeline chunks; call this before layers are split over them.
+
+    Args:
+        option: command line option that gave the sizes.
+        value: its text.
+    Raises: ConfigErrors: too many.
+    """
     chunks = parallel.pipeline * parallel.virtual_pipeline
     for what, count, most in (("ranks", parallel.world_size, MOST_RANKS), ("pipeline chunks", chunks, MOST_CHUNKS)):
         if count > most:
@@ -73,9 +79,13 @@ def check_effort(
     dtype_bytes: int,
     values: Mapping[str, str],
 ) -> None:
-    """Judges the effort of a plan before it is made. values: of the options, as the user wrote them.
+    """Estimate the effort of a plan before it is made.
 
-    Raises: ConfigErrors: more slices or messages than are planned, naming the option.
+    Args:
+        message_bytes: size of the largest message.
+        dtype_bytes: size of an element.
+        values: the user's text of every option, by option.
+    Raises: ConfigErrors: too many parameters, slices or messages; names the option.
     """
     if spec.num_elements > _MOST_ELEMENTS:
         what = f"{spec.num_elements:,} parameters"
@@ -101,7 +111,7 @@ def check_effort(
 
 
 def check_simulation(messages: int, replicas: int) -> None:
-    """Raises: ConfigErrors: more hops than are simulated."""
+    """Check the number of hops to simulate. Raises: ConfigErrors: too many."""
     if messages * replicas > _MOST_HOPS:
         advice = "a larger --bucket-mib, fewer --replicas, or no --simulate"
         what = f"{messages * replicas:,} hops of {messages:,} messages"
@@ -118,6 +128,6 @@ def _too_much(option: str, value: str, what: str, most: int, suggestion: str = "
     return ConfigProblem(
         key=option,
         value=value,
-        message=f"asks for {what}; `tandem plan` takes at most {most:,}",
+        message=f"needs {what}; `tandem plan` allows at most {most:,}",
         suggestion=suggestion or "fewer ranks, or a smaller model",
     )

@@ -11,9 +11,9 @@ from weightsync.model.config import UnsupportedModel
 from weightsync.model.presets import CONFIGS, preset
 from weightsync.model.spec import ModelSpec
 
-# They change what a model computes, not which parameters it has.
 _LARGEST_BYTES = 2**24
-_NO_MATTER = (
+# Keys that change what a model computes, not which parameters it has.
+_IGNORED_KEYS = (
     "rope_scaling",
     "rope_parameters",
     "rope_theta",
@@ -25,8 +25,10 @@ _NO_MATTER = (
 
 
 def model_spec(model: str) -> ModelSpec:
-    """The sizes of a model.
+    """Read the sizes of a model.
 
+    Args:
+        model: built-in name, config.json, or the folder of one.
     Raises: ConfigErrors: an unknown name, with the closest one; a file that is no supported config.json.
     """
     if model in CONFIGS:
@@ -39,7 +41,7 @@ def model_spec(model: str) -> ModelSpec:
             raise ConfigError(f"{file} has {file.stat().st_size} bytes: it is no config.json")
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(config, dict):
-            config = {key: value for key, value in config.items() if key not in _NO_MATTER}
+            config = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
         return ModelSpec.from_config(config)
     except UnsupportedModel as error:
         raise ConfigErrors([_problem(model, error.problem, error.advice)]) from None
@@ -55,7 +57,7 @@ def _config_file(model: str) -> Path | None:
     try:
         file = path / "config.json" if path.is_dir() else path
         return file if file.is_file() else None
-    except OSError:  # no name that a file could have
+    except OSError:  # e.g. longer than a file name can be
         return None
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
-from launcher.plan.figures import DTYPE_BYTES, Planned
+from launcher.plan.figures import DTYPE_BYTES, PlannedSync
 from tandem_config.problems import ConfigErrors, ConfigProblem
-from weightsync.plans.cost import PHASES
+from weightsync.round.phases import NAMES
 from weightsync.simulate.phases import SimulatedFleet, SlowReplica
 from weightsync.simulate.round import ReplicaDeath, RoundScenario, SimulatedRound, simulate
 
@@ -16,14 +16,20 @@ _LARGEST = 1e6  # times slower; seconds
 _HINT = "slow:3=4 (replica 3 is four times slower), kill:3@transfer or kill:3@1.5 (replica 3 dies then)"
 
 
-def simulated(planned: Planned, faults: Sequence[str]) -> dict[str, Any]:
-    """Simulates the planned round. Raises: ConfigErrors: a fault that cannot be read."""
+def simulated(planned: PlannedSync, faults: Sequence[str]) -> dict[str, Any]:
+    """Simulate the planned round.
+
+    Args:
+        faults: options such as "slow:3=4" or "kill:3@transfer".
+    Returns: figures for JSON; times in seconds.
+    Raises: ConfigErrors: a fault cannot be parsed.
+    """
     request = planned.request
     slow = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), SlowReplica)]
-    dies = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), ReplicaDeath)]
-    if len(dies) > 1:
+    deaths = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), ReplicaDeath)]
+    if len(deaths) > 1:
         raise ConfigErrors([_problem(faults[-1], "one death per round can be simulated")])
-    stage = SimulatedFleet(
+    fleet = SimulatedFleet(
         plan=planned.plan,
         messages=planned.messages,
         dtype_bytes=DTYPE_BYTES[request.dtype],
@@ -31,11 +37,11 @@ def simulated(planned: Planned, faults: Sequence[str]) -> dict[str, Any]:
         speeds=request.speeds,
         slow=tuple(slow),
     )
-    return _as_json(simulate(RoundScenario(stage=stage, dies=dies[0] if dies else None)))
+    return _as_json(simulate(RoundScenario(stage=fleet, dies=deaths[0] if deaths else None)))
 
 
 def simulation_table(figures: dict[str, Any]) -> Table:
-    """Seconds by phase, and which replica was last."""
+    """Tabulate seconds by phase, the slowest replica and the lost ones."""
     table = Table(title="simulated round", title_justify="left", box=None, pad_edge=False)
     for column in ("phase", "seconds"):
         table.add_column(column)
@@ -70,8 +76,8 @@ def _parse(fault: str, replicas: int) -> SlowReplica | ReplicaDeath:
         raise ConfigErrors([_problem(fault, "cannot be read")])
     if int(name) >= replicas:
         raise ConfigErrors([_problem(fault, f"there is no replica {name}: they are 0 to {replicas - 1}")])
-    if kind == "kill" and value in PHASES:
-        return ReplicaDeath(replica=int(name), at=value)  # type: ignore[arg-type]
+    if kind == "kill" and value in NAMES:
+        return ReplicaDeath(replica=int(name), at=value)
     try:
         number = float(value)
     except ValueError:

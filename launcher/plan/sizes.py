@@ -1,4 +1,4 @@
-"""Parallel sizes as `tandem plan` takes them: "tp=4,pp=8,ep=16", with what was left out worked out."""
+"""Parses the parallel sizes of `tandem plan`, e.g. "tp=4,pp=8,ep=16", and chooses those that are not given."""
 
 import difflib
 import math
@@ -31,12 +31,13 @@ _SPLIT = ("first", "last", *_SWITCHES)
 
 
 def trainer_sizes(text: str, spec: ModelSpec) -> tuple[Parallel, list[str]]:
-    """The trainer's sizes, and notes on what was chosen because the text does not say it.
+    """Parse the trainer's sizes.
 
-    dp, if not given, is the least that has room for the experts' ranks. Layers that do not divide by the stages are
-    spread as megatron-core can, unless the text says how.
+    dp, if not given, is the least that has room for the expert ranks. Layers that do not divide by the stages are
+    spread in one of megatron-core's ways, unless the text gives one.
 
-    Raises: ConfigErrors: a key or a value, with a suggestion.
+    Returns: the sizes, and a note on every size that was chosen.
+    Raises: ConfigErrors: an unknown key or a bad value, with a suggestion.
     """
     sizes = _parse("--trainer", text, TRAINER_KEYS)
     parallel = Parallel(**{TRAINER_KEYS[key]: value for key, value in sizes.items()})  # type: ignore[arg-type]
@@ -54,7 +55,7 @@ def trainer_sizes(text: str, spec: ModelSpec) -> tuple[Parallel, list[str]]:
 
 
 def rollout_sizes(text: str) -> Parallel:
-    """A replica's sizes. Raises: ConfigErrors: a key or a value, with a suggestion."""
+    """Parse a replica's sizes. Raises: ConfigErrors: an unknown key or a bad value, with a suggestion."""
     sizes = _parse("--rollout", text, ROLLOUT_KEYS)
     parallel = Parallel(tensor=sizes.get("tp", 1), expert=sizes.get("ep", 1))
     check_ranks("--rollout", text, parallel)
@@ -97,13 +98,13 @@ def _unknown_key(option: str, item: str, key: str, keys: dict[str, str]) -> Conf
 
 
 def _data_size(parallel: Parallel) -> int:
-    """Least dp at which expert x expert tensor divides the ranks of a stage."""
+    """Return the least dp at which expert x expert tensor divides the ranks of a stage."""
     sharers, ranks = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
     return sharers // math.gcd(sharers, ranks)
 
 
 def _split_layers(num_layers: int, parallel: Parallel) -> tuple[Parallel, str]:
-    """The first of megatron-core's ways to spread the layers that fits, with a note unless it is the plain one."""
+    """Spread the layers in the first of megatron-core's ways that fits. Returns: sizes, and a note unless even."""
     middle = parallel.pipeline - 2
     most = -(-num_layers // parallel.pipeline)
     rest = num_layers - most * middle
@@ -121,7 +122,7 @@ def _split_layers(num_layers: int, parallel: Parallel) -> tuple[Parallel, str]:
         changed = replace(parallel, **changes)  # type: ignore[arg-type]
         if _fits(num_layers, changed):
             return changed, f"{text}: {num_layers} layers do not divide by pp={parallel.pipeline}" if text else ""
-    return parallel, ""  # the layout says what is wrong with it
+    return parallel, ""  # making the layout fails, and names the problem
 
 
 def _fits(num_layers: int, parallel: Parallel) -> bool:

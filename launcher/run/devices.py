@@ -1,4 +1,4 @@
-"""Which GPUs this machine has and which process gets which, without importing torch."""
+"""Lists this machine's GPUs and assigns them to processes, without importing torch."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class DevicePlan:
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = _DRIVER) -> list[str]:
-    """GPU ids as CUDA_VISIBLE_DEVICES takes them; the variable limits what the driver lists."""
+    """Return the GPU ids, as CUDA_VISIBLE_DEVICES takes them: the driver's, limited by that variable."""
     chosen = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     present = [str(index) for index, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
     if chosen is None or not present:
@@ -33,7 +33,13 @@ def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = _D
 
 
 def plan_devices(config: RunConfig, gpus: list[str]) -> DevicePlan:
-    """One GPU per trainer rank, then `tensor_parallel` per replica, in order; never two ranks on one (NCCL refuses)."""
+    """Assign a GPU to every trainer rank, then `tensor_parallel` to every replica, in order.
+
+    Two ranks never share a GPU: NCCL refuses that.
+
+    Args:
+        gpus: ids as from `visible_gpus`.
+    """
     ranks = trainer_world_size(config)
     width, replicas = config.rollout.tensor_parallel, config.rollout.replicas
     needed = ranks + width * replicas
@@ -49,5 +55,5 @@ def plan_devices(config: RunConfig, gpus: list[str]) -> DevicePlan:
 
 
 def trainer_world_size(config: RunConfig) -> int:
-    """Number of trainer processes."""
+    """Return the number of trainer ranks."""
     return config.trainer.world_size

@@ -1,4 +1,4 @@
-"""Runs one service and sees to it that nothing of it survives: not its children, not if the launcher is killed.
+"""Runs one service and leaves no process of it behind: not its children, not if the launcher is killed.
 
     python -I -S guard.py --parent PID --grace-s S [--delay-s S] [--remove FOLDER] -- COMMAND ...
 
@@ -7,9 +7,9 @@ The launcher starts one guard per service, each in a session of its own, so that
 | event                                      | what the guard does                                              |
 |--------------------------------------------|------------------------------------------------------------------|
 | SIGTERM, SIGINT                            | SIGTERM to the service; after the grace period SIGKILL to all    |
-| the launcher is gone (PR_SET_PDEATHSIG)    | the same                                                         |
-| SIGUSR1                                    | SIGKILL to all at once                                           |
-| the service has ended                      | SIGKILL to whatever it left behind, then exit with its code      |
+| the launcher has ended (PR_SET_PDEATHSIG)  | the same                                                         |
+| SIGUSR1                                    | SIGKILL to all, without a grace period                           |
+| the service has ended                      | SIGKILL to the processes it left behind, then exit with its code |
 
 "All" is every descendant, whatever session it moved to: the guard is their subreaper, so orphans become its children.
 Standard library only, and no import of this project: it starts in 20 ms and cannot fail with the service.
@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Upper bound on noticing an orphan's end; the kernel needs microseconds, so this is hardly ever waited for.
+# The kernel needs microseconds to end a process that was killed, so this is hardly ever waited for.
 _POLL_S = 0.02
 
 
@@ -39,14 +39,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`, parents before children; zombies are left out."""
+    """List the living processes below process id `root`, parents before children, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
             except OSError:
-                continue  # it ended while we were reading
+                continue  # it has ended meanwhile
             # The command name is in parentheses and may hold spaces and parentheses itself.
             state, parent = stat.rpartition(")")[2].split()[:2]
             if state != "Z":
@@ -60,7 +60,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants(deadline_s: float = 5.0) -> bool:
-    """SIGKILL every descendant of this process until none is left; False if some outlive the deadline."""
+    """Send SIGKILL to every descendant of this process until none is left; False if some outlive the deadline."""
     deadline = time.monotonic() + deadline_s
     while alive := descendants(os.getpid()):
         for pid in alive:
@@ -73,7 +73,14 @@ def kill_descendants(deadline_s: float = 5.0) -> bool:
 
 
 class Guard:
-    """One service, its signals and its end."""
+    """Runs one service, forwards signals to it and cleans up after it.
+
+    Args:
+        command: of the service.
+        parent: process id of the launcher.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        delay_s: seconds before the service starts.
+    """
 
     def __init__(self, command: list[str], *, parent: int, grace_s: float, delay_s: float) -> None:
         self._command, self._parent, self._grace_s, self._delay_s = command, parent, grace_s, delay_s
@@ -97,7 +104,7 @@ class Guard:
         return code
 
     def _wait(self) -> bool:
-        """The delay before the service starts. Returns: False: we are told to end meanwhile."""
+        """Wait until the service is to start. Returns: whether it is; False: a stop signal came first."""
         start_s = time.monotonic() + self._delay_s
         while time.monotonic() < start_s and not self._stopping:
             time.sleep(_POLL_S)
@@ -139,7 +146,7 @@ def _die_with_parent(guard: int) -> Callable[[], None]:
 
 
 def main() -> int:
-    """Entry point of the guard process."""
+    """Run the guard process. Returns: its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace-s", type=float, required=True)

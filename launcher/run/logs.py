@@ -1,24 +1,24 @@
-"""Finds the line of a service's log that says why it ended."""
+"""Finds the line of a service's log that says why the service ended."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 65536
-# A sentence that names everything that is wrong is worth a long line; a dump of a whole object is not.
+# Enough for a message that lists every problem; too little for a dump of a whole object.
 _MAX_CHARACTERS = 2000
 _BAD_LEVELS = ("error", "critical", "fatal")
 
 
 def last_error(log: Path, *, since: int = 0, killed: bool = False) -> str:
-    """One line of at most 2,000 characters: the last JSON record of level error or worse, else the log's last line.
+    """Find the last JSON record of level error or worse, else the log's last line.
 
-    A traceback printed after the last record wins over it, since it is what ended the process.
+    A traceback after that record is preferred to it: it ended the process.
 
     Args:
-        since: byte of the log where the process began: what is before it is of others, that have ended long ago.
-        killed: a signal has ended the process, so that only an error says why: the last line does not.
-    Returns "" for an empty or missing log.
+        since: byte of the log where the process began; earlier lines are of earlier processes.
+        killed: a signal ended the process, so only an error record counts, not the last line.
+    Returns: one line of at most 2,000 characters; "" for an empty or missing log.
     """
     lines = _tail(log, since)
     for index in range(len(lines) - 1, -1, -1):

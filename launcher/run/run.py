@@ -1,4 +1,4 @@
-"""Runs a checked configuration on this machine from start to end: `launch` is the story in one function."""
+"""Runs a checked configuration on this machine, from the start of its processes to the outcome: see `launch`."""
 
 import asyncio
 import secrets
@@ -15,22 +15,26 @@ from launcher.run.restarts import Restarts
 from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
-from launcher.view.watching import Watching
+from launcher.view.view_task import ViewTask
 from servicekit.errors import TandemError
+from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG
 from tandem_files.run_folder import make_token, read_token
 
-# When the coordinator reports a failure, the service that caused it has ended just before or ends just after.
+# A service whose end makes the coordinator fail may be seen to end this much later than the coordinator.
 _CULPRIT_WINDOW_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to run, where. The folder is locked and holds the configuration's files (tandem_files/run_config.py).
+    """A run to launch; its folder is locked and holds the configuration files (tandem_files/run_config.py).
 
-    redis_url: None: start a server. plan: which processes a run is made of.
+    Attributes:
+        redis_url: None: start a server.
+        resume: from the newest checkpoint.
+        plan: plans the processes of the run.
     """
 
     config: RunConfig
@@ -41,7 +45,7 @@ class RunRequest:
 
 
 def launch(request: RunRequest, view: RunView) -> LaunchOutcome:
-    """Start everything, show it until it ends, end everything. Nothing is left running when this returns."""
+    """Start all processes, show the run in `view` until it ends, and end them; none is left when this returns."""
     return asyncio.run(_launch(request, view))
 
 
@@ -50,27 +54,24 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
     stopped_by: Signals | None = None
     with StopSignals(on_second=supervisor.kill) as signals:
         drive = asyncio.create_task(_drive(request, supervisor, view), name="drive")
-        stop = asyncio.create_task(signals.wait(), name="signal")
         try:
-            await asyncio.wait([drive, stop], return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() and not drive.done():
-                stopped_by = stop.result()
-                view.say(f"{stopped_by.name}: saving and stopping everything; once more to kill at once", "yellow")
+            first = await first_of({"drive": end_of(drive), "signal": signals.wait()})
+            if first.name == "signal":
+                stopped_by = Signals(first.value)
+                view.say(f"{stopped_by.name}: saving and stopping everything; send it again to kill", "yellow")
         finally:
-            stop.cancel()
-            drive.cancel()
-            await asyncio.gather(drive, stop, return_exceptions=True)
+            await cancel(drive)
             view.doing("stopping services")
             for ended in await supervisor.stop():
-                view.warning(f"{ended.name} did not end when asked to and was killed; its log: {ended.log}")
+                view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
             view.close()
-    # Only now: a run that is stopped leaves a checkpoint.
+    # Only now: the coordinator of a stopped run has written its checkpoint.
     result = drive.result() if stopped_by is None else outcome.stopped(request.run_dir, stopped_by)
     return _with_configuration_kept(request.run_dir, result)
 
 
 def _with_configuration_kept(run_dir: Path, result: LaunchOutcome) -> LaunchOutcome:
-    """A resumed run that has not trained an iteration keeps its configuration, whatever this launch had changed."""
+    """Discard the configuration of a resumed launch that has not trained an iteration: the run keeps its own."""
     if not (run_dir / NEXT_CONFIG).exists():
         return result
     (run_dir / NEXT_CONFIG).unlink()
@@ -78,32 +79,32 @@ def _with_configuration_kept(run_dir: Path, result: LaunchOutcome) -> LaunchOutc
 
 
 async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> LaunchOutcome:
-    """From nothing to the end of the run, or to the first death that the run does not outlive."""
+    """Start the services and follow the run to its end, or to the first death that ends it."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
         make_token(request.run_dir)
         redis_url = request.redis_url or await _start_redis(request, supervisor, view)
         await _start_services(request, launch_id, redis_url, supervisor, view)
-        watching = Watching(request.config, request.run_dir, launch_id, redis_url, view)
+        view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
         try:
-            return await _outlive(request, launch_id, redis_url, supervisor, view, watching)
+            return await _restart_until_end(request, launch_id, redis_url, supervisor, view, view_task)
         finally:
-            await watching.drop()
+            await view_task.cancel()
     except (TandemError, OSError) as error:
         return outcome.broken(request.run_dir, error)
 
 
-async def _outlive(
-    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView, watching: Watching
+async def _restart_until_end(
+    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView, view_task: ViewTask
 ) -> LaunchOutcome:
-    """Start again what dies, as long as restarts.py says so."""
+    """Restart processes that die, as restarts.py decides, until the run ends."""
     planned = _planned(request, launch_id, redis_url, resume=True)
     restarts = Restarts(request.run_dir, request.config, [spec.name for spec in planned])
-    await watching.begin()
+    await view_task.begin()
     while True:
         death = await _next_death(supervisor, ignore=sorted(restarts.left_out))
         if death.name == COORDINATOR and death.code == 0:
-            await watching.end()
+            await view_task.finish()
             return outcome.ended(request.run_dir)
         restart = restarts.after(death)
         if restart is None:
@@ -111,7 +112,7 @@ async def _outlive(
         view.warning(restart.text)
         await supervisor.replace(restart.specs(planned))
         if COORDINATOR in restart.names:
-            await watching.begin()
+            await view_task.begin()
 
 
 async def _start_redis(request: RunRequest, supervisor: Supervisor, view: RunView) -> str:
@@ -144,7 +145,7 @@ def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: boo
 
 
 async def _next_death(supervisor: Supervisor, ignore: Sequence[str]) -> ProcessExit:
-    """The process that ended first; not the coordinator if it has failed because another one ended."""
+    """Wait for the first process that ends; if the coordinator failed because of another one, return that one."""
     first = await supervisor.wait_any(ignore=ignore)
     if first.name != COORDINATOR or first.code == 0:
         return first

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for the launcher: the first asks everything to end, the second ends it at once."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP of the launcher: the first stops the run, the second kills it."""
 
 import asyncio
 import signal
@@ -8,11 +8,15 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Use as a context manager inside a running loop, in the main thread."""
+    """The stop signals of this process; a context manager, for the main thread, inside a running loop.
+
+    Args:
+        on_second: called at every signal after the first.
+    """
 
     def __init__(self, on_second: Callable[[], None]) -> None:
         self._on_second = on_second
-        # Under nohup, SIGHUP arrives ignored and has to stay so.
+        # Under nohup, SIGHUP is ignored and has to stay so.
         self._numbers = [number for number in _NUMBERS if not (number == signal.SIGHUP and _is_ignored(number))]
         self._first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
@@ -26,7 +30,7 @@ class StopSignals:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     async def wait(self) -> signal.Signals:
-        """The first signal."""
+        """Wait for the first signal."""
         return await asyncio.shield(self._first)
 
     def _received(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Starts processes under guards, notices the first that ends, and stops them all."""
+"""Starts processes under guards, waits for the first that ends, and stops them all."""
 
 import asyncio
 import contextlib
@@ -12,23 +12,26 @@ from pathlib import Path
 
 from launcher.run import guard
 from launcher.run.logs import last_error
+from servicekit.life.processes import Child, Program
+from servicekit.life.tasks import first_of
 
-# What a guard needs, after its own grace period, to SIGKILL and reap what is left.
+# Time that a guard needs, after its grace period, to kill and reap the processes that are left.
 _GUARD_MARGIN_S = 6.0
 _KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to run.
+    """A process to run.
 
     Attributes:
         name: unique in the run; also the name of its log.
         stage: processes are stopped by descending stage, those of one stage together.
-        env, unset: variables that are added to, and left out of, the launcher's environment.
+        env: variables that are added to the launcher's environment.
+        unset: variables of the launcher's environment that the process does not get.
         grace_s: seconds from SIGTERM to SIGKILL.
         delay_s: seconds that its guard waits before it starts the process.
-        remove: folder that goes away with the process.
+        remove: folder that is removed when the process ends.
     """
 
     name: str
@@ -47,7 +50,7 @@ class ProcessExit:
     """How a process ended; `code` is 128 + the signal's number if a signal ended it.
 
     Attributes:
-        since: byte of its log where it began; what is before it is of processes before it.
+        since: byte of its log where it began; earlier lines are of earlier processes.
     """
 
     name: str
@@ -56,7 +59,7 @@ class ProcessExit:
     since: int = 0
 
     def describe(self) -> str:
-        """`rollout-0 exited with code 1: <last error of its log>`."""
+        """Describe the end, e.g. `rollout-0 exited with code 1: <last error of its log>`."""
         name = _signal_name(self.code)
         how = f"was ended by {name}" if name else f"exited with code {self.code}"
         reason = last_error(self.log, since=self.since, killed=bool(name))
@@ -68,15 +71,17 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._specs: dict[str, ProcessSpec] = {}
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._children: dict[str, Child] = {}
         self._waiters: dict[str, asyncio.Task[ProcessExit]] = {}
-        # Held while a process is being started, so that `stop` sees all or nothing of it.
+        # Held while a process is being started, so that `stop` never sees a half-started one.
         self._starting = asyncio.Lock()
 
     async def start(self, spec: ProcessSpec) -> None:
-        """Start a process; its output is appended to its log. Raises: ValueError: the name is taken; OSError.
+        """Start a process; its output is appended to its log.
 
-        A cancelled call still finishes in the background: a half-started process would be nobody's.
+        A cancelled call still finishes in the background, so that `stop` can end the process.
+
+        Raises: ValueError: the name is taken; OSError: the guard cannot be started.
         """
         if spec.name in self._specs:
             raise ValueError(f"process name {spec.name!r} is taken")
@@ -89,39 +94,40 @@ class Supervisor:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             since = log.seek(0, os.SEEK_END)
-            process = await asyncio.create_subprocess_exec(
-                *_guarded(spec),
+            child = await Child.start(
+                Program(name=spec.name, command=_guarded(spec)),
+                dies_with_us=False,  # the guard sees to it, and to what is below it
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={name: text for name, text in os.environ.items() if name not in spec.unset} | dict(spec.env),
                 start_new_session=True,
             )
-        self._specs[spec.name], self._processes[spec.name] = spec, process
-        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, process, since), name=f"wait {spec.name}")
+        self._specs[spec.name], self._children[spec.name] = spec, child
+        self._waiters[spec.name] = asyncio.create_task(self._wait(spec, child, since), name=f"exit {spec.name}")
 
     def ended(self) -> list[ProcessExit]:
-        """Exits so far, without waiting."""
+        """List the exits so far, without waiting."""
         return [waiter.result() for waiter in self._waiters.values() if waiter.done()]
 
     async def wait_any(self, ignore: Sequence[str] = ()) -> ProcessExit:
-        """The first exit of a process that is not in `ignore`."""
-        waiters = [waiter for name, waiter in self._waiters.items() if name not in ignore]
-        done, _ = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-        return next(waiter.result() for waiter in waiters if waiter in done)
+        """Wait for the first exit of a process whose name is not in `ignore`."""
+        first = await first_of({name: waiter for name, waiter in self._waiters.items() if name not in ignore})
+        ended: ProcessExit = first.value
+        return ended
 
     def pids(self, name: str) -> list[int]:
-        """The living processes of a service, parents first, without its guard."""
-        return guard.descendants(self._processes[name].pid)
+        """List the ids of a service's living processes, parents first, without its guard."""
+        return guard.descendants(self._children[name].pid)
 
     async def wait(self, name: str) -> ProcessExit:
-        """The exit of one process."""
+        """Wait for the exit of a process."""
         return await asyncio.shield(self._waiters[name])
 
     async def stop(self) -> list[ProcessExit]:
-        """SIGTERM stage by stage, highest first; every process is gone when this returns.
+        """Send SIGTERM stage by stage, highest first; every process has ended when this returns.
 
-        Returns: those that did not heed it and had to be killed.
+        Returns: exits of the processes that did not end on SIGTERM and were killed.
         """
         before = {ended.name for ended in self.ended()}
         async with self._starting:
@@ -130,10 +136,10 @@ class Supervisor:
         return [ended for ended in self.ended() if ended.code == _KILLED and ended.name not in before]
 
     async def replace(self, specs: Sequence[ProcessSpec]) -> None:
-        """End the processes of these names, as `stop` does, and start these in their place. Raises: OSError."""
+        """Stop the processes of these names, as `stop` does, and start `specs` in their place. Raises: OSError."""
         await self._stop_all([self._specs[spec.name] for spec in specs])
         for spec in specs:
-            del self._specs[spec.name], self._processes[spec.name], self._waiters[spec.name]
+            del self._specs[spec.name], self._children[spec.name], self._waiters[spec.name]
         for spec in specs:
             await self.start(spec)
 
@@ -142,32 +148,28 @@ class Supervisor:
             await asyncio.gather(*(self._stop_one(spec.name) for spec in specs if spec.stage == stage))
 
     def kill(self) -> None:
-        """SIGKILL everything now. `stop` must still be awaited to collect what is left."""
+        """Kill all processes without a grace period. `stop` must still be awaited to reap them."""
         for name in self._specs:
-            self._signal(name, signal.SIGUSR1)
+            self._children[name].signal(signal.SIGUSR1)
 
-    async def _wait(self, spec: ProcessSpec, process: asyncio.subprocess.Process, since: int) -> ProcessExit:
-        code = await process.wait()
+    async def _wait(self, spec: ProcessSpec, child: Child, since: int) -> ProcessExit:
+        code = await asyncio.shield(child.ended)
         if spec.remove is not None:
-            # The guard does this too, for when we are gone; but a signal may have ended it before it was listening.
+            # The guard does this too, in case the launcher dies; but a signal may end the guard before it handles any.
             shutil.rmtree(spec.remove, ignore_errors=True)
-        return ProcessExit(name=spec.name, code=code if code >= 0 else 128 - code, log=spec.log, since=since)
+        return ProcessExit(name=spec.name, code=code, log=spec.log, since=since)
 
     async def _stop_one(self, name: str) -> None:
-        self._signal(name, signal.SIGTERM)
+        child = self._children[name]
+        child.signal(signal.SIGTERM)
         _, pending = await asyncio.wait([self._waiters[name]], timeout=self._specs[name].grace_s + _GUARD_MARGIN_S)
         if pending:
             # The guard itself hangs (stopped, or out of memory): end its group without its help.
-            for pid in guard.descendants(self._processes[name].pid):
-                _kill(pid)
-            _kill(self._processes[name].pid)
+            for pid in guard.descendants(child.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            child.signal(signal.SIGKILL)
             await self._waiters[name]
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        if not self._waiters[name].done():
-            # It may have ended just now; its waiter will say how.
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[name].send_signal(number)
 
 
 def _guarded(spec: ProcessSpec) -> list[str]:
@@ -175,11 +177,6 @@ def _guarded(spec: ProcessSpec) -> list[str]:
     if spec.remove is not None:
         options += ["--remove", str(spec.remove)]
     return [sys.executable, "-I", "-S", str(Path(guard.__file__).absolute()), *options, "--", *spec.command]
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _signal_name(code: int) -> str:

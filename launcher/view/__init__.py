@@ -1,1 +1,1 @@
-"""What a user sees of a run: progress, `tandem status`, `tandem top`, summary and plot."""
+"""Shows a run to its user: progress, `tandem status`, `tandem top`, summary and plot."""

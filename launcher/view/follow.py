@@ -1,4 +1,4 @@
-"""Follows a run from outside: which services are up (registry), then the coordinator's events."""
+"""Follows a run: services as they appear in the registry, then the coordinator's events."""
 
 import asyncio
 import time
@@ -15,10 +15,10 @@ from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 
-# Announcements take seconds of imports; a fifth of a second later is soon enough to tell.
+# Services take seconds to start, so a fifth of a second more does not show.
 _POLL_S = 0.2
 _RECONNECT_S = 0.2
-# The proto's longest deadline; when it is over, the stream is asked for again.
+# The longest deadline that the proto allows; then the stream is opened again.
 _WATCH_TIMEOUT_S = 86400.0
 
 
@@ -33,9 +33,9 @@ async def follow(
     """Show the run in `view` until its event stream ends.
 
     Args:
-        roles: names to expect by role, the coordinator's among them.
-        on_address: called with the coordinator's address once it is known.
-        token: the run's.
+        roles: expected services, by role; the coordinator is one of them.
+        on_address: called with the coordinator's address when it is known, and when it changes.
+        token: secret of the run.
     """
     registry = await asyncio.to_thread(Registry, redis_url, run_id)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -51,31 +51,31 @@ async def follow(
 async def _watch_arrivals(
     registry: Registry, roles: dict[str, list[str]], view: RunView, address: asyncio.Future[str]
 ) -> None:
-    """Say who is up, as they come; ends when all are."""
+    """Show services as they are announced, until all are."""
     started = time.monotonic()
     missing = {(role, name) for role, names in roles.items() for name in names}
     shown: set[tuple[str, str]] = set()
     while missing:
-        if missing != shown:  # only then: the coordinator's events say meanwhile what else is going on
+        if missing != shown:  # else this would overwrite the coordinator's progress events
             shown = set(missing)
             view.doing("waiting for " + ", ".join(sorted(name for _, name in missing)))
         for role in sorted({role for role, _ in missing}):
             try:
                 records = await asyncio.to_thread(registry.list, role)
             except TandemError:
-                continue  # the services notice a lost Redis themselves; their end is what counts
+                continue  # the services handle an unreachable Redis; their exit is what the launcher acts on
             for record in records:
                 if (role, record.name) in missing:
                     missing.discard((role, record.name))
                     view.ready(record.name, time.monotonic() - started)
                 if role == COORDINATOR and not address.done():
                     address.set_result(record.address)
-                    await _say_page(registry, view)
+                    await _show_page_url(registry, view)
         await asyncio.sleep(_POLL_S)
 
 
-async def _say_page(registry: Registry, view: RunView) -> None:
-    """The coordinator has set the address before it announced itself."""
+async def _show_page_url(registry: Registry, view: RunView) -> None:
+    """Show the URL of the run's page, which the coordinator publishes before it announces itself."""
     url = await asyncio.to_thread(registry.get_value, PAGE_URL)
     if url is not None:
         view.say(f"  the run's page: {url}")
@@ -84,10 +84,10 @@ async def _say_page(registry: Registry, view: RunView) -> None:
 async def _show_events(
     registry: Registry, address: str, view: RunView, on_address: Callable[[str], None], token: str
 ) -> None:
-    """Until the stream of a coordinator ends.
+    """Show events until the stream of a coordinator ends.
 
-    One that was killed stays announced until its lease has run out, so `address` may be that of the last one: where
-    nobody answers, the registry is asked again. Another coordinator's events are numbered from 1 again.
+    A coordinator that was killed stays announced until its lease expires, so `address` may be stale: if it does not
+    answer, the registry is asked again. The events of another coordinator are numbered from 1 again.
     """
     sequence = 0
     on_address(address)
@@ -95,7 +95,7 @@ async def _show_events(
         sequence, is_over = await _show_stream(address, sequence, view, token)
         if is_over:
             return
-        # Restarting or gone: the process table tells the two apart and ends this task.
+        # It restarts or has ended: the launcher, which waits for its process, ends this task then.
         await asyncio.sleep(_RECONNECT_S)
         moved = await _address_now(registry, address)
         if moved != address:
@@ -104,7 +104,7 @@ async def _show_events(
 
 
 async def _show_stream(address: str, sequence: int, view: RunView, token: str) -> tuple[int, bool]:
-    """Events after `sequence`. Returns: the last one's number, and whether the stream has ended, not just broken."""
+    """Show the events after `sequence`. Returns: the last one's number; whether the stream ended, not just broke."""
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         try:
@@ -118,7 +118,7 @@ async def _show_stream(address: str, sequence: int, view: RunView, token: str) -
 
 
 async def _address_now(registry: Registry, last: str) -> str:
-    """Where the coordinator is announced; `last` if it is not, or Redis does not say."""
+    """Ask the registry for the coordinator's address; `last` if it is not announced or the registry is unreachable."""
     try:
         records = await asyncio.to_thread(registry.list, COORDINATOR)
     except TandemError:
@@ -127,7 +127,7 @@ async def _address_now(registry: Registry, last: str) -> str:
 
 
 def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
-    """One event of the coordinator, in the view's terms."""
+    """Show one event of the coordinator."""
     if event.kind == pb.EVENT_KIND_ITERATION:
         view.iteration(dict(event.values))
     elif event.kind == pb.EVENT_KIND_WARNING:

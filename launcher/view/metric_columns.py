@@ -1,4 +1,4 @@
-"""Which metrics a line of the progress view shows, under which heading and with how many digits."""
+"""The columns of the progress view: metric, heading, number of digits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One figure of a line; `metric` is its key in metrics.jsonl, `width` counts characters."""
+    """A column of the progress view.
+
+    Attributes:
+        metric: key in metrics.jsonl.
+        form: format of the number.
+        width: in characters.
+    """
 
     title: str
     metric: str
@@ -30,12 +36,12 @@ _FIRST_WIDTH = 9
 
 
 def heading() -> str:
-    """The line above the figures."""
+    """Return the line above the figures."""
     return "  ".join(["iteration".rjust(_FIRST_WIDTH), *(column.title.rjust(column.width) for column in COLUMNS)])
 
 
 def line(row: Mapping[str, float | None], total: int) -> str:
-    """One iteration; a metric that was not measured in it is a dash.
+    """Format the figures of an iteration; a metric that was not measured is a dash.
 
     Args:
         row: a row of metrics.jsonl.

@@ -10,7 +10,7 @@ def plot_rewards(run_dir: Path) -> Path | None:
     rows = [row for row in metrics_rows(run_dir) if row.get("iteration") is not None]
     if not rows:
         return None
-    # Imported here: matplotlib takes a second, and --help should not wait for it.
+    # Imported here: matplotlib takes a second, and --help must stay quick.
     import matplotlib
 
     matplotlib.use("Agg")

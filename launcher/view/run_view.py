@@ -1,4 +1,4 @@
-"""What the user sees of a run: start-up, one line per iteration, warnings, and the end."""
+"""Prints a run: start-up, one line per iteration, warnings, and the outcome."""
 
 import contextlib
 import os
@@ -14,28 +14,28 @@ from launcher.view.metric_columns import heading, line
 _ROWS_PER_HEADING = 20
 
 
-class _SturdyConsole(Console):
-    """Goes on without a reader: `tandem run | head` must not end the training."""
+class _PipeSafeConsole(Console):
+    """A console that survives the end of its reader: `tandem run | head` must not end the training."""
 
     def on_broken_pipe(self) -> None:
-        """rich's own would end the process, without a word."""
+        """Discard further output; rich's own method ends the process without a message."""
         self.quiet = True
         stream = sys.stderr if self.stderr else sys.stdout
         with contextlib.suppress(OSError, ValueError):
-            # Python's own flush at the exit would fail again.
+            # Python's flush at exit would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not self.stderr:
             with contextlib.suppress(OSError, ValueError):
-                print("the reader of this output has gone; going on without it (see: tandem status)", file=sys.stderr)
+                print("output closed by its reader; the run continues (see: tandem status)", file=sys.stderr)
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that writes plain lines, without control codes or wrapping, when it is not a terminal."""
-    return _SturdyConsole(stderr=stderr, highlight=False, soft_wrap=True)
+    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping."""
+    return _PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=True)
 
 
 class RunView:
-    """Prints a run. On a terminal a spinner says what is going on now; elsewhere there are only whole lines."""
+    """Prints a run; on a terminal a spinner shows the current activity, elsewhere there are only whole lines."""
 
     def __init__(self, console: Console, total_iterations: int) -> None:
         self._console, self._total = console, total_iterations
@@ -43,11 +43,11 @@ class RunView:
         self._status: Status | None = None
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line."""
         self._console.print(Text(text, style=style))
 
     def doing(self, text: str) -> None:
-        """What is going on now; nothing is printed where there is no terminal."""
+        """Show the current activity beside the spinner; does nothing without a terminal."""
         if not self._console.is_terminal:
             return
         if self._status is None:
@@ -57,22 +57,22 @@ class RunView:
             self._status.update(Text(text))
 
     def ready(self, name: str, seconds: float) -> None:
-        """A process has announced itself."""
+        """Print that a service is announced."""
         self.say(f"  {name} is up after {seconds:.1f} s", "green")
 
     def iteration(self, row: Mapping[str, float | None]) -> None:
-        """One line of figures."""
+        """Print the figures of an iteration, a row of metrics.jsonl."""
         if self._rows % _ROWS_PER_HEADING == 0:
             self.say(heading(), "bold")
         self._rows += 1
         self.say(line(row, self._total))
 
     def warning(self, text: str) -> None:
-        """Something that needs a person's eye."""
+        """Print a warning."""
         self.say(f"warning: {text}", "yellow")
 
     def close(self) -> None:
-        """Remove the spinner; lines stay."""
+        """Remove the spinner; printed lines stay."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,7 +1,7 @@
-"""What `tandem status` says: of a running run its coordinator's answer, of another one what its folder tells.
+"""`tandem status`: the answer of a running run's coordinator, else the contents of the run's folder.
 
-A run's coordinator is found by the launcher's notes, or, where the services' own variables are set (in a pod, a
-container), in the registry.
+The coordinator's address is in the launcher's notes or, where the services' variables are set (in a pod, a container),
+in the registry.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _RUN_DIR = "TANDEM_RUN_DIR"
 
 
 def newest_run(output_dir: Path) -> Path:
-    """The run folder in `output_dir` that was written to last. Raises: ConfigError: there is none."""
+    """Find the run folder in `output_dir` that was written to last. Raises: ConfigError: there is none."""
     runs = [file.parent for file in output_dir.glob(f"*/{RESOLVED_CONFIG}")]
     if not runs:
         raise ConfigError(f"no runs in {output_dir}; give a run's folder, e.g. `tandem status runs/arithmetic`")
@@ -47,7 +47,7 @@ def newest_run(output_dir: Path) -> Path:
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Path:
-    """The run that is meant without a name: the services' own, else the newest in ./runs.
+    """Find the run to show by default: that of TANDEM_RUN_DIR, else the newest in ./runs.
 
     Raises: ConfigError: there is none.
     """
@@ -56,9 +56,9 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, list[Failure]]:
-    """Where the run's coordinator answers, and the run's state without its word; services that have ended, and why.
+    """Find the run's coordinator.
 
-    Returns: an empty address where nobody would answer.
+    Returns: its address, empty if none runs; the state of the run without its answer; failures that services reported.
     Raises: ConfigError: the folder is not a run's, or the environment is not a service's.
     """
     if _is_a_services(run_dir, environ):
@@ -71,7 +71,7 @@ def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """(name, text) pairs. Raises: ConfigError: as find_coordinator."""
+    """Describe the run as (name, text) pairs. Raises: ConfigError: as find_coordinator."""
     address, state, failures = find_coordinator(run_dir, environ)
     answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
     if not address and (words := last_words(run_dir)):
@@ -91,26 +91,26 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
 
 
 def last_words(run_dir: Path) -> str:
-    """How the coordinator has left the run, `failed: why`, for when it is not there any more; "" if it has not said."""
+    """Read how the coordinator ended, e.g. `failed: why`, from the run's folder; "" if it recorded nothing."""
     state = read_state(run_dir)
     return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
 
 
 def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:
-    """Whether we are where a service of this run is."""
+    """Whether this process has the environment of a service of the run."""
     own = environ.get(_RUN_DIR, "")
     return own != "" and Path(own).absolute() == run_dir.absolute()
 
 
 def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]]:
-    """The coordinator's address, and without one, why there is none; services that have ended, and why."""
+    """Look the coordinator up in the registry; returns as find_coordinator."""
     try:
         registry = Registry(environment.redis_url, environment.run_id)
     except TandemError as error:
         return "", f"unknown: {error}", []
     try:
         address = next((record.address for record in registry.list(COORDINATOR)), "")
-        why = "no coordinator is announced: it has not started, or its run is over"
+        why = "no coordinator is announced: it has not started, or the run is over"
         return address, why, registry.failures()
     except TandemError as error:
         return "", f"unknown: {error}", []

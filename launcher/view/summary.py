@@ -11,7 +11,7 @@ from tandem_files.run_folder import metrics_rows, read_summary
 
 
 def print_summary(console: Console, run_dir: Path) -> None:
-    """A short table; what was not measured is left out."""
+    """Print the summary as a short table; figures that were not measured are left out."""
     summary = read_summary(run_dir)
     if summary is None:
         return
@@ -25,7 +25,12 @@ def print_summary(console: Console, run_dir: Path) -> None:
 def summary_lines(
     summary: Mapping[str, Any], rows: Sequence[Mapping[str, float | None]], run_dir: Path
 ) -> list[tuple[str, str]]:
-    """(name, text) pairs of the closing table."""
+    """Return the (name, text) pairs of the closing table.
+
+    Args:
+        summary: content of summary.json.
+        rows: rows of metrics.jsonl.
+    """
     sync = summary.get("weight_sync") or {}
     candidates = [
         ("held-out accuracy", _accuracy(summary)),
@@ -70,7 +75,7 @@ def _bytes(sync: Mapping[str, Any]) -> str:
 
 
 def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
-    """Shares of all iterations' time: the engines' and the trainer's own work, then what Tandem adds, by part."""
+    """Return the shares of all iterations' time: engines' and trainer's own work, then Tandem's overhead by part."""
     total = _sum(rows, "iteration_s")
     if total <= 0.0:
         return ""
@@ -82,7 +87,7 @@ def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
         "engine": _sum(rows, "engine_s"),
         "trainer": _sum(rows, "trainer_compute_s"),
         **waits,
-        **{part: _sum(rows, f"{part}_s") for part in ("reward", "pack", "sync", "evaluate", "checkpoint")},
+        **{part: _sum(rows, f"{part}_s") for part in ("reward", "batch", "sync", "evaluate", "checkpoint")},
     }
     seconds["other"] = total - sum(seconds.values())
     return ", ".join(f"{part} {value / total:.0%}" for part, value in seconds.items() if value >= 0.005 * total)

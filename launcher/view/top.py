@@ -1,7 +1,8 @@
-"""`tandem top`: a running run in the terminal, live, as the coordinator sees it."""
+"""`tandem top`: the coordinator's overview of a running run, live in the terminal."""
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tandem_files.run_folder import read_token
 
-# A snapshot takes the coordinator milliseconds; eyes need no more than one a second.
+# A snapshot takes the coordinator milliseconds; one a second is enough to watch.
 INTERVAL_S = 1.0
 _ANSWER_S = 5.0
-# A coordinator that was killed is announced again within its lease and seconds of imports.
+# A coordinator that was killed is announced again within its lease and the seconds of its start.
 _PATIENCE_S = 60.0
 _OVER = frozenset({"finished", "failed", "interrupted"})
 
@@ -32,10 +33,10 @@ Find = Callable[[], tuple[str, str]]
 
 
 def show(run_dir: Path, console: Console, *, once: bool) -> None:
-    """Draws the run until it is over, or once.
+    """Draw the run until it is over, or once.
 
     Args:
-        console: where; on something else than a terminal the run is drawn once.
+        console: if it is not a terminal, the run is drawn once.
     Raises: ConfigError: as find_coordinator; Unavailable: no coordinator answers, and why.
     """
 
@@ -49,12 +50,18 @@ def show(run_dir: Path, console: Console, *, once: bool) -> None:
         console.print(draw(asyncio.run(overview_at(*find()))))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        last = asyncio.run(_follow(find, lambda seen: live.update(seen, refresh=True), lambda: last_words(run_dir)))
+        last = asyncio.run(_follow(find, partial(live.update, refresh=True), lambda: last_words(run_dir)))
     console.print(last)
 
 
 async def overview_at(address: str, token: str) -> dict[str, Any]:
-    """What the coordinator there says. token: the run's. Raises: TandemError: it does not answer, or is too old to."""
+    """Ask the coordinator for its overview.
+
+    Args:
+        token: secret of the run.
+    Returns: GetOverviewResponse.overview.
+    Raises: TandemError: it does not answer, or does not have this call.
+    """
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         with rpc_errors(f"the coordinator at {address}"):
@@ -66,24 +73,25 @@ async def overview_at(address: str, token: str) -> dict[str, Any]:
 async def _follow(
     find: Find, update: Callable[[RenderableType], None], last_words: Callable[[], str]
 ) -> RenderableType:
-    """Until the run is over, by the coordinator's word or its last ones. Returns: the last picture.
+    """Draw until the run is over, by the coordinator's answer or by its last words in the folder.
 
-    Raises: TandemError: nobody has answered for _PATIENCE_S, or from the first.
+    Returns: the last picture.
+    Raises: TandemError: no coordinator has answered for _PATIENCE_S, or the first call failed.
     """
     loop = asyncio.get_running_loop()
     picture: RenderableType | None = None
-    heard_s = loop.time()
+    answered_s = loop.time()
     while True:
         try:
             overview = await overview_at(*await asyncio.to_thread(find))
         except TandemError as error:
-            if picture is None or loop.time() - heard_s > _PATIENCE_S:
+            if picture is None or loop.time() - answered_s > _PATIENCE_S:
                 raise
             if (words := last_words()).partition(":")[0] in _OVER:
                 return Group(picture, Text(f"the run has ended: {words}", "bold"))
-            update(Group(Text(f"no answer for {loop.time() - heard_s:.0f} s: {error}\n", "bold yellow"), picture))
+            update(Group(Text(f"no answer for {loop.time() - answered_s:.0f} s: {error}\n", "bold yellow"), picture))
         else:
-            heard_s, picture = loop.time(), draw(overview)
+            answered_s, picture = loop.time(), draw(overview)
             update(picture)
             if overview["state"] in _OVER:
                 return picture

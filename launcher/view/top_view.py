@@ -1,4 +1,4 @@
-"""What `tandem top` draws: a coordinator's overview as terminal tables. Pure; the web page's terms and order."""
+"""Draws a coordinator's overview as terminal tables, in the terms and order of the web page; pure functions."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Overview = Mapping[str, Any]
 
 
 def draw(overview: Overview) -> RenderableType:
-    """One look at a run.
+    """Draw one overview of a run.
 
     Args:
         overview: GetOverviewResponse.overview; times are Unix seconds of the coordinator's clock.
@@ -33,7 +33,7 @@ def draw(overview: Overview) -> RenderableType:
 
 
 def sparkline(points: Sequence[Sequence[float]], width: int = _SPARK_WIDTH) -> str:
-    """The newest `width` values of (iteration, value) points as bars between their least and their greatest.
+    """Draw the newest `width` of (iteration, value) points as bars between their least and greatest value.
 
     >>> sparkline([(1, 0.0), (2, 0.5), (3, 1.0)])
     '▁▄█'
@@ -94,7 +94,7 @@ def _fleet(overview: Overview) -> RenderableType | None:
 
 def _replica_state(row: Mapping[str, Any]) -> tuple[str, str]:
     if not row["there"]:
-        return "gone", "red"
+        return "lost", "red"
     return ("serving", "green") if row["serving"] else ("no work", "yellow")
 
 
@@ -102,16 +102,16 @@ def _syncs(overview: Overview) -> RenderableType | None:
     rounds = overview["syncs"][-_ROUNDS_SHOWN:]
     if not rounds:
         return None
-    stages = [stage for stage in _STAGES if any(stage in each["stages"] for each in rounds)]
+    stages = [stage for stage in _STAGES if any(stage in sync["stages"] for sync in rounds)]
     table = _table("weight sync", "total ms", *(f"{stage} ms" for stage in stages), "MiB", "tries")
-    for each in reversed(rounds):
-        version = f"version {each['policy_version']:.0f}"
-        if each["error"]:
+    for sync in reversed(rounds):
+        version = f"version {sync['policy_version']:.0f}"
+        if sync["error"]:
             table.add_row(Text(f"{version} given up", "red"), *["-"] * len(stages), "-", "-", "-")
             continue
-        milliseconds = [_number(each["stages"].get(stage), ".1f", 1e3) for stage in stages]
-        mib = _number(each["bytes_received"], ".1f", 2**-20)
-        table.add_row(version, _number(each["total_s"], ".1f", 1e3), *milliseconds, mib, f"{each['attempts']:.0f}")
+        milliseconds = [_number(sync["stages"].get(stage), ".1f", 1e3) for stage in stages]
+        mib = _number(sync["bytes_received"], ".1f", 2**-20)
+        table.add_row(version, _number(sync["total_s"], ".1f", 1e3), *milliseconds, mib, f"{sync['attempts']:.0f}")
     return table
 
 
@@ -127,7 +127,7 @@ def _messages(overview: Overview) -> RenderableType | None:
 
 
 def _table(*titles: str) -> Table:
-    """The first column is text, the others are figures; nothing is wrapped."""
+    """Make a table: the first column is text, the others are figures; cells are not wrapped."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, title in enumerate(titles):
         table.add_column(title, justify="left" if place == 0 or title == "newest iterations" else "right", no_wrap=True)

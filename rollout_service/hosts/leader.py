@@ -7,11 +7,37 @@ from collections.abc import Callable, Sequence
 
 from rollout_service.hosts.connection import RETRY_S, Leader, WorkerConnection, join_worker
 from rollout_service.hosts.host_ranks import HostRanks
-from rollout_service.hosts.rank_groups import WorkerRanks
-from servicekit.errors import Unavailable
-from servicekit.life.lifecycle import cancel
+from servicekit.errors import Unavailable, rpc_errors
+from servicekit.life.tasks import cancel
 from servicekit.redis.registry import Registry
+from servicekit.rpc.channel import DeadlineChannel
 from servicekit.security.tls import Identity
+from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
+from weightsync.round import deadlines
+from weightsync.round.client import RoundClient
+
+
+class WorkerRanks(RoundClient):
+    """The ranks of one further host. `name` goes in front of their errors."""
+
+    def __init__(self, channel: DeadlineChannel, leader_id: str, name: str, num_ranks: int) -> None:
+        super().__init__(name, channel, deadlines.host_s, leader_id)
+        self.num_ranks = num_ranks
+        self._worker = worker_pb2_grpc.RolloutWorkerServiceStub(channel)
+
+    async def load_published(self, request: weights_pb2.LoadPublishedRequest) -> None:
+        """Load published weights from disk on all ranks. Raises: TandemError."""
+        wrapped = worker_pb2.LoadPublishedShardsRequest(leader_id=self._leader_id, published=request)
+        with rpc_errors(self._name):
+            await self._worker.LoadPublishedShards(wrapped, timeout=deadlines.HOST_LOAD_S)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digest of every parameter, by its name, for each rank."""
+        request = worker_pb2.GetRankChecksumsRequest(leader_id=self._leader_id)
+        with rpc_errors(self._name):
+            reply = await self._worker.GetRankChecksums(request, timeout=deadlines.HOST_CHECKSUM_S)
+        return [dict(rank.checksums) for rank in reply.ranks]
 
 
 class HostWorkers:

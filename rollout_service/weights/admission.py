@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from servicekit.errors import TandemError
+from servicekit.life.tasks import first_of
 
 T = TypeVar("T")
 
@@ -50,19 +51,10 @@ class Admission:
         evicted = self._evicted
         source = aiter(items)
         while True:
-            step: asyncio.Future[T] = asyncio.ensure_future(anext(source))
-            waits: set[asyncio.Future[Any]] = {step, evicted}
             try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not step.done():
-                    step.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await step
-            if evicted.done():
-                raise evicted.result()
-            try:
-                item = step.result()
+                first = await first_of({"evicted": evicted, "item": anext(source)})
             except StopAsyncIteration:
                 return
-            yield item
+            if first.name == "evicted":
+                raise evicted.result()
+            yield first.value

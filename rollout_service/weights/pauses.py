@@ -7,20 +7,18 @@ from rollout_service.weights.admission import Admission
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round.deadlines import DRAIN_S, END_CALLS_S
 
 log = get_logger(__name__)
 
-# Together below PauseGeneration's longest deadline of 60 s.
-DRAIN_S = 30.0
-ABORT_S = 15.0
 ABORT_RETRY_S = 0.5
 
 
 class Pauses:
     """The pause switch of one replica.
 
-    drain waits for the running calls and, after `drain_s`, aborts them; abort_requeue aborts at once; keep_kv freezes
-    them where they are.
+    drain waits for the running calls and, after at most `drain_s`, aborts them; abort_requeue aborts at once; keep_kv
+    freezes them where they are.
     """
 
     def __init__(self, engine: RolloutEngine, admission: Admission, drain_s: float = DRAIN_S) -> None:
@@ -30,11 +28,11 @@ class Pauses:
         self._frozen = False
         self.paused = False
 
-    async def pause(self, mode: pb.PauseMode.ValueType) -> None:
+    async def pause(self, mode: pb.PauseMode.ValueType, drain_s: float = DRAIN_S) -> None:
         """Close the gate, let the calls end as the mode says, and freeze the engine; nothing if that is done already.
 
         It is frozen in every mode: a call that its client gave up is over for us before the engine has dropped its
-        requests, and nothing may read the weights from here on.
+        requests, and nothing may read the weights from here on. drain_s: of the round that pauses.
 
         Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (the gate stays closed).
         """
@@ -43,8 +41,9 @@ class Pauses:
         self.paused = True
         if self._frozen:
             return
-        if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(self._drain_s):
-            log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=self._drain_s)
+        drain_s = min(drain_s, self._drain_s)
+        if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(drain_s):
+            log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=drain_s)
         if mode != pb.PAUSE_MODE_KEEP_KV:
             await self._abort_until_idle()
         await self._engine.freeze()
@@ -67,11 +66,11 @@ class Pauses:
 
     async def _abort_until_idle(self) -> None:
         """Aborts again from time to time: a request can be on its way to the engine during an abort."""
-        deadline_s = time.monotonic() + ABORT_S
+        deadline_s = time.monotonic() + END_CALLS_S
         while self._admission.running_calls > 0:
             await self._engine.abort_running()
             if await self._admission.wait_idle(ABORT_RETRY_S):
                 break
             if time.monotonic() > deadline_s:
                 running = self._admission.running_calls
-                raise DeadlineExceeded(f"{running} generate calls do not end {ABORT_S:g} s after their abort")
+                raise DeadlineExceeded(f"{running} generate calls do not end {END_CALLS_S:g} s after their abort")

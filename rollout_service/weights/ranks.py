@@ -9,20 +9,18 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from weightsync.round import deadlines
-from weightsync.round.client import RoundClient
+from weightsync.round.client import RoundClient, RunsPhases
+from weightsync.round.phases import Phase
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The weight receivers of a replica, or of one of its hosts."""
+class Ranks(RunsPhases, Protocol):
+    """Weight receivers of a replica: one, those of a host, or all."""
 
     @property
     def num_ranks(self) -> int:
         """How many there are."""
-
-    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
-        """One report per rank, in rank order. Raises: the first rank's error, after all have answered."""
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Every rank fills its parameters from disk. Raises: the first rank's error, after all have answered."""
@@ -31,49 +29,64 @@ class Ranks(Protocol):
         """Digests by engine parameter name, per rank."""
 
 
-class RankClients:
-    """Ranks behind Unix sockets. `first_rank` is the number of the first among all ranks of the engine."""
+class RankClient(RoundClient):
+    """The rank behind a Unix socket. `rank` is its number among all ranks of the engine."""
 
-    def __init__(self, addresses: Sequence[str], first_rank: int = 0) -> None:
-        self.num_ranks = len(addresses)
-        self._channels = [open_channel(address) for address in addresses]
-        stubs = [weights_pb2_grpc.ShardReceiverServiceStub(channel) for channel in self._channels]
-        self._stubs = list(enumerate(stubs, first_rank))
-        self._rounds = [
-            RoundClient(f"rank {rank}", channel, deadlines.rank_s)
-            for rank, channel in enumerate(self._channels, first_rank)
-        ]
+    num_ranks = 1
 
-    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
-        """One phase on all ranks at once.
-
-        Returns: a report per rank. Raises: TandemError: of the first rank that failed.
-        """
-        reports = await all_of([rank.run_phase(phase, round_) for rank in self._rounds])
-        return [report for each in reports for report in each]
+    def __init__(self, address: str, rank: int) -> None:
+        self._channel = open_channel(address)
+        super().__init__(f"rank {rank}", self._channel, deadlines.rank_s)
+        self._receiver = weights_pb2_grpc.ShardReceiverServiceStub(self._channel)
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
-        """Load published weights on all ranks. Raises: TandemError."""
-        await all_of([_named(i, s.LoadPublished(request, timeout=deadlines.RANK_LOAD_S)) for i, s in self._stubs])
+        """Load published weights. Raises: TandemError."""
+        with rpc_errors(self._name):
+            await self._receiver.LoadPublished(request, timeout=deadlines.RANK_LOAD_S)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digest of every parameter, by its name."""
+        with rpc_errors(self._name):
+            reply = await self._receiver.GetChecksums(pb.GetChecksumsRequest(), timeout=deadlines.RANK_CHECKSUM_S)
+        return [dict(reply.checksums)]
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+def rank_clients(addresses: Sequence[str], first_rank: int = 0) -> list[RankClient]:
+    """Of the ranks of one host, in order. first_rank: the number of the first among all ranks of the engine."""
+    return [RankClient(address, rank) for rank, address in enumerate(addresses, first_rank)]
+
+
+class RankGroups:
+    """Several ranks, or the ranks of several hosts, as one: what is asked of them is asked of all at once."""
+
+    def __init__(self, parts: Sequence[Ranks]) -> None:
+        self._parts = list(parts)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all parts together."""
+        return sum(part.num_ranks for part in self._parts)
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        """One phase on all ranks. Returns: a report per rank. Raises: TandemError: the first that failed."""
+        parts = await _all_of([part.run_phase(phase, round_) for part in self._parts])
+        return [report for part in parts for report in part]
+
+    async def load_published(self, request: pb.LoadPublishedRequest) -> None:
+        """Load published weights from disk on all ranks. Raises: TandemError."""
+        await _all_of([part.load_published(request) for part in self._parts])
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digest of every parameter, by its name, for each rank."""
-        request = pb.GetChecksumsRequest()
-        calls = [_named(i, s.GetChecksums(request, timeout=deadlines.RANK_CHECKSUM_S)) for i, s in self._stubs]
-        return [dict(reply.checksums) for reply in await all_of(calls)]
-
-    async def close(self) -> None:
-        """Close the channels to the ranks."""
-        for channel in self._channels:
-            await channel.close()
+        parts = await _all_of([part.checksums() for part in self._parts])
+        return [rank for part in parts for rank in part]
 
 
-async def _named(rank: int, call: Awaitable[T]) -> T:
-    with rpc_errors(f"rank {rank}"):
-        return await call
-
-
-async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+async def _all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
     """Waits for all of them. Returns: their results in order. Raises: the first error, after all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:

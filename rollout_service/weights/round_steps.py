@@ -10,6 +10,7 @@ from rollout_service.weights.ranks import Ranks
 from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round import deadlines
 from weightsync.round.guard import OpenRound
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, TRANSFER, Phase, Role
 
@@ -36,7 +37,7 @@ class RoundSteps:
     async def run(self, phase: Phase, current: ReplicaRound) -> list[pb.PhaseReport]:
         """PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
         if phase == PAUSE:
-            await self._pauses.pause(current.message.pause_mode)
+            await self._pause(current.message)
             return self.empty_reports()
         if phase == TRANSFER and not current.staged:
             await self._touch(current)
@@ -45,7 +46,7 @@ class RoundSteps:
     async def install(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         """COMMIT, all but the flip: the new weights are the engine's, and it is still frozen. Raises: as run()."""
         if current.staged:
-            await self._pauses.pause(current.message.pause_mode)
+            await self._pause(current.message)
             await self._touch(current)
         installing = asyncio.ensure_future(self._ranks.run_phase(COMMIT, current.message))
         if current.staged:  # what the engine derives from the parameters, it derives from the installed ones
@@ -86,6 +87,9 @@ class RoundSteps:
     def empty_reports(self) -> list[pb.PhaseReport]:
         """Of a phase in which the ranks have no part."""
         return [pb.PhaseReport() for _ in range(self._ranks.num_ranks)]
+
+    async def _pause(self, round_: pb.Round) -> None:
+        await self._pauses.pause(round_.pause_mode, deadlines.drain_s(round_))
 
     async def _touch(self, current: ReplicaRound) -> None:
         await self._engine.begin_update()

@@ -16,37 +16,33 @@ States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
 | no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
 
-Which phase may follow which says weightsync/round/phases.py. A phase that is done, or under way, answers its
-repetitions with the same reply; a phase that failed fails the round, which then takes ABORT only. PREPARE of another
-round aborts an open one.
+Which phase may follow which, and what repetitions get, weightsync/round decides (phases.py, guard.py).
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 
 from rollout_service.engine import RolloutEngine
-from rollout_service.waiting import to_its_end
 from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.ranks import Ranks
 from rollout_service.weights.round_steps import ReplicaRound, RoundSteps
-from servicekit.errors import Aborted, DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
+from servicekit.errors import DigestMismatch, NotReady, PhaseOrder, Poisoned, StaleVersion
+from servicekit.life.tasks import to_its_end
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines
-from weightsync.round.guard import require
-from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase, name_of
+from weightsync.round.client import RunsPhases
+from weightsync.round.guard import PhaseGuard
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase
 
 log = get_logger(__name__)
-
-Reply = tuple[list[pb.PhaseReport], pb.ReplicaState.ValueType]
 
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
 
 
-class WeightUpdates:
+class WeightUpdates(RunsPhases):
     """State of one replica.
 
     on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
@@ -70,12 +66,10 @@ class WeightUpdates:
         self._on_reports = on_reports
         self._on_outcome = on_outcome
         self._rest: pb.ReplicaState.ValueType = UNSEEDED
-        self._round: ReplicaRound | None = None
+        self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](lambda opened: ReplicaRound(message=opened))
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
-        self._expiring: asyncio.Task[Reply] | None = None
-        self._tasks: dict[tuple[str, Phase], asyncio.Task[Reply]] = {}
-        self._closed_rounds: deque[str] = deque(maxlen=64)  # a PREPARE that comes after its ABORT must not open again
+        self._expiring: asyncio.Task[list[pb.PhaseReport]] | None = None
 
     @property
     def state(self) -> pb.ReplicaState.ValueType:
@@ -93,8 +87,8 @@ class WeightUpdates:
 
     async def take_over(self) -> None:
         """Another coordinator leads: give up the round of the one before, and wait for what it has begun here."""
-        if self._round is not None:
-            await self.run_phase(ABORT, self._round.message)
+        if self._guard.current is not None:
+            await self.run_phase(ABORT, self._guard.current.message)
         async with self._lock:
             self._tell()
 
@@ -109,8 +103,9 @@ class WeightUpdates:
     async def resume(self) -> None:
         """ResumeGeneration. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
         async with self._lock:
-            if self._round is not None and PAUSE in self._round.done:
-                raise PhaseOrder(f"round {self._round.message.round_id} is under way; it resumes generation at its end")
+            current = self._guard.current
+            if current is not None and PAUSE in current.done:
+                raise PhaseOrder(f"round {current.message.round_id} is under way; it resumes generation at its end")
             if self._rest != SERVING:
                 self.check_can_generate()
             await self._pauses.resume()
@@ -124,8 +119,8 @@ class WeightUpdates:
             which leave it as it was.
         """
         async with self._lock:
-            if self._round is not None:
-                raise PhaseOrder(f"round {self._round.message.round_id} is under way")
+            if self._guard.current is not None:
+                raise PhaseOrder(f"round {self._guard.current.message.round_id} is under way")
             if self._rest == SERVING:
                 raise PhaseOrder(f"this replica serves version {self.policy_version} already")
             self._refuse_older(f"round {published.round_id}", published.policy_version)
@@ -136,40 +131,23 @@ class WeightUpdates:
             self._tell()
         log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
 
-    async def run_phase(self, phase: Phase, round_: pb.Round) -> Reply:
-        """Run one phase; goes on to its end even if the caller gives up.
-
-        Returns: one report per rank, and the state. Raises: by the table; errors of the ranks.
-        """
-        key = (round_.round_id, phase)
-        task = self._tasks.get(key)
-        if task is None:
-            task = asyncio.create_task(self._run_one(phase, round_), name=f"{pb.RoundPhase.Name(phase)}-{key[0]}")
-            self._tasks[key] = task
-            task.add_done_callback(lambda done: self._remember(key, done))
-        return await asyncio.shield(task)
-
-    def _remember(self, key: tuple[str, Phase], task: "asyncio.Task[Reply]") -> None:
-        # A refusal changed nothing, so the same phase may be right later; replies stay until their round is forgotten.
-        if task.cancelled() or isinstance(task.exception(), PhaseOrder | StaleVersion):
-            self._tasks.pop(key, None)
-        known = {self._round.message.round_id} if self._round is not None else set()
-        known.update(list(self._closed_rounds)[-2:])
-        known.add(key[0])
-        for old in [each for each in self._tasks if each[0] not in known and self._tasks[each].done()]:
-            del self._tasks[old]
-
-    async def _run_one(self, phase: Phase, round_: pb.Round) -> Reply:
-        if phase == ABORT and self._is_open(round_) and self._lock.locked():
+    @to_its_end
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        """Run one phase. Returns: one report per rank, with the state. Raises: by the table; errors of the ranks."""
+        if phase == ABORT and self._guard.is_open(round_) and self._lock.locked():
             # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
             await self._steps.interrupt(round_)
         async with self._lock:
             try:
-                return await self._run_locked(phase, round_)
+                reports = self._guard.answer(phase, round_)
+                if reports is None:
+                    reports = await self._run_locked(phase, round_)
+                    self._guard.answered(phase, round_, reports)
+                return reports
             finally:
                 self._watch_round()
 
-    async def _run_locked(self, phase: Phase, round_: pb.Round) -> Reply:
+    async def _run_locked(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         start_s = time.monotonic()
         reports = await self._abort(round_) if phase == ABORT else await self._advance(phase, round_)
         for report in reports:
@@ -178,52 +156,43 @@ class WeightUpdates:
             report.state, report.policy_version = self.state, self.policy_version
         self._on_reports(reports)
         self._tell()
-        return reports, self.state
-
-    def _is_open(self, round_: pb.Round) -> bool:
-        return self._round is not None and self._round.message.round_id == round_.round_id
+        return reports
 
     def _watch_round(self) -> None:
         """Gives an open round up when nothing more comes of it."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-        if self._round is not None:
-            message = self._round.message
+        if self._guard.current is not None:
+            message = self._guard.current.message
             silence_s = deadlines.silence_s(message)
             self._expiry = asyncio.get_running_loop().call_later(silence_s, self._expire, message)
 
     def _expire(self, round_: pb.Round) -> None:
-        if self._is_open(round_) and not self._lock.locked():
+        if self._guard.is_open(round_) and not self._lock.locked():
             log.warning("coordinator silent, giving up its round", round_id=round_.round_id)
             self._expiring = asyncio.create_task(self.run_phase(ABORT, round_), name=f"expire-{round_.round_id}")
 
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         if phase == PREPARE:
-            await self._open(round_)
-        current = require(self._round, phase, round_)
-        try:
-            reports = await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
-        except BaseException as error:
-            current.failure = f"{name_of(phase).upper()} failed: {error}"
-            if isinstance(error, DigestMismatch):
+            await self._make_way(round_)
+        with self._guard.running(phase, round_) as current:
+            try:
+                return await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
+            except DigestMismatch:
                 self._on_outcome("mismatch", round_.epoch)
-            raise
-        current.done.add(phase)
-        return reports
+                raise
 
-    async def _open(self, round_: pb.Round) -> None:
-        """Raises: StaleVersion: the round would go back; PhaseOrder: it was aborted; Aborted: it is an old epoch's."""
-        if round_.round_id in self._closed_rounds:
-            raise PhaseOrder(f"round {round_.round_id} is over; start a new one")
+    async def _make_way(self, round_: pb.Round) -> None:
+        """Give up an older round that is open.
+
+        Raises: StaleVersion: the new one would go back; PhaseOrder: it is over; Aborted: it is of an older epoch.
+        """
+        older = self._guard.superseded_by(round_)
         self._refuse_older(f"round {round_.round_id}", round_.policy_version)
-        if self._round is not None:
-            if round_.epoch < self._round.message.epoch:
-                newer = self._round.message.epoch
-                raise Aborted(f"round {round_.round_id} is of epoch {round_.epoch}; one of epoch {newer} is open")
-            log.warning("an open round is superseded", old=self._round.message.round_id, new=round_.round_id)
-            await self._abort(self._round.message)
-        self._round = ReplicaRound(message=round_)
+        if older is not None:
+            log.warning("round superseded", old=older.message.round_id, new=round_.round_id)
+            await self._abort(older.message)
 
     def _refuse_older(self, what: str, policy_version: int) -> None:
         if self._rest != UNSEEDED and policy_version < self.policy_version:
@@ -236,7 +205,7 @@ class WeightUpdates:
         start_s = time.monotonic()
         reports = await self._steps.install(current)
         self._rest, self.policy_version = SERVING, current.message.policy_version
-        self._close()
+        self._guard.close(current.message)
         await self._pauses.resume()
         for report in reports:
             report.seconds["commit"] = time.monotonic() - start_s
@@ -245,14 +214,13 @@ class WeightUpdates:
         return reports
 
     async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
-        current = self._round
-        if current is None or current.message.round_id != round_.round_id:
+        current = self._guard.current
+        if current is None or not self._guard.is_open(round_):
             # Nothing of it here: it is over, or its PREPARE is still on its way and must not open it.
-            if round_.round_id not in self._closed_rounds:
-                self._closed_rounds.append(round_.round_id)
+            self._guard.close(round_)
             return self._steps.empty_reports()
         reports = await self._steps.give_up(current)
-        self._close()
+        self._guard.close(round_)
         if current.touched:
             self._poison(current)
         elif self._rest == SERVING:
@@ -267,11 +235,6 @@ class WeightUpdates:
         self._pauses.evict(
             Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
         )
-
-    def _close(self) -> None:
-        if self._round is not None:
-            self._closed_rounds.append(self._round.message.round_id)
-            self._round = None
 
     def _tell(self) -> None:
         self._on_state(self.state, self.policy_version)

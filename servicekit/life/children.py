@@ -5,6 +5,8 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+# Loaded here: a child that is forked from several threads may not load anything.
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
@@ -13,6 +15,6 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: pid of the process that started it; if that one is gone already, this process ends here.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it died before the line above

@@ -1,13 +1,13 @@
 """How a service process ends: SIGTERM drains it, a dead task fails it, and the exit code (exit_codes.py) says which."""
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.life.tasks import Wait, first_of
 from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import tell_failure
 from servicekit.tracing import start_tracing, stop_tracing
@@ -44,23 +44,14 @@ def watch(task: "asyncio.Task[Any]", on_failure: Callable[[BaseException], None]
     task.add_done_callback(done)
 
 
-async def run_until_stopped(stop: asyncio.Event, tasks: Collection["asyncio.Task[Any]"] = ()) -> None:
-    """Waits for `stop`; the tasks are to outlive it, and are cancelled when this returns.
+async def run_until_stopped(stop: asyncio.Event, waits: Mapping[str, Wait]) -> None:
+    """Wait for `stop`, which all of `waits` are to outlive; see first_of() for what happens to them.
 
-    Raises: the error of the first task that fails; Internal: a task returned although nobody asked it to stop.
+    Raises: the error of the first that fails; Internal: one ended although the service was not asked to stop.
     """
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        done, _ = await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {stopped}:
-            await task  # raises its error
-        if stopped not in done:
-            names = ", ".join(sorted(task.get_name() for task in done))
-            raise Internal(f"task {names} ended although the service was not stopped")
-    finally:
-        for task in (stopped, *tasks):
-            task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+    first = await first_of({**waits, "stop": stop})
+    if not stop.is_set():
+        raise Internal(f"task {first.name} ended although the service was not stopped")
 
 
 def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]], *, name: str = "") -> int:
@@ -94,12 +85,3 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
     finally:
         stop_tracing()
     return EXIT_OK if code is None else code
-
-
-async def cancel(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancels tasks and waits until they have ended, whatever they end with."""
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task

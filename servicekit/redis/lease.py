@@ -1,7 +1,8 @@
-"""Keeps something in Redis alive from a daemon thread."""
+"""Keeps something in Redis alive from a daemon thread: a record of the registry, a slot of a weight group."""
 
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
@@ -22,15 +23,22 @@ class Lease:
         ttl_s: time to live, seconds.
         renew: writes the lease. Unavailable: tried again; another TandemError (AlreadyExists): the lease is lost.
         on_lost: called once, from the thread, with a sentence.
+        kind: for the metric of failed renewals.
     """
 
     def __init__(
-        self, name: str, ttl_s: float, renew: Callable[[], None], on_lost: Callable[[str], None] | None = None
+        self,
+        name: str,
+        ttl_s: float,
+        renew: Callable[[], None],
+        on_lost: Callable[[str], None] | None = None,
+        kind: Literal["record", "slot"] = "record",
     ) -> None:
         self._name = name
         self._interval_s = ttl_s / 3
         self._renew = renew
         self._on_lost = on_lost
+        self._kind = kind
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"lease-{name}", daemon=True)
 
@@ -38,11 +46,15 @@ class Lease:
         """Begin to renew."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Returns once no renewal is under way, so that nothing is written after a withdrawal."""
+    def wait(self, seconds: float) -> bool:
+        """Wait, but not beyond stop(). Returns: whether it was called."""
+        return self._stop.wait(seconds)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Return once no renewal is under way, so that nothing is written after a withdrawal; or after timeout_s."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         away = False
@@ -50,12 +62,12 @@ class Lease:
             try:
                 self._renew()
             except Unavailable as error:
-                LEASE_FAILURES.labels("record", "unavailable").inc()
+                LEASE_FAILURES.labels(self._kind, "unavailable").inc()
                 if not away:
                     log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
                 away = True
             except TandemError as error:
-                LEASE_FAILURES.labels("record", "lost").inc()
+                LEASE_FAILURES.labels(self._kind, "lost").inc()
                 log.error("lease lost", lease=self._name, error=str(error))
                 if self._on_lost is not None:
                     self._on_lost(str(error))

@@ -47,7 +47,6 @@ _LONGEST_POLL_S = 0.1
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
 _KEPT_S = 7 * 86_400
 _RIGHTS_RETRY_S = 0.5
-_NAME_RETRY_S = 0.25
 _CLOSED = "the registry was closed while waiting"
 
 _WITHDRAW = """
@@ -132,7 +131,7 @@ class Registry:
             on_lost: called once, from the thread, with a sentence, if another worker has taken the name while
                 Redis had lost our record.
         Raises: AlreadyExists: a live record of another worker has this name; ReleaseSkew: a service of the run is of
-            another release; Unavailable: Redis does not answer.
+            another release; Unavailable: Redis does not answer; Aborted: close() was called meanwhile.
         """
         if ttl_s <= 0:
             raise ValueError(f"ttl_s must be positive, got {ttl_s}")
@@ -140,38 +139,16 @@ class Registry:
             raise ValueError(f"this registry has announced {self._record.name!r} already; withdraw it first")
         if self._lease is not None:
             self._lease.stop()
-        self._put(record, ttl_s)
-        self._record = record
-        self._refuse_other_releases(record)
-        self._forget_failures(record.role, record.name)
+        with self._unless_closed():
+            self._put(record, ttl_s)
+            self._record = record
+            self._refuse_other_releases(record)
+            self._forget_failures(record.role, record.name)
         self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
         self._lease.start()
-
-    def announce_when_free(
-        self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None
-    ) -> None:
-        """Takes the name of a predecessor that was killed; waits for one that may live, or for a Redis that is away.
-
-        See announce() for the rest. Raises: AlreadyExists, Unavailable: after two leases; Aborted: close() was called.
-        """
-        deadline_s = time.monotonic() + 2 * ttl_s
-        told = False
-        while True:
-            try:
-                with self._unless_closed():
-                    self.announce(record, ttl_s, on_lost)
-                return
-            except (AlreadyExists, Unavailable) as error:
-                with contextlib.suppress(Unavailable):
-                    if self.remove_refusing(record.role, record.name):
-                        continue
-                if time.monotonic() >= deadline_s:
-                    raise
-                if not told:
-                    log.info("waiting for the name", why=str(error))
-                told = True
-            if self._closed.wait(_NAME_RETRY_S):
-                raise Aborted(_CLOSED)
+        if self._closed.is_set():  # close() has seen no record yet, or half of one
+            self.withdraw()
+            raise Aborted(_CLOSED)
 
     def _refuse_other_releases(self, record: ServiceRecord) -> None:
         """Our record is there already: of two that come at once, at least one sees the other."""

@@ -1,7 +1,10 @@
 """Sizes and times of the wire, for servers and channels alike: the only place that sets them."""
 
-# gRPC's default of 4 MiB is less than a micro-batch of long samples. What can exceed this is streamed.
+# gRPC's default of 4 MiB is less than a group of long completions. What can exceed this is streamed.
 MAX_MESSAGE_BYTES = 64 * 2**20
+# Of a message in a stream of samples: far from the limit, and enough that a message's own cost does not count. A
+# sample that is larger goes alone.
+SAMPLE_CHUNK_BYTES = MAX_MESSAGE_BYTES // 16
 
 _MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -87,7 +87,7 @@ BOUNDS: Table = {
         "num_samples": Number(low=0, high=2**24),
         "fence": _FENCE,
     },
-    "tandem_api.trainer.v1.MicroBatch": {
+    "tandem_api.trainer.v1.SampleChunk": {
         "update_index": Number(low=0, high=2**20),
         "sample_ids": Items(most=2**18, each=_NAME),
         # What the samples hold is judged by trainer_service/batch/checks.py, with the model's sizes at hand.
@@ -98,8 +98,8 @@ BOUNDS: Table = {
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
     },
-    "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "micro_batch": SubMessage()},
-    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"micro_batch": SubMessage()},
+    "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
+    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage()},
     "tandem_api.trainer.v1.SaveCheckpointRequest": {"path": _PATH, "fence": _FENCE},
     "tandem_api.trainer.v1.RestorePolicyRequest": {
         "path": _PATH,

@@ -1,1 +1,1 @@
-"""The sections of a run's configuration, a file for each part of the system that they set."""
+"""The sections of a run's configuration, one file per part of the system."""

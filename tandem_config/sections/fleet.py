@@ -9,20 +9,20 @@ from tandem_config.sections.base import PositiveFloat, Section, about
 
 
 class FleetSection(Section):
-    """Who the rollout replicas are, and what the coordinator may do about them."""
+    """Where the rollout replicas run, and what the coordinator may do with their pods."""
 
     kind: Literal["registry", "kubernetes"] = Field(
         "registry",
         description=(
-            "registry: replicas are whoever announces itself in Redis; kubernetes: they are also pods, watched through "
-            "the Kubernetes API: leaving pods are drained, stuck ones evicted."
+            "registry: replicas are found by their announcements in Redis; kubernetes: they are also pods, watched "
+            "through the Kubernetes API: leaving pods are drained, stuck ones evicted."
         ),
-        json_schema_extra=about("needs nothing but Redis"),
+        json_schema_extra=about("needs only Redis"),
     )
     kubeconfig: Path | None = Field(
         None,
         description="How to reach the Kubernetes API; null: as the pod's service account, outside of a pod as kubectl.",
-        json_schema_extra=about("in a pod the service account is all it takes"),
+        json_schema_extra=about("in a pod the service account suffices"),
     )
     rollout_set: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = Field(
         "rollout",
@@ -35,14 +35,14 @@ class FleetSection(Section):
             "Kind of that set: StatefulSet: a pod is an engine; LeaderWorkerSet: a group of pods is, and its leader is "
             "the replica; for rollout.nodes above 1."
         ),
-        json_schema_extra=about("needs nothing but Kubernetes"),
+        json_schema_extra=about("needs no other controller"),
     )
     scale: bool = Field(
         False,
         description=(
             "Bring the rollout set to rollout.replicas at the start; false: its size is kubectl's or an autoscaler's."
         ),
-        json_schema_extra=about("whoever set the number of replicas meant it"),
+        json_schema_extra=about("the size may be set on purpose, or by an autoscaler"),
     )
     stuck_after_s: PositiveFloat = Field(
         1800.0,
@@ -55,7 +55,7 @@ class FleetSection(Section):
     max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(
         4,
         description="Stuck pods evicted within any hour; beyond it they are only reported. 0: evict none.",
-        json_schema_extra=about("what is wrong with all of them is not the pods' fault", unit="pods per hour"),
+        json_schema_extra=about("if all replicas are stuck, evicting pods does not help", unit="pods per hour"),
     )
     unready_after_s: PositiveFloat = Field(
         60.0,
@@ -67,7 +67,7 @@ class FleetSection(Section):
     )
     reschedule_timeout_s: PositiveFloat = Field(
         1800.0,
-        description="Seconds that a trainer whose pods are being rescheduled is waited for at the start.",
+        description="Seconds to wait, at the start, for a trainer whose pods are being rescheduled.",
         json_schema_extra=about("a new node of a cluster autoscaler takes minutes", unit="s"),
     )
     request_timeout_s: PositiveFloat = Field(

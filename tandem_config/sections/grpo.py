@@ -46,14 +46,14 @@ class GrpoSection(Section):
     zero_variance: Literal["keep", "drop"] = Field(
         "keep",
         description=(
-            "Groups whose rewards are all equal: train on them (zero advantage) or leave them out. Counted either way."
+            "Groups whose rewards are all equal: train on them (zero advantage) or drop them. Counted either way."
         ),
-        json_schema_extra=about("the batch keeps its size; such groups add nothing but their entropy"),
+        json_schema_extra=about("the batch keeps its size; such groups add only their entropy"),
     )
     truncated: Literal["keep", "mask"] = Field(
         "keep",
         description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.",
-        json_schema_extra=about("as in the GRPO paper; mask where length, not quality, is what was cut"),
+        json_schema_extra=about("as in the GRPO paper; mask if long completions are not worse ones"),
     )
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2,
@@ -107,8 +107,8 @@ class GrpoSection(Section):
     logprob_diff_stop: PositiveFloat | None = Field(
         0.25,
         description=(
-            "Mean |log pi_trainer - log pi_engine| over an iteration's tokens that ends the run: the two do not "
-            "compute the same model. null: never."
+            "Mean |log pi_trainer - log pi_engine| over an iteration's tokens above which the run ends, since the two "
+            "do not compute the same model. null: never."
         ),
         json_schema_extra=about(
             "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it", unit="nats"

@@ -15,14 +15,14 @@ class RolloutSection(Section):
     )
     min_replicas: PositiveInt = Field(
         1,
-        description="Fewest replicas that a run goes on with while others are lost; they come back as they can.",
-        json_schema_extra=about("a run goes on as long as anybody generates", unit="replicas"),
+        description="Fewest replicas with which a run continues while others are lost; those may rejoin.",
+        json_schema_extra=about("a run continues as long as one replica generates", unit="replicas"),
     )
     rejoin_timeout_s: Annotated[float, Field(ge=0)] = Field(
         600.0,
         description=(
-            "Seconds that a run in which too few replicas are left waits for one to come, before it fails; what was "
-            "generated before is kept."
+            "Seconds that a run with fewer than min_replicas waits for a replica to join before it fails; completions "
+            "generated before are kept."
         ),
         json_schema_extra=about("as run.startup_timeout_s: a replica that died has to start again", unit="s"),
     )
@@ -44,17 +44,17 @@ class RolloutSection(Section):
     max_total_tokens: PositiveInt = Field(
         65536,
         description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.",
-        json_schema_extra=about("64 completions of 1024 tokens at once, on any host", unit="tokens"),
+        json_schema_extra=about("64 concurrent completions of 1024 tokens, on any host", unit="tokens"),
     )
     context_length: PositiveInt | None = Field(
         None,
         description="Longest prompt + completion, in tokens; null: the model's.",
-        json_schema_extra=about("the model knows", unit="tokens"),
+        json_schema_extra=about("the model's config.json has it", unit="tokens"),
     )
     max_running_requests: PositiveInt = Field(
         1024,
-        description="Completions that one engine decodes at once.",
-        json_schema_extra=about("all of a default iteration at once", unit="completions"),
+        description="Completions that one engine decodes concurrently.",
+        json_schema_extra=about("all of a default iteration", unit="completions"),
     )
     max_groups_per_call: PositiveInt = Field(
         1024,

@@ -14,17 +14,17 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
         "default",
         description="Name of the run; its folder is <output_dir>/<name> and its Redis keys carry it.",
-        json_schema_extra=about("something to begin with; a second run of the name gets name-2"),
+        json_schema_extra=about("for first runs; a second run of the name gets name-2"),
     )
     output_dir: Path = Field(
         Path("runs"),
         description="Folder that holds the run's folder. Relative to the working directory.",
-        json_schema_extra=about("beside what is being worked on, never in the folder of the example"),
+        json_schema_extra=about("in the working directory, never in the folder of an example"),
     )
     iterations: PositiveInt = Field(
         40,
         description="GRPO iterations (rollout steps) to run.",
-        json_schema_extra=about("a first look; how many a task needs only its curve tells", unit="iterations"),
+        json_schema_extra=about("for first runs; the reward curve shows how many a task needs", unit="iterations"),
     )
     seed: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -38,8 +38,8 @@ class RunSection(Section):
     )
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(
         2,
-        description="Newest checkpoints kept, at least two: a damaged newest one is stepped over.",
-        json_schema_extra=about("the newest, and one before it, should its file system fail it", unit="checkpoints"),
+        description="Newest checkpoints kept, at least two: if the newest is damaged, the one before is used.",
+        json_schema_extra=about("the newest, and one in case it is damaged", unit="checkpoints"),
     )
     evaluate_every: PositiveInt = Field(
         5,
@@ -54,7 +54,7 @@ class RunSection(Section):
     trainer_restarts: Annotated[int, Field(ge=0)] = Field(
         2,
         description=(
-            "Times within any hour that `tandem run` starts a trainer that has died again, from the newest checkpoint, "
+            "Times within any hour that `tandem run` restarts a trainer that has died, from the newest checkpoint, "
             "before it gives up; in a cluster the orchestrator does that."
         ),
         json_schema_extra=about("what fails three times does not fail by chance", unit="restarts"),
@@ -62,29 +62,29 @@ class RunSection(Section):
     replica_restarts: Annotated[int, Field(ge=0)] = Field(
         4,
         description=(
-            "Times within any hour that `tandem run` starts a replica that has died again; one that dies more often is "
-            "left out while rollout.min_replicas others are there, and ends the run otherwise."
+            "Times within any hour that `tandem run` restarts a replica that has died; one that dies more often is "
+            "left out as long as rollout.min_replicas others remain, and ends the run otherwise."
         ),
         json_schema_extra=about(
-            "each loses half an iteration at most, and engines are what dies most", unit="restarts"
+            "a restart costs half an iteration at most, and engines die most often", unit="restarts"
         ),
     )
     coordinator_restarts: Annotated[int, Field(ge=0)] = Field(
         2,
         description=(
-            "Times within any hour that `tandem run` starts a coordinator that was killed again, which goes on from "
-            "the newest checkpoint with trainer and replicas as they are."
+            "Times within any hour that `tandem run` restarts a coordinator that was killed; it resumes from the "
+            "newest checkpoint and takes over trainer and replicas as they are."
         ),
         json_schema_extra=about("what fails three times does not fail by chance", unit="restarts"),
     )
     stop_timeout_s: PositiveFloat = Field(
         60.0,
-        description="Seconds after a stop signal for the train step under way and a last checkpoint.",
+        description="Seconds after a stop signal to finish the current train step and write a last checkpoint.",
         json_schema_extra=about("a step and a checkpoint of some GB; a second Ctrl-C ends the wait", unit="s"),
     )
     startup_timeout_s: PositiveFloat = Field(
         600.0,
-        description="Seconds for all services to become ready; engines import for 20 s even when tiny.",
+        description="Seconds for all services to become ready; even a tiny engine takes 20 s to import.",
         json_schema_extra=about("loading tens of GB from a shared disk takes minutes", unit="s"),
     )
 
@@ -95,7 +95,7 @@ class ModelSection(Section):
     path: Path = Field(
         ...,
         description="Hugging Face model folder: config.json, *.safetensors, tokenizer.json.",
-        json_schema_extra=about("no default: only you know"),
+        json_schema_extra=about("no default: it depends on the task"),
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -105,5 +105,5 @@ class ModelSection(Section):
     tokenizer_path: Path | None = Field(
         None,
         description="Folder with tokenizer.json; null: the model's.",
-        json_schema_extra=about("models bring their own"),
+        json_schema_extra=about("a model folder has its own"),
     )

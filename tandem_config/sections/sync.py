@@ -22,11 +22,11 @@ class SyncSection(Section):
     allow_staged_nccl: bool = Field(
         False,
         description=(
-            "Move staged weights over NCCL beside the collectives of engines with several ranks, too: NCCL does not "
-            "promise that both go on, and what hangs holds generation up until transfer_timeout_s. false: such a round "
-            "is refused in its prepare."
+            "Allow staged weights over NCCL beside the collectives of engines with several ranks: NCCL does not "
+            "guarantee that both make progress, and a hang blocks generation until transfer_timeout_s. false: such a "
+            "round is refused in PREPARE."
         ),
-        json_schema_extra=about("a refusal costs one setting, a hang all of the generation"),
+        json_schema_extra=about("a refusal is cheaper than a hang"),
     )
     pause: Literal["drain", "keep_kv", "abort_requeue"] = Field(
         "drain",
@@ -39,22 +39,22 @@ class SyncSection(Section):
             "auto: colocated where all ranks are on one host and run on CPUs, collective elsewhere; collective: NCCL "
             "or gloo messages; colocated: receivers read the trainer's memory; disk: files under disk_folder."
         ),
-        json_schema_extra=about("the fastest that has been proven on the host at hand"),
+        json_schema_extra=about("the fastest that is tested on such a host"),
     )
     dtype: Literal["same", "bfloat16"] = Field(
         "same",
-        description="Type that weights travel and arrive in: the trainer's, or cast by the trainer (half the bytes).",
-        json_schema_extra=about("what the trainer has is what the rollouts get, bit by bit"),
+        description="Type of weights as sent and installed: the trainer's, or cast by the trainer (half the bytes).",
+        json_schema_extra=about("rollouts get the trainer's weights, bit by bit"),
     )
     disk_folder: Path | None = Field(
         None,
-        description="Where transport disk writes, the same path for every rank; null: weights/ in the run's folder.",
+        description="Folder of transport disk, the same path for every rank; null: weights/ in the run's folder.",
         json_schema_extra=about("beside the checkpoints; on several hosts it must be a shared folder"),
     )
     bucket_mib: MessageMib | None = Field(
         None,
         description=(
-            "Largest message, in MiB (2^20 bytes); two per rank are in memory at once. null: 256 between GPUs, 32 "
+            "Largest message, in MiB (2^20 bytes); a rank has two in memory. null: 256 between GPUs, 32 "
             "between CPUs, divided by the replicas that the weights pass through (at least 4 and 1)."
         ),
         json_schema_extra=about("large enough for full bandwidth, small beside a shard", unit="MiB"),
@@ -62,15 +62,15 @@ class SyncSection(Section):
     link_gbit: PositiveFloat = Field(
         400.0,
         description=(
-            "Gbit/s of each rank's link, each way: what the sync predicted on the dashboard is worth (nothing else "
-            "uses it). 400 is a round number for one port per GPU."
+            "Bandwidth of a rank's link in each direction, for the predicted sync time on the dashboard; not used "
+            "otherwise."
         ),
         json_schema_extra=about("a round number for one port per GPU", unit="Gbit/s"),
     )
     formation_timeout_s: RoundSeconds = Field(
         60.0,
-        description="Seconds for all ranks to meet in a new epoch.",
-        json_schema_extra=about("ranks meet within seconds; one that is missing is named after a minute", unit="s"),
+        description="Seconds for the rendezvous of all ranks in a new epoch.",
+        json_schema_extra=about("it takes seconds; missing ranks are reported after a minute", unit="s"),
     )
     transfer_timeout_s: RoundSeconds = Field(
         60.0,
@@ -79,8 +79,8 @@ class SyncSection(Section):
     )
     probe_timeout_s: PositiveFloat = Field(
         10.0,
-        description="Seconds for a service to say how it is before it is taken for lost.",
-        json_schema_extra=about("a status is answered in milliseconds, unless something is wrong", unit="s"),
+        description="Seconds for a service to answer a status call before it counts as lost.",
+        json_schema_extra=about("a healthy service answers in milliseconds", unit="s"),
     )
     lease_ttl_s: PositiveFloat = Field(
         15.0,
@@ -89,5 +89,5 @@ class SyncSection(Section):
     )
 
     def published_folder(self, run_dir: Path) -> Path:
-        """Where transport disk writes; the same for every process of a run."""
+        """Return the folder of transport disk; the same for every process of a run."""
         return (self.disk_folder or run_dir / "weights").absolute()

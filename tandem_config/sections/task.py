@@ -1,4 +1,4 @@
-"""What is learnt: prompts with answers, and how completions are scored."""
+"""Settings of the task: prompts with answers, and how completions are scored."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +12,9 @@ class DataSection(Section):
     """Prompts and answers."""
 
     train: Path = Field(
-        ..., description="JSONL or Parquet file of training rows.", json_schema_extra=about("no default: only you know")
+        ...,
+        description="JSONL or Parquet file of training rows.",
+        json_schema_extra=about("no default: it depends on the task"),
     )
     heldout: Path | None = Field(
         None,
@@ -38,7 +40,7 @@ class DataSection(Section):
     overlong_prompts: Literal["error", "drop"] = Field(
         "error",
         description="What to do with a longer prompt: stop before the start, or leave it out and count it.",
-        json_schema_extra=about("leaving data out without a word changes what is trained"),
+        json_schema_extra=about("dropping data silently changes what is trained"),
     )
 
 
@@ -52,8 +54,8 @@ class RewardSection(Section):
     )
     require_stop: bool = Field(
         True,
-        description="0 for a completion that was cut off by the length limit, whatever it says.",
-        json_schema_extra=about("an answer that runs on would be rewarded for its beginning"),
+        description="Score completions that were cut off by the length limit 0, whatever they contain.",
+        json_schema_extra=about("a completion that does not end would be rewarded for its beginning"),
     )
     pattern: str | None = Field(
         None,
@@ -66,7 +68,7 @@ class RewardSection(Section):
             "math_verify: where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after "
             "the word answer; anywhere: else the last expression or number of the text."
         ),
-        json_schema_extra=about("a policy that has not learnt the format yet is paid for what it knows"),
+        json_schema_extra=about("a policy that has not learnt the format yet is rewarded for right answers"),
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         3.0,

@@ -31,7 +31,7 @@ class TrainerSection(Section):
             "Split activations between layers over the tensor-parallel ranks; a mixture of experts with tensor "
             "parallelism needs it."
         ),
-        json_schema_extra=about("worth it from tensor_parallel 2 on long sequences"),
+        json_schema_extra=about("saves memory for long sequences, from tensor_parallel 2"),
     )
     context_parallel: PositiveInt = Field(
         1,
@@ -51,7 +51,7 @@ class TrainerSection(Section):
     virtual_pipeline: PositiveInt = Field(
         1,
         description="Chunks of layers per pipeline stage, run in turns: less idle time, more messages.",
-        json_schema_extra=about("pays from several pipeline stages on", unit="chunks"),
+        json_schema_extra=about("it helps only with several pipeline stages", unit="chunks"),
     )
     first_stage_layers: PositiveInt | None = Field(
         None,
@@ -65,12 +65,12 @@ class TrainerSection(Section):
     )
     embedding_counts: bool = Field(
         False,
-        description="The embedding takes the place of a layer when layers are dealt out to pipeline stages.",
+        description="Count the embedding as a layer when layers are assigned to pipeline stages.",
         json_schema_extra=about("as Megatron's default"),
     )
     loss_counts: bool = Field(
         False,
-        description="The output layer and loss take the place of a layer when layers are dealt out.",
+        description="Count output layer and loss as a layer when layers are assigned to pipeline stages.",
         json_schema_extra=about("as Megatron's default"),
     )
     learning_rate: PositiveFloat = Field(
@@ -81,7 +81,7 @@ class TrainerSection(Section):
     learning_rate_decay: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="How the step size falls over run.iterations: not at all, or to near 0 at the end.",
-        json_schema_extra=about("the length of an RL run is seldom known before"),
+        json_schema_extra=about("the length of an RL run is seldom known in advance"),
     )
     warmup_iterations: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -107,23 +107,23 @@ class TrainerSection(Section):
     )
     max_tokens_per_micro_batch: PositiveInt = Field(
         16384,
-        description="Padded tokens that go through the model at once; bounds activation memory.",
-        json_schema_extra=about("some long samples at once; raise it while memory lasts", unit="tokens"),
+        description="Padded tokens of one micro-batch; bounds activation memory.",
+        json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
     )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
-        description="Seconds until a trainer collective gives up on a silent peer.",
+        description="Seconds until a trainer collective fails because a peer does not take part.",
         json_schema_extra=about("longer than any work between two collectives", unit="s"),
     )
 
     @property
     def world_size(self) -> int:
-        """Trainer processes; experts and virtual stages share them."""
+        """Number of trainer ranks; expert parallelism and virtual stages use the same ranks."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
 
     @property
     def parallel_sizes(self) -> dict[str, Any]:
-        """The arguments of weightsync.layouts.layout.Parallel, which this package does not import."""
+        """Arguments of weightsync.layouts.layout.Parallel, which this package does not import."""
         return {
             "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.fleet import ChaosFleet
-from tests.conftest import RedisProcess
+from tests.kit.redis import RedisProcess
 
 
 class Fleets:

@@ -17,7 +17,7 @@ from servicekit.life.lifecycle import run_main
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.chaos.members import begin, leave
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 

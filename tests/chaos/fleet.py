@@ -24,8 +24,8 @@ from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.chaos.gates import GateKeeper
 from tests.chaos.policy import expected_checksums
-from tests.conftest import RedisProcess
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 
@@ -249,7 +249,7 @@ class ChaosFleet:
         header = trainer_pb2.TrainStepHeader(
             step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1, fence=lease.fence
         )
-        batch = trainer_pb2.MicroBatch(
+        batch = trainer_pb2.SampleChunk(
             sample_ids=["s"],
             prompt_lengths=[1],
             completion_lengths=[1],
@@ -258,7 +258,7 @@ class ChaosFleet:
             advantages=[1.0],
             trainable=[True],
         )
-        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(micro_batch=batch)]
+        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(chunk=batch)]
         stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
         try:
             reply = _call(stub.TrainStep, iter(requests))

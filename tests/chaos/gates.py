@@ -8,7 +8,7 @@ likes, the holder included.
 import time
 from pathlib import Path
 
-from tests.polling import until
+from tests.kit.waiting import until
 
 HOLD_S = 30.0
 

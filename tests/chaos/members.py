@@ -18,6 +18,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import RunConfig
 from tests.chaos.gates import Gate
 from weightsync.round import deadlines
+from weightsync.round.phases import Phase, name_of
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.session import SyncMember
 from weightsync.transfer.transports import disk
@@ -61,8 +62,8 @@ class GatedMember(SyncMember):
     round_file: Path  # exists while a round is open here
     transfer_file: Path  # exists while a transfer is under way here
 
-    def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.PhaseReport:
-        name = pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
+    def run_phase(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
+        name = name_of(phase)
         _Messages.number = 0
         if name == "prepare":
             self.round_file.touch()

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tests.weight_stores import canonical_tensors, cut, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.sglang import sglang_layout

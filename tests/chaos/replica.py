@@ -14,8 +14,8 @@ from servicekit.rpc.sync_server import start_sync_server
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates
 from tests.chaos.policy import ROLLOUT, dtype_of, spec_of
+from tests.kit.stores import empty_like_rank
 from tests.unit.rollout.fake_engine import FakeEngine
-from tests.weight_stores import empty_like_rank
 from weightsync.layouts.sglang import sglang_layout
 
 

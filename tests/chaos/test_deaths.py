@@ -20,8 +20,8 @@ import pytest
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
-from tests.conftest import RedisProcess
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 
 PROMISED_S = SyncSection().lease_ttl_s + 3.0
 # A replica's death is noticed by its connections, not by its lease, so the rest of the promise is for what else may

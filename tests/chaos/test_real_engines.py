@@ -26,13 +26,14 @@ from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.conftest import RedisProcess
-from tests.polling import until
-from tests.service_processes import START_S, Services
+from tests.fakes.sole_lead import SoleLead
+from tests.kit.processes import START_S, Services
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
-from weightsync.round.phases import Phase
+from weightsync.round.phases import COMMIT, PREPARE, TRANSFER, Phase
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -40,7 +41,6 @@ RUN_ID = "chaos"
 REPLICAS = ("rollout-0", "rollout-1")
 TRAINERS = ("trainer-0", "trainer-1")
 CALL_S = 60.0
-PREPARE, TRANSFER, COMMIT = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_COMMIT
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CELLS = [
     ("rollout-0", TRANSFER, KILL),
@@ -97,11 +97,10 @@ class HarmingTrainer(Trainer):
 class RealFleet:
     """Trainer TP 2 and two replicas, as processes that a test may end and start again."""
 
-    def __init__(self, folder: Path, redis: RedisProcess) -> None:
-        self.redis = redis
-        self.model = folder / "model"
+    def __init__(self, services: Services, redis: RedisProcess) -> None:
+        self.redis, self.services = redis, services
+        self.model = services.folder / "model"
         write_model(model_config(SCALES["cpu"], experts=0), self.model)
-        self.services = Services(redis.url, folder, RUN_ID)
         self.services.start_trainer(self.config())
         for name in REPLICAS:
             self.services.start_rollout(name, self.config())
@@ -150,18 +149,12 @@ class RealFleet:
             self.send_signal(victim, signal.SIGCONT)
         elif victim in TRAINERS:
             for name in TRAINERS:
-                self._end(name)
+                self.services.kill(name)
             self.services.start_trainer(self.config())
         else:
-            self._end(victim)
+            self.services.kill(victim)
             shutil.rmtree(self.services.folder / victim)
             self.services.start_rollout(victim, self.config())
-
-    def _end(self, name: str) -> None:
-        process = self.services.processes.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, KILL)
-        process.wait(timeout=30)
 
     def _receivers(self) -> dict[str, weights_pb2_grpc.ShardReceiverServiceStub]:
         return {
@@ -210,7 +203,8 @@ class RealFleet:
             fleet = WatchedFleet(registry, trainer)
             stack.push_async_callback(fleet.close)
             group = Rendezvous(self.services.redis_url, f"tandem:{RUN_ID}")
-            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=self.config().sync), fleet
+            settings = self.config().sync
+            yield WeightSync(trainer=trainer, fleet=fleet, group=group, settings=settings, lead=SoleLead()), fleet
 
     async def publish(self, trainer: Trainer, version: int = 0) -> SyncResult:
         async with self.coordinator(trainer) as (sync, _):
@@ -239,18 +233,12 @@ class RealFleet:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RealFleet]:
     # Not tmp_path: receivers make Unix sockets below it, and a socket's path has at most 107 bytes.
-    with TemporaryDirectory(prefix="chaos-") as folder:
-        redis = RedisProcess()
-        redis.start()
-        real = None
-        try:
-            real = RealFleet(Path(folder), redis)
-            yield real
-        finally:
-            if real is not None:
-                for name in list(real.services.processes):
-                    real._end(name)
-            redis.close()
+    with (
+        TemporaryDirectory(prefix="chaos-") as folder,
+        RedisProcess() as redis,
+        Services(redis.url, Path(folder), RUN_ID) as services,
+    ):
+        yield RealFleet(services, redis)
 
 
 @pytest.mark.parametrize(

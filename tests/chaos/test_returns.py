@@ -8,7 +8,7 @@ import pytest
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, TRAINERS, ChaosFleet
-from tests.polling import until
+from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

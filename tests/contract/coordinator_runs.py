@@ -1,9 +1,11 @@
 """What tests of the coordinator's runs share: settings, and a look at what a run leaves."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from servicekit.environment import ServiceEnvironment
+from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 
 
@@ -12,6 +14,22 @@ def with_settings(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     for section, settings in sections.items():
         merged[section] |= settings
     return RunConfig.model_validate(merged)
+
+
+def variables_of(environment: ServiceEnvironment) -> dict[str, str]:
+    """The environment of a process of the run."""
+    return {
+        "REDIS_URL": environment.redis_url,
+        "TANDEM_RUN_ID": environment.run_id,
+        "TANDEM_RUN_DIR": str(environment.run_dir),
+    }
+
+
+def write_config(config: RunConfig, folder: Path) -> str:
+    """The settings as a file, for a process. Returns: its path."""
+    path = folder / "config.yaml"
+    path.write_text(dump_resolved(config))
+    return str(path)
 
 
 def rows(environment: ServiceEnvironment) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
+from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 

@@ -2,36 +2,33 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
-import yaml
 
 from coordinator.app import conduct
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
-from coordinator.lead import SoleLead
 from coordinator.sync.weights import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Fenced, SlotTaken
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_config.schema import RunConfig, SyncSection
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
-from tests.fakes.fake_static_fleet import StaticFleet
-from tests.fakes.fake_sync import PREPARE, FakeGroup, Fault
+from tests.contract.coordinator_runs import rows, saved_state, variables_of, with_settings, write_config
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, announced_fleet, fake_fleet
+from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
-from tests.polling import until
+from tests.fakes.sole_lead import SoleLead
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Evicted
+from weightsync.round.phases import PREPARE
 
 TTL_S = 1.0
 DEADLINE_S = 60.0
@@ -39,32 +36,18 @@ Coordinator = subprocess.Popen[str]
 
 
 @pytest.fixture
-def start(config: RunConfig, environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[[], Coordinator]]:
+def start(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path, spawn: Callable[..., Coordinator]
+) -> Callable[[], Coordinator]:
     """Starts `python -m coordinator --resume` processes of one run; ended after the test."""
     settings = with_settings(
         config,
         run={"iterations": 1_000_000, "checkpoint_every": 1, "evaluate_every": 1_000_000},
         sync={"lease_ttl_s": TTL_S},
     )
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(json.loads(settings.model_dump_json())))
-    variables = {
-        "REDIS_URL": environment.redis_url,
-        "TANDEM_RUN_ID": environment.run_id,
-        "TANDEM_RUN_DIR": str(environment.run_dir),
-    }
-    started: list[Coordinator] = []
-
-    def run() -> Coordinator:
-        command = [sys.executable, "-m", "coordinator", "--config", str(path), "--resume"]
-        log = (tmp_path / f"{len(started)}.log").open("w")
-        started.append(subprocess.Popen(command, env={**os.environ, **variables}, stderr=log, text=True))
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.kill()
-        process.wait(timeout=10)
+    command = ("coordinator", "--config", write_config(settings, tmp_path), "--resume")
+    logs = (tmp_path / f"{number}.log" for number in count())
+    return lambda: spawn(*command, variables=variables_of(environment), stderr=next(logs).open("w"))
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -198,7 +181,11 @@ async def test_a_rank_that_is_without_its_slot_for_a_while_costs_no_round_that_c
         fault = Fault(PREPARE, SlotTaken("rank 0: rollout-0/0: another worker holds this slot"))
         fleet.rollout_services[0].sync.faults.extend([fault] * 4)
         sync = WeightSync(
-            trainer=fleet.trainer, fleet=StaticFleet(fleet.replicas), group=FakeGroup(), settings=SyncSection()
+            trainer=fleet.trainer,
+            fleet=StaticFleet(fleet.replicas),
+            group=FakeGroup(),
+            settings=SyncSection(),
+            lead=SoleLead(),
         )
         result = await sync.publish(0)
     assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}

@@ -23,11 +23,10 @@ from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import fake_fleet
+from tests.fakes.fake_fleet import announced_fleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.fakes.tiny_task import EOS, encode
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round.client import SERVICE

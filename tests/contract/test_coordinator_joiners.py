@@ -16,10 +16,10 @@ from coordinator.sync.weights import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
-from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.fake_sync import FakeGroup
+from tests.fakes.sole_lead import SoleLead
 from tests.fakes.tiny_task import EOS, encode
 
 VERSION = 3
@@ -81,6 +81,7 @@ class Scene:
             fleet=self.fleet,
             group=FakeGroup(),
             settings=settings,
+            lead=SoleLead(),
             rejoin_timeout_s=600.0,
         )
 

@@ -25,7 +25,7 @@ from tests.fakes.fake_fleet import fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration

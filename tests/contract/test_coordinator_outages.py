@@ -10,10 +10,10 @@ import redis
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_config.schema import RunConfig, SyncSection
-from tests.conftest import RedisProcess
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.polling import throughout, until
+from tests.fakes.fake_fleet import announced_fleet
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import throughout, until
 
 DEFAULTS = SyncSection()
 DEADLINE_S = 90.0
@@ -84,16 +84,11 @@ async def test_a_redis_that_comes_back_empty_ends_nothing(
 
 @pytest.mark.slow
 async def test_a_redis_that_comes_back_with_its_data_after_all_leases_ends_nothing(
-    config: RunConfig, environment: ServiceEnvironment
+    config: RunConfig, environment: ServiceEnvironment, redis_process: Callable[..., RedisProcess]
 ) -> None:
-    server = RedisProcess(append_only=True)
-    server.start()
-    try:
-        async with running(config, environment, server) as run:
-            await asyncio.to_thread(away, run.server, DEFAULTS.lease_ttl_s + 3.0)
-            await run.goes_on()
-    finally:
-        server.close()
+    async with running(config, environment, redis_process(append_only=True)) as run:
+        await asyncio.to_thread(away, run.server, DEFAULTS.lease_ttl_s + 3.0)
+        await run.goes_on()
 
 
 async def test_rules_that_refuse_us_for_a_while_end_nothing(

@@ -26,7 +26,7 @@ async def calls_of(config: RunConfig, environment: ServiceEnvironment, iteration
     folder.mkdir()
     own = environment.model_copy(update={"run_dir": folder, "run_id": f"t{iterations}"})
     config = with_settings(config, run={"iterations": iterations})
-    command = [sys.executable, "-m", "tests.fakes.announced_fleet", own.redis_url, own.run_id]
+    command = [sys.executable, "-m", "tests.fakes.fake_fleet", own.redis_url, own.run_id]
     fleet = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
     try:
         with cProfile.Profile() as profile:

@@ -1,52 +1,28 @@
 """`python -m coordinator` as a process: exit codes, last log line, SIGTERM, resume."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.polling import until
+from tests.contract.coordinator_runs import rows, saved_state, variables_of, with_settings, write_config
+from tests.kit.waiting import until
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(environment: ServiceEnvironment) -> Iterator[Start]:
+def start(environment: ServiceEnvironment, spawn: Start) -> Start:
     """Starts `python -m ...` with the run's environment; ended after the test."""
-    variables = {
-        "REDIS_URL": environment.redis_url,
-        "TANDEM_RUN_ID": environment.run_id,
-        "TANDEM_RUN_DIR": str(environment.run_dir),
-    }
-    started: list[subprocess.Popen[str]] = []
-
-    def run(*arguments: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", *arguments]
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
-
-
-def write_config(config: RunConfig, folder: Path) -> str:
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-    return str(path)
+    return partial(spawn, variables=variables_of(environment), stderr=subprocess.PIPE)
 
 
 def end_of(process: "subprocess.Popen[str]") -> tuple[int, dict[str, Any]]:
@@ -57,7 +33,7 @@ def end_of(process: "subprocess.Popen[str]") -> tuple[int, dict[str, Any]]:
 
 
 def fleet_arguments(environment: ServiceEnvironment) -> tuple[str, ...]:
-    return ("tests.fakes.announced_fleet", environment.redis_url, environment.run_id)
+    return ("tests.fakes.fake_fleet", environment.redis_url, environment.run_id)
 
 
 def test_a_run_ends_with_zero(config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from coordinator.generate.rollouts import Rollouts
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import GenerateFault
-from tests.fakes.fake_static_fleet import StaticFleet
 from tests.fakes.tiny_task import EOS, encode
 
 ORDER = Order(

@@ -17,8 +17,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import FakeFleet
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_rollout import GenerateFault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.fakes.tiny_task import write_model
@@ -69,7 +68,7 @@ def sum_of_times(row: dict[str, float]) -> float:
 async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, environment: ServiceEnvironment) -> None:
     async with fleet_of(environment) as fleet:
         await conduct(config, environment, resume=False, stop=asyncio.Event())
-    whole = [step.micro_batches for step in fleet.trainer_service.steps]
+    whole = [step.chunks for step in fleet.trainer_service.steps]
 
     folder = environment.run_dir.parent / "second"
     folder.mkdir()
@@ -78,14 +77,14 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, envi
     async with fleet_of(second, trainer) as fleet:
         assert await conduct(config, second, resume=False, stop=asyncio.Event()) == 1
     assert [row["iteration"] for row in rows(second)] == [1, 2, 3]
-    first_part = [step.micro_batches for step in fleet.trainer_service.steps[:2]]
+    first_part = [step.chunks for step in fleet.trainer_service.steps[:2]]
 
     # The services start anew from checkpoint 2, as the real ones do.
     third = second.model_copy(update={"run_id": "t3"})
     async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
         assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(third)] == [1, 2, 3, 4, 5, 6]
-    assert first_part + [step.micro_batches for step in fleet.trainer_service.steps] == whole
+    assert first_part + [step.chunks for step in fleet.trainer_service.steps] == whole
 
 
 def failing_at(step: int) -> "deque[TandemError | None]":
@@ -196,7 +195,7 @@ async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
     for place in (saved_state(again), json.loads((again.run_dir / "summary.json").read_text())):
         (text,) = place["damaged_checkpoints"]
         assert text.startswith(told)
-        assert text.endswith("going on from iteration 2")
+        assert text.endswith("resuming from iteration 2")
         assert name.rpartition("/")[2] in text
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "damaged-step-00000004",
@@ -303,14 +302,6 @@ async def test_samples_of_an_older_policy_are_not_trained_on(
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
     assert "8 samples are older than version 1; the first is i2.g0.row" in saved_state(environment)["error"]
     assert len(fleet.trainer_service.steps) == 1
-
-
-async def test_a_micro_batch_too_small_for_a_sample_is_refused_before_the_start(
-    config: RunConfig, environment: ServiceEnvironment
-) -> None:
-    config = with_settings(config, trainer={"max_tokens_per_micro_batch": 9})
-    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch = 9 is less than .* = 10 tokens"):
-        await conduct(config, environment, resume=False, stop=asyncio.Event())
 
 
 async def test_held_out_completions_that_are_not_scored_are_counted_like_those_of_training(

@@ -22,9 +22,8 @@ from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
-from tests.fakes.announced_fleet import announced_fleet
-from tests.fakes.fake_fleet import FakeFleet
-from tests.polling import until
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet
+from tests.kit.waiting import until
 
 DEADLINE_S = 10.0
 

@@ -1,38 +1,19 @@
 """A run whose services demand certificates, and whose certificates are renewed while it runs."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
-import yaml
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.security.certificates import TlsFiles, role_name
 from tandem_config.schema import RunConfig
-from tests.certificates import Authority, variables, write_files
-from tests.contract.coordinator_runs import rows, with_settings
-from tests.polling import until
+from tests.contract.coordinator_runs import rows, variables_of, with_settings, write_config
+from tests.kit.certificates import Authority, variables, write_files
+from tests.kit.waiting import until
 
 ROLES = {"fleet": ["trainer", "rollout"], "coordinator": ["coordinator"]}
-
-
-@pytest.fixture
-def authority() -> Authority:
-    return Authority("ours")
-
-
-@pytest.fixture
-def processes() -> Iterator[list["subprocess.Popen[str]"]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
 
 
 def issue(folder: Path, authority: Authority, owner: str) -> TlsFiles:
@@ -44,24 +25,17 @@ def test_a_run_over_tls_goes_on_while_certificates_are_renewed(
     environment: ServiceEnvironment,
     tmp_path: Path,
     authority: Authority,
-    processes: list["subprocess.Popen[str]"],
+    spawn: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     config = with_settings(config, run={"iterations": 1_000_000})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-    base = {
-        **os.environ,
-        "REDIS_URL": environment.redis_url,
-        "TANDEM_RUN_ID": environment.run_id,
-        "TANDEM_RUN_DIR": str(environment.run_dir),
-    }
+    processes = []
     for owner, arguments in (
-        ("fleet", ["tests.fakes.announced_fleet", environment.redis_url, environment.run_id]),
-        ("coordinator", ["coordinator", "--config", str(tmp_path / "config.yaml")]),
+        ("fleet", ["tests.fakes.fake_fleet", environment.redis_url, environment.run_id]),
+        ("coordinator", ["coordinator", "--config", write_config(config, tmp_path)]),
     ):
-        variables_ = variables(issue(tmp_path, authority, owner))
+        own = variables_of(environment) | variables(issue(tmp_path, authority, owner))
         with (tmp_path / f"{owner}.log").open("w") as log:
-            command = [sys.executable, "-m", *arguments]
-            processes.append(subprocess.Popen(command, env={**base, **variables_}, stderr=log, text=True))
+            processes.append(spawn(*arguments, variables=own, stderr=log))
 
     def log_lines(owner: str) -> list[dict[str, object]]:
         text = (tmp_path / f"{owner}.log").read_text()

@@ -9,7 +9,6 @@ from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
 from coordinator.flow import ReplicaOutcome
-from coordinator.lead import SoleLead
 from coordinator.sync.weights import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     Aborted,
@@ -24,10 +23,11 @@ from servicekit.errors import (
 )
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
-from tests.fakes.fake_static_fleet import StaticFleet
-from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeGroup, Fault
+from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
+from tests.fakes.fake_sync import FakeGroup, Fault
+from tests.fakes.sole_lead import SoleLead
 from weightsync.group.rendezvous import Evicted
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]
 ON_TRAINER = [PREPARE, TRANSFER, COMMIT]
@@ -45,7 +45,8 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
         transport=options.pop("transport", "auto"),
     )
     members = options.pop("members", None) or StaticFleet(fleet.replicas)
-    return WeightSync(trainer=fleet.trainer, fleet=members, group=group, settings=settings, **options)
+    lead = options.pop("lead", None) or SoleLead()
+    return WeightSync(trainer=fleet.trainer, fleet=members, group=group, settings=settings, lead=lead, **options)
 
 
 async def test_a_round_goes_through_its_phases_in_order() -> None:

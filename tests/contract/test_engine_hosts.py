@@ -11,9 +11,8 @@ import pytest
 
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
-from rollout_service.hosts.rank_groups import RankGroups
 from rollout_service.sglang_engine.receiver import add_receiver
-from rollout_service.weights.ranks import RankClients
+from rollout_service.weights.ranks import RankGroups, rank_clients
 from rollout_service.worker_app import serve_worker
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, DigestMismatch, InvalidRequest, NotReady, PermissionDenied, Unavailable
@@ -26,8 +25,8 @@ from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.certificates import Authority, files_of, variables
 from tests.fakes.refusal import refuse_in_thread
+from tests.kit.certificates import Authority, files_of, variables
 from tests.unit.rollout.fake_engine import FakeEngine
 
 DEADLINE_S = 20.0
@@ -124,7 +123,7 @@ class Rig:
     async def serving(self) -> tuple[HostWorkers, RankGroups]:
         """Once the worker's ranks are up."""
         leader = await self.joined()
-        ranks = RankGroups([RankClients(self.addresses[:2]), *leader.ranks()])
+        ranks = RankGroups([*rank_clients(self.addresses[:2]), *leader.ranks()])
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 with contextlib.suppress(NotReady):

@@ -5,7 +5,7 @@ A fleet of pods keeps the same contract as one that the registry alone knows.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status, worker
-from tests.fakes.fake_fleet import FakeFleet, fake_fleet
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
-from tests.polling import until
+from tests.kit.waiting import until
 
 TTL_S = 30.0
 DEADLINE_S = 20.0
@@ -299,18 +299,9 @@ async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Sta
 # ---- the fleet ----
 
 
-@asynccontextmanager
-async def announced(environment: ServiceEnvironment) -> AsyncIterator[tuple[FakeFleet, dict[str, Registry]]]:
+def announced(environment: ServiceEnvironment) -> AbstractAsyncContextManager[FakeFleet]:
     """Two replicas and a trainer, in the registry."""
-    async with fake_fleet() as services:
-        registries = {name: Registry(environment.redis_url, environment.run_id) for name in services.addresses}
-        for name, address in services.addresses.items():
-            role = name.partition("-")[0]
-            registries[name].announce(ServiceRecord(role=role, name=name, address=address, worker_id=name), TTL_S)
-        services.registries |= registries
-        yield services, registries
-        for registry in registries.values():
-            await asyncio.to_thread(registry.close)
+    return announced_fleet(environment.redis_url, environment.run_id, ttl_s=TTL_S, slots=())
 
 
 @asynccontextmanager
@@ -319,7 +310,8 @@ async def fleet_of(
 ) -> AsyncIterator[tuple[Fleet, dict[str, Registry], FakeFleet]]:
     """A fleet of either kind over the same services."""
     async with AsyncExitStack() as stack:
-        services, registries = await stack.enter_async_context(announced(environment))
+        services = await stack.enter_async_context(announced(environment))
+        registries = services.registries
         registry = Registry(environment.redis_url, environment.run_id)
         stack.push_async_callback(asyncio.to_thread, registry.close)
         watched = WatchedFleet(registry, services.trainer)
@@ -484,7 +476,7 @@ async def kept(
 ) -> AsyncIterator[tuple[KubernetesFleet, Cluster, FakeFleet, tuple[Replica, ...]]]:
     """A fleet that serves, looked after."""
     async with AsyncExitStack() as stack:
-        services, _ = await stack.enter_async_context(announced(environment))
+        services = await stack.enter_async_context(announced(environment))
         registry = Registry(environment.redis_url, environment.run_id)
         stack.push_async_callback(asyncio.to_thread, registry.close)
         watched = WatchedFleet(registry, services.trainer)

@@ -10,8 +10,7 @@ import pytest_asyncio
 
 from rollout_service.engine import Finish, FinishedGroup, GroupRequest, RolloutEngine, SamplingSettings
 from tandem_config.schema import RunConfig
-from tests.conftest import RedisProcess
-from tests.integration.rollout.tiny_models import VOCABULARY, make_model
+from tests.kit.models import VOCABULARY, make_model
 from tests.unit.rollout.fake_engine import FakeEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -25,7 +24,7 @@ DEADLINE_S = 30.0
     params=["fake", pytest.param("sglang", marks=pytest.mark.integration)],
 )
 async def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, module_redis: str
 ) -> AsyncIterator[RolloutEngine]:
     if request.param == "fake":
         yield FakeEngine(num_ranks=1)
@@ -33,8 +32,6 @@ async def engine(
     from rollout_service.sglang_engine.engine import SglangEngine
 
     environment = dict(os.environ)
-    server = RedisProcess()
-    server.start()
     model: Path = make_model(tmp_path_factory.mktemp("model") / "m")
     config = RunConfig.model_validate(
         {"model": {"path": str(model)}, "data": {"train": "unused"}, "rollout": {"max_total_tokens": 20000}}
@@ -42,7 +39,7 @@ async def engine(
     made = SglangEngine(
         config,
         "rollout-0",
-        redis_url=server.url,
+        redis_url=module_redis,
         group="contract",
         host="127.0.0.1",
         run_dir=model.parent,
@@ -54,7 +51,6 @@ async def engine(
     finally:
         await made.shutdown()
         await made.shutdown()  # idempotent
-        server.close()
         os.environ.clear()
         os.environ.update(environment)
 

@@ -15,8 +15,8 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.tracing import ENDPOINT, outgoing, served, span, start_tracing
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import with_settings
-from tests.contract.test_coordinator_process import Start, end_of, fleet_arguments, write_config
+from tests.contract.coordinator_runs import with_settings, write_config
+from tests.contract.test_coordinator_process import Start, end_of, fleet_arguments
 from tests.contract.test_coordinator_process import start as start
 from tests.house.repository import REPO
 

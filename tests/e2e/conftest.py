@@ -1,16 +1,18 @@
 """Runs the real `tandem` command on the arithmetic example and looks for what it leaves behind."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kit.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.yaml"
 # Engines import for 20 s when the machine is idle; tests share it.
@@ -59,15 +61,17 @@ class Tandem:
 
     def wait_line(self, wanted: Callable[[str], bool], what: str, deadline_s: float = STARTED_S) -> str:
         """The first line that is wanted. Raises: AssertionError with all output: it did not come."""
-        deadline = time.monotonic() + deadline_s
-        while True:
-            running = self.process.poll() is None
-            found = next((line for line in list(self.lines) if wanted(line)), None)
-            if found is not None:
-                return found
-            if not running or time.monotonic() > deadline:
-                raise AssertionError(f"no line with {what}; output:\n" + self.output())
-            time.sleep(0.05)
+        found: list[str] = []
+
+        def come() -> bool:
+            ended = self.process.poll() is not None
+            found.extend(line for line in list(self.lines) if wanted(line))
+            return ended or bool(found)
+
+        with contextlib.suppress(AssertionError):
+            until(come, deadline_s, interval_s=0.05)
+        assert found, f"no line with {what}; output:\n" + self.output()
+        return found[0]
 
     def wait_up(self, name: str) -> None:
         """A service has announced itself."""
@@ -108,11 +112,9 @@ class Tandem:
 
     def assert_nothing_left(self) -> None:
         """Polls for 20 s: after SIGKILL of the launcher the guards need a moment."""
-        deadline = time.monotonic() + 20.0
-        while survivors := self.survivors():
-            if time.monotonic() > deadline:
-                raise AssertionError("still running: " + "\n".join(survivors))
-            time.sleep(0.05)
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.survivors(), 20.0, interval_s=0.05)
+        assert not (survivors := self.survivors()), "still running: " + "\n".join(survivors)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start, tmp_path: P
     assert run.lines[-1].startswith("stopped by Ctrl-C after iteration "), run.output()
     # Nothing that was finished is lost, although no checkpoint was due.
     done = rows_of(tmp_path / "runs" / "small")[-1]["iteration"]
-    assert run.lines[-1].endswith(f"; go on from iteration {done} with: tandem run --resume runs/small"), run.output()
+    assert run.lines[-1].endswith(f"; resume from iteration {done} with: tandem run --resume runs/small"), run.output()
     run.assert_nothing_left()
 
 
@@ -112,7 +112,7 @@ def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, 
     os.kill(pid_of(run, "trainer_service"), signal.SIGKILL)
     assert run.wait_end(240) == 0, run.output()
     output = " ".join(run.output().split())
-    assert "goes on from the checkpoint of iteration 4 (restart 1 of 2" in output
+    assert "resumes from the checkpoint of iteration 4 (restart 1 of 2" in output
     assert "others were ahead of it" in output
     assert not Path(f"/proc/{rollout}").exists()
     folder = tmp_path / "runs" / "small"
@@ -178,7 +178,7 @@ def test_a_frozen_trainer_is_started_again(tandem: Start, tmp_path: Path) -> Non
     run.wait_line(lambda line: line.strip().startswith("6/9"), "the sixth iteration", 240)
     frozen = pid_of(run, "trainer_service")
     os.kill(frozen, signal.SIGSTOP)
-    restarted = run.wait_line(lambda line: "the trainer goes on from the checkpoint" in line, "its restart", 300)
+    restarted = run.wait_line(lambda line: "the trainer resumes from the checkpoint" in line, "its restart", 300)
     assert "coordinator exited with code 3" in restarted
     assert "the trainer does not answer" in restarted
     assert run.wait_end(300) == 0, run.output()

@@ -12,10 +12,10 @@ import pytest
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 from tandem_config.loading import draft_config
-from tests.conftest import RedisProcess
 from tests.e2e.conftest import EXAMPLE, SMALL
-from tests.polling import until
-from tests.service_processes import START_S, Services
+from tests.kit.processes import START_S, Services
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 CHANGES = SMALL | {
@@ -30,7 +30,7 @@ FILES = ("coordinator.json", "trainer/meta.json")
 class Run(Services):
     """A trainer, a replica, and coordinators of one run."""
 
-    def start(self, path: Path) -> None:
+    def begin(self, path: Path) -> None:
         settings = [f"{key}={value}" for key, value in CHANGES.items()]
         draft = draft_config(EXAMPLE, [*settings, f"run.output_dir={path}"])
         assert draft.config is not None, draft.problems
@@ -41,7 +41,7 @@ class Run(Services):
         self.address_of("trainer", "trainer")
 
     def start_coordinator(self, name: str) -> None:
-        self._start(name, ["coordinator", "--resume"], self.config, {})
+        self.start(name, ["coordinator", "--resume"], self.config)
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "run" / "metrics.jsonl"
@@ -75,10 +75,9 @@ class Run(Services):
 
 @pytest.fixture
 def run(tmp_path: Path, redis_process: Callable[..., RedisProcess]) -> Iterator[Run]:
-    made = Run(redis_process().url, tmp_path, "zombie")
-    made.start(tmp_path)
-    yield made
-    made.close()
+    with Run(redis_process().url, tmp_path, "zombie") as made:
+        made.begin(tmp_path)
+        yield made
 
 
 @pytest.mark.parametrize("part", ["generate", "checkpoint"])

@@ -1,21 +1,58 @@
-"""A trainer and rollout replicas without engines, on real gRPC servers of the calling event loop."""
+"""A trainer and rollout replicas without engines, on real gRPC servers; as a module, a process until SIGTERM.
 
-from collections.abc import AsyncIterator
+`python -m tests.fakes.fake_fleet REDIS_URL RUN_ID`: announced, so that measurements of the coordinator exclude them.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
+from servicekit.life.lifecycle import run_main
+from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
-from servicekit.security.certificates import TlsFiles
+from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
+from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.round.client import SERVICE
+
+SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")
+_TTL_S = 60.0
+_ADD: dict[str, Callable[[Any, Any], None]] = {
+    "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+    "rollout": rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+}
+
+
+class StaticFleet:
+    """A fleet as the coordinator sees it that never changes: all of `replicas`, always; they serve from the start."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replicas)
+        self._serving = self._replicas
+
+    async def look(self) -> tuple[Replica, ...]:
+        """Everyone."""
+        return self._replicas
+
+    def serving(self) -> tuple[Replica, ...]:
+        """Whom admit() was last called with."""
+        return self._serving
+
+    def admit(self, replicas: Sequence[Replica]) -> None:
+        """From now on these serve."""
+        self._serving = tuple(replicas)
 
 
 @dataclass
@@ -28,7 +65,7 @@ class FakeFleet:
     servers: dict[str, GrpcServer]
     trainer: Trainer
     replicas: list[Replica]
-    # Of each service, where it is announced (announced_fleet.py).
+    # Of each service, where it is announced.
     registries: dict[str, Registry] = field(default_factory=dict)
 
 
@@ -44,25 +81,51 @@ async def fake_fleet(
     trainer_service = FakeTrainer() if trainer is None else trainer
     rollouts = [FakeRollout(name=f"rollout-{i}", tensor_parallel=tensor_parallel) for i in range(num_replicas)]
     async with AsyncExitStack() as stack:
-        servers = {"trainer": GrpcServer("trainer", identity=None if tls is None else Identity(tls, "trainer"))}
-        servers["trainer"].add(
-            trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-            trainer_service,
-            "tandem_api.trainer.v1.TrainerService",
-        )
-        servers["trainer"].add(weights_pb2_grpc.add_RoundServiceServicer_to_server, trainer_service, SERVICE)
-        for service in rollouts:
-            servers[service.name] = GrpcServer("rollout", identity=None if tls is None else Identity(tls, "rollout"))
-            servers[service.name].add(
-                rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
-            )
-            servers[service.name].add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
+        servers: dict[str, GrpcServer] = {}
+        for name, service in {"trainer": trainer_service, **{each.name: each for each in rollouts}}.items():
+            role = name.partition("-")[0]
+            server = servers[name] = GrpcServer(role, identity=None if tls is None else Identity(tls, role))
+            server.add(_ADD[role], service, f"tandem_api.{role}.v1.{role.capitalize()}Service")
+            server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
         addresses = {name: await server.start() for name, server in servers.items()}
         for server in servers.values():
             stack.push_async_callback(server.drain, 0.0)
         client = Trainer(addresses["trainer"])
-        stack.push_async_callback(client.close)
-        replicas = [Replica(service.name, addresses[service.name]) for service in rollouts]
-        for replica in replicas:
-            stack.push_async_callback(replica.close)
+        replicas = [Replica(each.name, addresses[each.name]) for each in rollouts]
+        for close in (client.close, *(replica.close for replica in replicas)):
+            stack.push_async_callback(close)
         yield FakeFleet(trainer_service, rollouts, addresses, servers, client, replicas)
+
+
+@asynccontextmanager
+async def announced_fleet(
+    redis_url: str,
+    run_id: str,
+    trainer: FakeTrainer | None = None,
+    tls: TlsFiles | None = None,
+    ttl_s: float = _TTL_S,
+    slots: Sequence[str] = SLOTS,
+) -> AsyncIterator[FakeFleet]:
+    """Trainer TP 2 and two replicas, which the registry and the weight group know."""
+    group = Rendezvous(redis_url, f"tandem:{run_id}")
+    async with fake_fleet(trainer=trainer, tls=tls) as fleet, AsyncExitStack() as stack:
+        for slot in slots:
+            lease = SlotLease(group, slot, ttl_s)
+            lease.start()
+            stack.push_async_callback(asyncio.to_thread, lease.close)
+        for name, address in fleet.addresses.items():
+            registry = fleet.registries[name] = Registry(redis_url, run_id)
+            stack.push_async_callback(asyncio.to_thread, registry.close)
+            record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=name)
+            registry.announce(record, ttl_s)
+        yield fleet
+
+
+async def _serve(stop: asyncio.Event) -> None:
+    tls = TlsFiles.of(*(os.environ.get(name, "") for name in (CERT, KEY, CA)))
+    async with announced_fleet(sys.argv[1], sys.argv[2], tls=tls):
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("fleet", _serve))

@@ -16,9 +16,10 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.fakes.fake_sync import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, FakeSync
+from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
 from tests.fakes.tiny_task import EOS, NUM_PARAMETERS, answer_of, encode
+from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Role
 
 
 @dataclass
@@ -65,7 +66,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         self.asked = asyncio.Event()
         shard = 4 * NUM_PARAMETERS // self.tensor_parallel
         self.sync = FakeSync(
-            order=(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT),
+            role=Role.REPLICA,
             num_ranks=self.tensor_parallel,
             received_bytes=shard,
             shard_bytes=shard,

@@ -1,22 +1,21 @@
-"""A participant of weight-sync rounds that moves nothing but keeps the order of phases, and fails when told to."""
+"""A participant of weight-sync rounds that moves nothing but keeps the rules of a round, and fails when told to."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from servicekit.errors import PhaseOrder, TandemError
+from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.plans.participants import Participants
-
-PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
-VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_PHASE_ABORT
+from weightsync.round.guard import OpenRound, PhaseGuard
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, Role, name_of
 
 
 @dataclass
 class Fault:
     """Raise `error` when `phase` comes; after its work is done if `lost_reply`."""
 
-    phase: pb.RoundPhase.ValueType
+    phase: Phase
     error: TandemError
     lost_reply: bool = False
 
@@ -26,56 +25,63 @@ class FakeSync:
     """Phases of one participant, with `num_ranks` ranks.
 
     Attributes:
-        order: phases that a round must go through here.
+        role: by which the guard judges what may come.
         received_bytes, shard_bytes: what TRANSFER reports per rank.
         seen: (round_id, phase) of every call that came.
     """
 
-    order: tuple[pb.RoundPhase.ValueType, ...]
+    role: Role
     num_ranks: int = 1
     received_bytes: int = 0
     shard_bytes: int = 0
     plan_digest: str = "abc"
     seconds: dict[str, float] = field(default_factory=dict)
     faults: deque[Fault] = field(default_factory=deque)
-    seen: list[tuple[str, pb.RoundPhase.ValueType]] = field(default_factory=list)
+    seen: list[tuple[str, Phase]] = field(default_factory=list)
     committed: int | None = None
-    aborted_after: pb.RoundPhase.ValueType | None = None
-    _round_id: str = ""
-    _done: list[pb.RoundPhase.ValueType] = field(default_factory=list)
+    aborted_after: Phase | None = None
 
-    def run_phase(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> list[pb.PhaseReport]:
+    def __post_init__(self) -> None:
+        self._guard = PhaseGuard[OpenRound, list[pb.PhaseReport]](
+            lambda message: OpenRound(message=message, role=self.role)
+        )
+
+    def run_phase(self, phase: Phase, sync_round: pb.Round) -> list[pb.PhaseReport]:
         self.seen.append((sync_round.round_id, phase))
         fault = self.faults.popleft() if self.faults and self.faults[0].phase == phase else None
         if fault is not None and not fault.lost_reply:
             raise fault.error
-        self._advance(phase, sync_round)
+        reports = self._guard.answer(phase, sync_round)
+        if reports is None:
+            self._advance(phase, sync_round)
+            reports = [self._report(phase, sync_round) for _ in range(self.num_ranks)]
+            self._guard.answered(phase, sync_round, reports)
         if fault is not None:
             raise fault.error
-        return [self._report(phase, sync_round) for _ in range(self.num_ranks)]
+        return reports
 
-    def phases(self) -> list[pb.RoundPhase.ValueType]:
+    def phases(self) -> list[Phase]:
         return [phase for _, phase in self.seen]
 
-    def _advance(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> None:
+    def _advance(self, phase: Phase, sync_round: pb.Round) -> None:
         if phase == ABORT:
-            self.aborted_after = self._done[-1] if self._done and self._round_id == sync_round.round_id else None
-            self._done = []
+            self._abort(sync_round)
             return
-        if phase == PREPARE:
-            self._round_id, self._done = sync_round.round_id, []
-        if self._round_id == sync_round.round_id and phase in self._done:
-            return  # done already: answered again
-        staged = sync_round.install_mode == pb.INSTALL_MODE_STAGED
-        order = [each for each in self.order if not (staged and each == PAUSE)]  # COMMIT pauses then
-        if self._round_id != sync_round.round_id or order[len(self._done)] != phase:
-            raise PhaseOrder(f"{pb.RoundPhase.Name(phase)} came after {self._done}")
-        self._done.append(phase)
-        if phase == COMMIT:
-            self.committed = sync_round.policy_version
+        if phase == PREPARE and (older := self._guard.superseded_by(sync_round)) is not None:
+            self._abort(older.message)
+        with self._guard.running(phase, sync_round):
+            if phase == COMMIT:
+                self.committed = sync_round.policy_version
+                self._guard.close(sync_round)
 
-    def _report(self, phase: pb.RoundPhase.ValueType, sync_round: pb.Round) -> pb.PhaseReport:
-        name = pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
+    def _abort(self, sync_round: pb.Round) -> None:
+        current = self._guard.current
+        is_open = current is not None and self._guard.is_open(sync_round)
+        self.aborted_after = max(current.done, default=None) if current is not None and is_open else None
+        self._guard.close(sync_round)
+
+    def _report(self, phase: Phase, sync_round: pb.Round) -> pb.PhaseReport:
+        name = name_of(phase)
         report = pb.PhaseReport(plan_digest=self.plan_digest, policy_version=sync_round.policy_version)
         report.seconds[name] = self.seconds.get(name, 0.001)
         if phase == TRANSFER:

@@ -13,8 +13,9 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.fakes.fake_sync import COMMIT, PREPARE, TRANSFER, FakeSync
+from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
+from weightsync.round.phases import Role
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Step:
     """A train step as it arrived."""
 
     header: pb.TrainStepHeader
-    micro_batches: list[pb.MicroBatch]
+    chunks: list[pb.SampleChunk]
 
 
 @dataclass
@@ -49,7 +50,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     restored: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sync = FakeSync(order=(PREPARE, TRANSFER, COMMIT), num_ranks=self.tensor_parallel)
+        self.sync = FakeSync(role=Role.TRAINER, num_ranks=self.tensor_parallel)
         self._replies: dict[str, pb.TrainStepResponse] = {}
         self.fence = FenceGuard()
         self.saving, self.hold = asyncio.Event(), asyncio.Event()
@@ -64,7 +65,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     ) -> pb.TrainStepResponse:
         requests = [request async for request in request_iterator]
         self.fence.admit(requests[0].header.fence)
-        step = Step(requests[0].header, [request.micro_batch for request in requests[1:]])
+        step = Step(requests[0].header, [request.chunk for request in requests[1:]])
         if step.header.step_id in self._replies:
             return self._replies[step.header.step_id]
         fault = self.faults.popleft() if self.faults else None
@@ -148,16 +149,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
 def check_step(step: Step) -> None:
     """Raises: InvalidRequest: the batch contradicts the protos."""
-    updates = [batch.update_index for batch in step.micro_batches]
+    updates = [batch.update_index for batch in step.chunks]
     if updates != sorted(updates) or set(updates) != set(range(step.header.num_updates)):
         raise InvalidRequest(f"updates come as {updates}, {step.header.num_updates} were announced")
-    ids = [sample_id for batch in step.micro_batches for sample_id in batch.sample_ids]
+    ids = [sample_id for batch in step.chunks for sample_id in batch.sample_ids]
     if len(set(ids)) != len(ids) or len(ids) != step.header.num_samples:
         raise InvalidRequest(f"{len(ids)} samples ({len(set(ids))} distinct), {step.header.num_samples} were announced")
-    for batch in step.micro_batches:
+    for batch in step.chunks:
         sizes = {len(batch.sample_ids), len(batch.prompt_lengths), len(batch.completion_lengths)}
         sizes |= {len(batch.advantages), len(batch.trainable)}
         if len(sizes) != 1 or len(batch.token_ids) != sum(batch.prompt_lengths) + sum(batch.completion_lengths):
-            raise InvalidRequest("a micro-batch's fields have different lengths")
+            raise InvalidRequest("a chunk's fields have different lengths")
         if len(batch.rollout_logprobs) != sum(batch.completion_lengths):
-            raise InvalidRequest("a micro-batch's log-probs do not fit its completions")
+            raise InvalidRequest("a chunk's log-probs do not fit its completions")

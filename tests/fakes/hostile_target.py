@@ -52,13 +52,11 @@ class Engine:
         return np.zeros(samples.num_completion_tokens, np.float32), np.zeros(samples.num_completion_tokens, np.float32)
 
 
-class Member:
+def run_phase(phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
     """Takes any round, lists its ranks and waits for them as a real one does."""
-
-    def run_phase(self, phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
-        assert len(Participants.of_round(round_).slots) <= 2**16
-        assert timedelta(seconds=round_.formation_timeout_s + round_.transfer_timeout_s) > timedelta()
-        return weights_pb2.PhaseReport()
+    assert len(Participants.of_round(round_).slots) <= 2**16
+    assert timedelta(seconds=round_.formation_timeout_s + round_.transfer_timeout_s) > timedelta()
+    return weights_pb2.PhaseReport()
 
 
 class Wire:
@@ -91,7 +89,7 @@ def trainer(folder: Path, server: GrpcServer) -> None:
     from weightsync.round.client import SERVICE
 
     commander, engine = Commander(), Engine()
-    handlers = CommandHandlers(engine, Publisher(Member()), folder).table()  # type: ignore[arg-type]
+    handlers = CommandHandlers(engine, Publisher(run_phase), folder).table()  # type: ignore[arg-type]
     threading.Thread(target=commander.run, args=(Wire(), handlers), daemon=True).start()
     servicer = TrainerServicer(commander, max_samples=8, run_dir=folder)
     servicer.serve_engine(engine)  # type: ignore[arg-type]

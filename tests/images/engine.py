@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.house.repository import REPO
-from tests.polling import until
+from tests.kit.waiting import until
 
 READY_S = 60.0
 STOP_S = 60.0

@@ -16,8 +16,8 @@ import pytest
 from tests.fakes.fake_kubelet import FakeKubelet
 from tests.images.engine import Engine
 from tests.images.project import LOOK_S
+from tests.kit.waiting import until
 from tests.manifests.kustomize import Manifest, containers, environment, find, overlay, pod_template, pod_templates
-from tests.polling import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1800)]
 READY_S, RUN_S, STOP_S = 600.0, 600.0, 60.0

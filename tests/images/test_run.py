@@ -13,9 +13,9 @@ from tests.images.conftest import BASE, BUILD_S, KINDS
 from tests.images.engine import Engine, Unavailable
 from tests.images.project import LOOK_S, UP_S, Project, project_of, set_iterations
 from tests.images.stand_ins import provide_prometheus
+from tests.kit.waiting import until
 from tests.monitoring.live import PrometheusApi
 from tests.monitoring.test_rules import ALL_RULES
-from tests.polling import until
 
 RUN_S = 900.0
 # Scrapes are 5 s apart, evaluations 15 s.

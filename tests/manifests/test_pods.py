@@ -125,7 +125,7 @@ def grace_needed_s() -> dict[str, float]:
         "rollout": rollout_app.DRAIN_S + plan_processes._SERVICE_GRACE_S,
         # Until its leader has drained and lets it go.
         "rollout-worker": worker_app.LET_GO_S + plan_processes._SERVICE_GRACE_S,
-        "coordinator": (RunSection().stop_timeout_s + coordinator_app._DRAIN_S + plan_processes._CONDUCT_GRACE_S),
+        "coordinator": (RunSection().stop_timeout_s + coordinator_app._DRAIN_S + plan_processes._COORDINATOR_GRACE_S),
         "redis": 10.0,
     }
 

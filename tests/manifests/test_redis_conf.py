@@ -11,8 +11,8 @@ import redis
 
 from launcher.run.redis_server import find_server
 from servicekit.redis.acl import acl_file
+from tests.kit.waiting import until
 from tests.manifests.kustomize import DEPLOY, find, overlay
-from tests.polling import until
 
 pytestmark = pytest.mark.integration
 PASSWORD = "dev-only-password"

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from tests.kit.waiting import until
 from tests.monitoring.boards import Query
 from tests.monitoring.tools import MONITORING, RULES, tool
-from tests.polling import until
 
 READY_S = 60.0
 ANSWER_S = 30.0

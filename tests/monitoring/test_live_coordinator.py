@@ -10,11 +10,11 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import with_settings
-from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config
+from tests.contract.coordinator_runs import with_settings, write_config
+from tests.contract.test_coordinator_process import Start, fleet_arguments
+from tests.kit.waiting import until
 from tests.monitoring.boards import ALL, Query
 from tests.monitoring.live import Prometheus, prometheus
-from tests.polling import until
 
 pytestmark = [pytest.mark.integration]
 

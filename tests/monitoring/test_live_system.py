@@ -8,9 +8,9 @@ import pytest
 from servicekit.redis.registry import Registry
 from tandem_files.run_folder import read_notes
 from tests.e2e.conftest import EXAMPLE, STARTED_S, Tandem
+from tests.kit.waiting import until
 from tests.monitoring.boards import ALL
 from tests.monitoring.live import prometheus
-from tests.polling import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

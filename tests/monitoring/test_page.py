@@ -12,10 +12,10 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.redis.records import PAGE_URL
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import rows, with_settings
-from tests.contract.test_coordinator_process import Start, fleet_arguments, write_config
+from tests.contract.coordinator_runs import rows, with_settings, write_config
+from tests.contract.test_coordinator_process import Start, fleet_arguments
+from tests.kit.waiting import until
 from tests.monitoring.tools import tool
-from tests.polling import until
 
 pytestmark = [pytest.mark.integration]
 

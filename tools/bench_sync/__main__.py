@@ -28,9 +28,9 @@ BUCKET_MIB = 32.0
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    """All cases that are asked for, smallest first; the files are written anew after each."""
+    """Measure all cases that the options select, smallest first; write the files after each."""
     wanted = [(shape, case) for shape in arguments.shapes for case in CASES]
-    wanted = [(shape, case) for shape, case in wanted if _is_asked(f"{shape}, {case.name}", arguments.only)]
+    wanted = [(shape, case) for shape, case in wanted if _is_selected(f"{shape}, {case.name}", arguments.only)]
     cases = merged(_earlier(arguments), [f"{shape}, {case.name}" for shape, case in wanted])
     conditions = {"run": _now(), "commit": _commit(), "bucket_mib": arguments.bucket_mib}
     with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
@@ -48,7 +48,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
 
 def summarize(cases: dict[str, Any]) -> dict[str, Any]:
-    """What sync.json holds. Its headline is the largest model at HEADLINE, or the last case before there is one."""
+    """Make the content of sync.json; its headline is the largest model at HEADLINE, else the last case."""
     order = [f"{shape}, {case.name}" for shape in SHAPES for case in CASES]
     cases = dict(sorted(cases.items(), key=lambda item: order.index(item[0])))
     named = [name for name in cases if name.endswith(HEADLINE)]
@@ -67,7 +67,7 @@ def summarize(cases: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_asked(name: str, only: list[str]) -> bool:
+def _is_selected(name: str, only: list[str]) -> bool:
     return not only or any(part in name for part in only)
 
 
@@ -84,7 +84,7 @@ def _now() -> str:
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" where the code differs from it; empty outside a repository."""
+    """Return the commit, with "-dirty" if the code differs from it; empty outside a repository."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -95,7 +95,7 @@ def _cpu() -> str:
 
 
 def main() -> int:
-    """Runs the benchmark. Returns: exit code."""
+    """Run the benchmark. Returns: exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(DEFAULT_SHAPES))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help='cases by a part of their name, "tiny"')

@@ -1,4 +1,4 @@
-"""Measures one case: every method in turns, each run after an unmeasured one of its own."""
+"""Measures one case: all methods in turn, each after a warm-up of its own."""
 
 import contextlib
 import os
@@ -20,7 +20,16 @@ from weightsync.model.spec import ModelSpec
 async def measure(
     case: Case, model: Path, repetitions: int, bucket_mib: float, methods: Iterable[str]
 ) -> dict[str, Any]:
-    """The case's entry in sync.json. Raises: RuntimeError: a method fails, or leaves other weights than the others."""
+    """Measure a case.
+
+    Args:
+        model: model folder.
+        repetitions: measured runs of each method.
+        bucket_mib: largest message, in MiB.
+        methods: names in METHODS.
+    Returns: the case's entry in sync.json.
+    Raises: RuntimeError: a method fails, or installs other weights than the others.
+    """
     spec = ModelSpec.from_folder(model)
     before, start_s = os.getloadavg(), time.monotonic()
     async with running(model, case, int(bucket_mib * 2**20)) as rig, session(rig) as opened:
@@ -42,7 +51,7 @@ async def measure(
 
 
 async def _check_all(opened: Session, methods: list[str]) -> None:
-    """Each method once over poisoned engines: all must leave the same weights."""
+    """Run each method once over poisoned engines, and check that all install the same weights."""
     expected: list[dict[str, str]] | None = None
     for method in methods:
         await opened.poison()
@@ -51,14 +60,14 @@ async def _check_all(opened: Session, methods: list[str]) -> None:
         expected = found if expected is None else expected
         if found != expected:
             names = [name for a, b in zip(found, expected, strict=True) for name in a if a[name] != b[name]]
-            raise RuntimeError(f"{method} leaves other weights than {methods[0]}: {', '.join(names[:5])}")
+            raise RuntimeError(f"{method} installs other weights than {methods[0]}: {', '.join(names[:5])}")
 
 
 async def _sample(opened: Session, repetitions: int, methods: list[str]) -> Samples:
     samples: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(repetitions):
         for method in methods:
-            # What the method before it left cold (caches, links of another transport) is warmed, for all alike.
+            # Warm up the caches and links that another method has left cold.
             if method not in BUSY:
                 await METHODS[method](opened)
             samples[method].append(await METHODS[method](opened))
@@ -84,7 +93,7 @@ def _rounded(run: Mapping[str, float]) -> dict[str, float]:
 
 
 def merged(old: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The cases of an earlier sync.json that are not measured anew."""
+    """Select the cases of an earlier sync.json, `old`, that are not measured again; `names` are."""
     with contextlib.suppress(KeyError):
         return {name: case for name, case in old["cases"].items() if name not in names}
     return {}

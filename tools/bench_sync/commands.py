@@ -1,4 +1,4 @@
-"""Commands to a benchmark's processes: a line of JSON each way over a Unix socket."""
+"""Commands to a benchmark's processes: a line of JSON in each direction over a Unix socket."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 async def serve_commands(path: Path, handler: Handler) -> asyncio.Server:
-    """Answers {"do": ..., ...} with {"ok": result} or {"error": text}."""
+    """Answer {"do": ..., ...} with {"ok": result} or {"error": text}."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -29,7 +29,7 @@ async def serve_commands(path: Path, handler: Handler) -> asyncio.Server:
 
 
 class CommandClient:
-    """The benchmark's end; one command at a time."""
+    """The benchmark's end of a connection; runs one command at a time."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
@@ -38,12 +38,19 @@ class CommandClient:
 
     @classmethod
     async def connect(cls, name: str, path: Path) -> "CommandClient":
-        """Connects to a process that listens already."""
+        """Connect to a process that already listens. name: of the process, for errors."""
         reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
         return cls(name, reader, writer)
 
     async def call(self, do: str, **fields: Any) -> Any:
-        """Raises: RuntimeError: the process's error; TimeoutError: no answer within DEADLINE_S."""
+        """Run a command in the process.
+
+        Args:
+            do: name of the command.
+            fields: its arguments, JSON values.
+        Returns: its result.
+        Raises: RuntimeError: the process's error; TimeoutError: no answer within DEADLINE_S.
+        """
         self._writer.write(json.dumps({"do": do, **fields}).encode() + b"\n")
         async with asyncio.timeout(DEADLINE_S):
             await self._writer.drain()
@@ -56,5 +63,5 @@ class CommandClient:
         return reply["ok"]
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._writer.close()

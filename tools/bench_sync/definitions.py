@@ -1,4 +1,4 @@
-"""What the figures in sync.json mean; they stand in sync.json and sync.md."""
+"""Definitions of the figures in sync.json, written into sync.json and sync.md."""
 
 DEFINITIONS = {
     "total": (
@@ -26,7 +26,7 @@ DEFINITIONS = {
         "begin_weight_update, a broadcast to all engine ranks per 512 MiB bucket (load_format flattened_bucket), "
         "end_weight_update, continue."
     ),
-    "stock_per_tensor": "the same with a broadcast per tensor, all of a bucket under way at once.",
+    "stock_per_tensor": "the same with a broadcast per tensor, all of a bucket in flight together.",
     "stock_disk": (
         "SGLang's update_weights_from_disk on tmpfs: every trainer rank gathers and writes its share of whole tensors "
         "as safetensors, then the engines load. Until SGLang answers, which is when its first rank is done; lag: what "
@@ -34,11 +34,11 @@ DEFINITIONS = {
     ),
     "floor_gloo": (
         "the slowest rank's seconds for the bytes of ours_* collective over bare gloo send/recv: the same messages "
-        "between the same ranks, chains included, all begun at once; from and to memory as large as the shards. No "
+        "between the same ranks, chains included, all started together; from and to memory as large as the shards. No "
         "packing, no headers, no digests, no RPCs."
     ),
     "floor_memcpy": (
-        "the slowest rank's seconds to copy as many bytes as it receives from one buffer to another, all ranks at once."
+        "the slowest rank's seconds to copy as many bytes as it receives between two buffers, all ranks together."
     ),
     "repetition": (
         "in each, every method runs once unmeasured and then measured, in turns; so what one method leaves cold for "

@@ -1,4 +1,4 @@
-"""From samples to figures: medians and paired ratios. Pure."""
+"""Computes figures from samples: medians and paired ratios."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -28,15 +28,15 @@ MORE_RATIOS: Ratios = {
 
 
 def medians(samples: Samples) -> dict[str, dict[str, float]]:
-    """Median seconds by method and part."""
+    """Compute the median seconds by method and part."""
     return {
-        method: {part: round(median(each[part] for each in runs), 6) for part in runs[0]}
+        method: {part: round(median(run[part] for run in runs), 6) for part in runs[0]}
         for method, runs in samples.items()
     }
 
 
 def ratios(samples: Samples) -> dict[str, float]:
-    """The ratios that the project has targets for.
+    """Compute the ratios that have a target.
 
     >>> ratios({"ours_in_place": [{"total": 1.0}, {"total": 2.0}], "stock_disk": [{"total": 4.0}] * 2})
     {'vs_disk': 3.0}
@@ -45,12 +45,12 @@ def ratios(samples: Samples) -> dict[str, float]:
 
 
 def more_ratios(samples: Samples) -> dict[str, float]:
-    """Those that explain them."""
+    """Compute the ratios that explain those of `ratios`."""
     return _paired(MORE_RATIOS, samples)
 
 
 def _paired(wanted: Ratios, samples: Samples) -> dict[str, float]:
-    """Median over repetitions of each ratio whose methods were measured."""
+    """Compute the median over repetitions of each ratio whose methods were measured."""
     found = {}
     for name, (above, above_part, below, below_part) in wanted.items():
         if above in samples and below in samples:

@@ -1,7 +1,7 @@
-"""`python -m tools.bench_sync.floor`: one rank of the floor: the round's bytes and hops over bare gloo, and memcpy.
+"""`python -m tools.bench_sync.floor`: a rank that measures the lower bound: bare gloo and memcpy.
 
-The same messages between the same ranks, but no packing, digests, headers or unpacking: what any transport over gloo on
-this host must take at least.
+It moves the messages of a round between the same ranks, without packing, digests, headers or unpacking: no transport
+over gloo on this host can be faster.
 """
 
 import argparse
@@ -26,25 +26,26 @@ DTYPE_BYTES = 2
 
 
 class FloorRank:
-    """Commands by name."""
+    """A rank's buffers, and the measurements as commands (`do_*`)."""
 
     def __init__(self, hops: Sequence[Hop], rank: int) -> None:
         self._hops, self._rank = hops, rank
-        # A region per message, as the shards of a model: a buffer used again and again would stay in the cache.
+        # A region per message, as in the shards of a model: a reused buffer would stay in the cache.
         sizes = [hop.message.elements * DTYPE_BYTES for hop in hops]
         incoming = sum(size for hop, size in zip(hops, sizes, strict=True) if hop.receiver == rank)
         self._target = torch.ones(incoming, dtype=torch.uint8)
         self._buffers = _regions(hops, rank, self._target)
 
     async def run(self, command: dict[str, Any]) -> float:
-        """Runs the method of that name on a thread. Returns: its seconds, after a barrier of all ranks."""
+        """Run a command on a thread. Returns: its seconds, measured after a barrier of all ranks."""
         return await asyncio.to_thread(getattr(self, f"do_{command['do']}"))
 
     def do_gloo(self) -> float:
+        """Move the messages of the round over gloo."""
         dist.barrier()
         start_s = time.perf_counter()
         works, receives = [], {}
-        # Everything is begun at once; what is passed on waits for its arrival, and for nothing else.
+        # All transfers are started together; a message that is forwarded waits only for its own arrival.
         for hop, buffer in zip(self._hops, self._buffers, strict=True):
             if hop.receiver == self._rank:
                 receives[hop.message.sequence] = dist.irecv(buffer, hop.sender, tag=hop.message.sequence)
@@ -60,7 +61,8 @@ class FloorRank:
         return time.perf_counter() - start_s
 
     def do_memcpy(self) -> float:
-        source = torch.ones_like(self._target)  # given back afterwards: all ranks together fill the host
+        """Copy as many bytes as the rank receives."""
+        source = torch.ones_like(self._target)  # freed afterwards: the buffers of all ranks fill the host
         dist.barrier()
         start_s = time.perf_counter()
         self._target.copy_(source)
@@ -68,7 +70,7 @@ class FloorRank:
 
 
 def _regions(hops: Sequence[Hop], rank: int, target: torch.Tensor) -> list[torch.Tensor]:
-    """Memory of each hop: what is received lies side by side, and is what is passed on; what is sent is its own."""
+    """Return the buffer of each hop: consecutive parts of `target` to receive and forward, other memory to send."""
     regions, received, begin = [], {}, 0
     for hop in hops:
         size = hop.message.elements * DTYPE_BYTES
@@ -89,7 +91,7 @@ async def _main() -> None:
     settings = json.loads(parser.parse_args().settings)
     rank, folder = int(settings["rank"]), Path(settings["folder"])
     trainer = Parallel(**settings["trainer"])
-    replicas = [Parallel(**each) for each in settings["replicas"]]
+    replicas = [Parallel(**sizes) for sizes in settings["replicas"]]
     plan = plan_round(
         ModelSpec.from_folder(settings["model"]),
         trainer,

@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors from a trainer's shards, each on the rank that is to hand it on."""
+"""Gathers whole Hugging Face tensors from a trainer's shards, each on the rank that sends it to the engines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ MESSAGE_ELEMENTS = 2**24
 
 
 def leader_of_stage(parallel: Parallel, rank: int) -> int:
-    """The first rank of a rank's pipeline stage."""
+    """Return the first rank of a rank's pipeline stage."""
     return rank // parallel.stage_size * parallel.stage_size
 
 
@@ -35,7 +35,7 @@ def _plan(spec: ModelSpec, parallel: Parallel) -> TransferPlan:
 
 @lru_cache(maxsize=4)
 def tensors_by_owner(spec: ModelSpec, parallel: Parallel, owners: Owners) -> list[list[str]]:
-    """Names of the tensors that each trainer rank ends up with."""
+    """List, for each trainer rank, the names of the tensors that it gathers."""
     plan = _plan(spec, parallel)
     held: list[list[str]] = [[] for _ in range(parallel.world_size)]
     filled = [0] * parallel.world_size
@@ -64,7 +64,7 @@ def _messages(spec: ModelSpec, parallel: Parallel, owners: Owners) -> list[Messa
 def gather(
     spec: ModelSpec, parallel: Parallel, rank: int, tensors: Mapping[str, torch.Tensor], owners: Owners
 ) -> dict[str, torch.Tensor]:
-    """The whole tensors that this rank owns. Every rank of the default group calls it; a shard travels once at most."""
+    """Gather the whole tensors that this rank owns; a collective of the default group, in which a shard moves once."""
     plan = _plan(spec, parallel)
     shapes = dict(zip(plan.target.params, plan.target.param_shapes, strict=True))
     sender = Packer(plan.source, tensors, "src")
@@ -79,8 +79,8 @@ def gather(
 
 def _move(message: Message, rank: int, sender: Packer, receiver: Packer | None) -> None:
     if message.src == message.dst:
-        for ours, theirs in zip(sender.blocks(message), _blocks(receiver, message), strict=True):
-            theirs.copy_(ours)
+        for source, target in zip(sender.blocks(message), _blocks(receiver, message), strict=True):
+            target.copy_(source)
         return
     payload = torch.empty(sender.payload_bytes(message), dtype=torch.uint8)
     if rank == message.src:

@@ -1,4 +1,4 @@
-"""Engines kept busy while a round runs: short completions without end, and when each of them came."""
+"""Keeps engines busy during a round with short completions, and records when each of them came."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from servicekit.life.tasks import end_of, first_of
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tools.bench_sync.session import CALL_S, Session
 
@@ -18,18 +19,18 @@ FIRST_S = 60.0
 
 @dataclass
 class Progress:
-    """time.perf_counter() of every completion, by replica."""
+    """Times of every completion (time.perf_counter()), by replica."""
 
     finished_s: list[list[float]] = field(default_factory=list)
 
     def longest_silence_s(self) -> float:
-        """The longest time that some replica finished nothing, until now."""
+        """Return the longest time in which a replica finished no completion, until now."""
         now_s = time.perf_counter()
-        return max(max(self._gaps([*each, now_s])) for each in self.finished_s)
+        return max(max(self._gaps([*times_s, now_s])) for times_s in self.finished_s)
 
     def typical_silence_s(self) -> float:
-        """Median time between two completions of the slowest replica."""
-        return max(median(self._gaps(each)) for each in self.finished_s)
+        """Return the median time between two completions of the slowest replica."""
+        return max(median(self._gaps(times_s)) for times_s in self.finished_s)
 
     def _gaps(self, times_s: list[float]) -> list[float]:
         return [b - a for a, b in itertools.pairwise(times_s)] or [0.0]
@@ -37,7 +38,7 @@ class Progress:
 
 @contextlib.asynccontextmanager
 async def generating(session: Session) -> AsyncIterator[Progress]:
-    """Around a round. Every replica has begun to finish completions when it starts."""
+    """Keep every replica generating inside a `with` block, which starts when all have finished completions."""
     progress = Progress([[] for _ in session.replicas])
     begun = [asyncio.Event() for _ in session.replicas]
     tasks = [
@@ -47,7 +48,7 @@ async def generating(session: Session) -> AsyncIterator[Progress]:
     try:
         async with asyncio.timeout(FIRST_S):
             for task, event in zip(tasks, begun, strict=True):
-                await asyncio.wait([task, asyncio.create_task(event.wait())], return_when=asyncio.FIRST_COMPLETED)
+                await first_of({"load": end_of(task), "begun": event})
         _check(tasks)
         yield progress
         _check(tasks)

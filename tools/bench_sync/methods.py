@@ -1,6 +1,7 @@
-"""Every way of bringing new weights into the engines that is measured, by name.
+"""The measured methods of bringing new weights into the engines, by name.
 
-A method does one whole update, from the trainer's shards to engines that serve them, and says how long its parts took.
+A method does one whole update, from the trainer's shards to engines that serve them, and returns the seconds of its
+parts.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from tools.bench_sync.stock import from_disk, from_distributed
 
 
 def floor(do: str) -> Update:
-    """Bare gloo, or memcpy: the slowest rank's seconds after a barrier."""
+    """Make a method that measures a lower bound, `gloo` or `memcpy`: the slowest rank's seconds after a barrier."""
 
     async def run(session: Session) -> Seconds:
         return {"total": max(await asyncio.gather(*(rank.call(do) for rank in session.rig.floor)))}

@@ -1,4 +1,4 @@
-"""Tandem's own updates: whole rounds, driven as the coordinator drives them, digests and all."""
+"""Tandem's own updates: whole rounds with digests, driven as the coordinator drives them."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -6,19 +6,17 @@ from collections.abc import Awaitable, Callable
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tools.bench_sync.load import generating
 from tools.bench_sync.session import Seconds, Session
+from weightsync.round.phases import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 IN_PLACE, STAGED = pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED
 COLLECTIVE, COLOCATED = pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_COLOCATED
 DRAIN, KEEP_KV = pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV
 
-PREPARE, PAUSE, TRANSFER = pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_PAUSE, pb.ROUND_PHASE_TRANSFER
-VERIFY, COMMIT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT
-
 Update = Callable[[Session], Awaitable[Seconds]]
 
 
 def ours(install: pb.InstallMode.ValueType, transport: pb.SyncTransport.ValueType) -> Update:
-    """A round between engines that have nothing to do."""
+    """Make a method: a round while the engines are idle."""
 
     async def update(session: Session) -> Seconds:
         return await run_round(session, install, transport, DRAIN)
@@ -27,7 +25,7 @@ def ours(install: pb.InstallMode.ValueType, transport: pb.SyncTransport.ValueTyp
 
 
 def ours_while_generating(install: pb.InstallMode.ValueType) -> Update:
-    """A round between engines that generate all the time; their requests wait in place and go on."""
+    """Make a method: a round while the engines generate; their requests pause in place and continue."""
 
     async def update(session: Session) -> Seconds:
         async with generating(session) as progress:
@@ -43,7 +41,7 @@ async def run_round(
     transport: pb.SyncTransport.ValueType,
     pause: pb.PauseMode.ValueType,
 ) -> Seconds:
-    """One round; "pause" runs from the request that stops generation to the reply after which it goes on."""
+    """Run one round; its "pause" lasts from the request that stops generation to the reply after which it continues."""
     start_s = time.perf_counter()
     round_ = session.describe_round(install, transport, pause)
     seconds = {"prepare": await session.everywhere(PREPARE, round_)}

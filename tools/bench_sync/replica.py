@@ -1,4 +1,4 @@
-"""`python -m tools.bench_sync.replica`: a replica as users run it, and beside it SGLang's own weight updates."""
+"""`python -m tools.bench_sync.replica`: a replica as users run it, with SGLang's own weight updates as commands."""
 
 import argparse
 import asyncio
@@ -11,17 +11,18 @@ from typing import Any
 gc.disable()
 
 
-class Stock:
-    """SGLang's own updates on the same engine, as its HTTP server would call them."""
+class StockUpdates:
+    """SGLang's own updates on the same engine, called as its HTTP server calls them; commands are `do_*`."""
 
     def __init__(self) -> None:
         self.engine: Any = None
 
     async def run(self, command: dict[str, Any]) -> Any:
-        """Runs the method of that name."""
+        """Run a command; its other fields are the arguments."""
         return await getattr(self, f"do_{command.pop('do')}")(**command)
 
     async def do_init_group(self, port: int, rank_offset: int, world_size: int, group: str) -> None:
+        """Join an update group with all ranks of the engine."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
@@ -35,6 +36,7 @@ class Stock:
         _require(await self.engine.manager.init_weights_update_group(request, None))
 
     async def do_begin(self) -> None:
+        """Pause generation, flush the cache and begin an update."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, PauseGenerationReqInput
 
         manager = self.engine.manager
@@ -45,6 +47,7 @@ class Stock:
     async def do_update(
         self, names: list[str], shapes: list[list[int]], dtype: str, group: str, load_format: str | None
     ) -> None:
+        """Receive a bucket of tensors; load_format: as SGLang's."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         request = UpdateWeightsFromDistributedReqInput(
@@ -58,22 +61,24 @@ class Stock:
         _require(await self.engine.manager.update_weights_from_distributed(request, None))
 
     async def do_end(self) -> None:
+        """End an update and continue generation."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, EndWeightUpdateReqInput
 
         _require(await self.engine.manager.end_weight_update(EndWeightUpdateReqInput()))
         await self.engine.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def do_all_ranks(self) -> None:
-        """Returns when every rank has done what it was told: an update from disk is answered by the first one."""
+        """Wait until all ranks have finished their updates: SGLang answers an update from disk after the first one."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         _require(await self.engine.manager.begin_weight_update(BeginWeightUpdateReqInput()))  # has a barrier
         _require(await self.engine.manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def do_disk(self, folder: str) -> None:
+        """Load the weights of a Hugging Face folder."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        # The engine starts with load_format "dummy": a load from disk must say what it reads.
+        # The engine starts with load_format "dummy", so a load from disk must name its format.
         request = UpdateWeightFromDiskReqInput(model_path=folder, load_format="safetensors")
         _require(await self.engine.manager.update_weights_from_disk(request, None))
 
@@ -85,7 +90,7 @@ def _require(reply: Any) -> None:
 
 
 def main() -> int:
-    """Runs until SIGTERM."""
+    """Run the replica until SIGTERM. Returns: its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--name", required=True)
@@ -102,7 +107,7 @@ def main() -> int:
         from tools.bench_sync.commands import serve_commands
 
         configure_logging("rollout", name=arguments.name)
-        stock = Stock()
+        stock = StockUpdates()
 
         def make_engine(*parts: Any) -> Any:
             stock.engine = make_sglang_engine(*parts)

@@ -1,4 +1,4 @@
-"""Writes sync.json, and from it a table and a plot."""
+"""Writes sync.json, and its figures as a page and a plot."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 PARTS = ("prepare", "stop", "transfer", "verify", "commit")
 
-# name: what is wanted of it at the headline case
+# name: its target at the headline case
 TARGETS = {
     "vs_stock_flattened": ">= 3",
     "vs_disk": ">= 3",
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- written by make bench-sync -->", "<!-- end -->"
 
 
 def write(results: Mapping[str, Any], folder: Path) -> None:
-    """sync.json, sync.md and sync.svg, and the figures in the folder's README.md if it has a place for them."""
+    """Write sync.json, sync.md and sync.svg, and the summary into the folder's README.md if it has the markers."""
     folder.mkdir(parents=True, exist_ok=True)
     refresh(folder / "README.md", results)
     (folder / "sync.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -28,7 +28,7 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def refresh(path: Path, results: Mapping[str, Any]) -> None:
-    """Puts the summary between the marks of a page; a page without them, or none, is left alone."""
+    """Write the summary between the markers of a page; does nothing without the page or its markers."""
     if path.exists():
         head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
         _, end, tail = rest.partition(END)
@@ -37,7 +37,7 @@ def refresh(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """The targets, at the headline case and at the others, as a table."""
+    """Make a table of ratios and targets, with a column per case."""
     cases = {name: case["ratios"] for name, case in results["cases"].items()}
     lines = [f"| ratio | wanted | {' | '.join(cases)} |", "|---" * (2 + len(cases)) + "|"]
     for name in dict.fromkeys(name for found in cases.values() for name in found):
@@ -52,7 +52,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """sync.md: conditions, ratios, milliseconds, definitions."""
+    """Make sync.md: ratios, milliseconds, conditions, definitions."""
     runs, host = results["runs"], results["host"]
     made = "One run" if len(runs) == 1 else f"{len(runs)} runs of `make bench-sync` and its `--only`, merged"
     lines = [
@@ -96,7 +96,7 @@ def _table(results: Mapping[str, Any]) -> list[str]:
     lines = [f"| case | method | total | pause | {' | '.join(PARTS)} |", "|---" * (4 + len(PARTS)) + "|"]
     for name, case in results["cases"].items():
         for method, parts in case["medians_s"].items():
-            cells = [f"{parts[each] * 1e3:.1f}" if each in parts else "" for each in ("total", "pause", *PARTS)]
+            cells = [f"{parts[part] * 1e3:.1f}" if part in parts else "" for part in ("total", "pause", *PARTS)]
             lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
     return lines
 
@@ -112,7 +112,7 @@ def _conditions(results: Mapping[str, Any]) -> list[str]:
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Bars: seconds of each method, a panel per case."""
+    """Draw the seconds of each method as bars, a panel per case."""
     import matplotlib
 
     matplotlib.use("Agg")

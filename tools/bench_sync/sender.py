@@ -1,7 +1,7 @@
-"""`python -m tools.bench_sync.sender`: one trainer rank, with random weights in Megatron's layout and no Megatron.
+"""`python -m tools.bench_sync.sender`: a trainer rank with random weights in Megatron's layout, without Megatron.
 
-It is a weight-sync member as the trainer service has it, behind gRPC; and the trainer's side of SGLang's own updates:
-gather whole Hugging Face tensors, then broadcast or write them.
+It serves rounds over gRPC as a rank of the trainer service does, and is the trainer's side of SGLang's own updates:
+it gathers whole Hugging Face tensors, then broadcasts or writes them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from weightsync.transfer.session import SyncMember
 
 
 def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's parameters, bfloat16; those that every rank has (norms) are the same on all."""
+    """Make a rank's parameters, bfloat16; norms, which every rank has, are equal on all ranks."""
     tensors = {}
     for name, shape in source_layout(spec, parallel).parameters_of(rank).items():
         seed = zlib.crc32(name.encode()) + (0 if "norm" in name else 1 + rank)
@@ -38,7 +38,7 @@ def random_shards(spec: ModelSpec, parallel: Parallel, rank: int) -> dict[str, t
 
 
 def join_update_group(port: int, world_size: int, name: str) -> dist.ProcessGroup:
-    """Rank 0 of the group that SGLang makes for its own weight updates, formed as SGLang forms it."""
+    """Join, as rank 0, the group of SGLang's own weight updates, in the way in which SGLang forms it."""
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world, default_pg_timeout
 
     store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size))
@@ -56,7 +56,7 @@ def join_update_group(port: int, world_size: int, name: str) -> dist.ProcessGrou
 
 
 class Sender:
-    """Commands by name."""
+    """A trainer rank's tensors, and its side of SGLang's own updates as commands (`do_*`)."""
 
     def __init__(self, model: Path, spec: ModelSpec, parallel: Parallel, rank: int) -> None:
         self._model, self._spec, self._parallel, self._rank = model, spec, parallel, rank
@@ -65,24 +65,29 @@ class Sender:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     async def run(self, command: dict[str, Any]) -> Any:
-        """Runs the method of that name on a thread: gloo blocks."""
+        """Run a command on a thread, since gloo blocks."""
         do = command.pop("do")
         return await asyncio.to_thread(getattr(self, f"do_{do}"), **command)
 
     def do_gather(self, owners: Owners) -> None:
+        """Gather the whole tensors that this rank owns."""
         self._whole = gather(self._spec, self._parallel, self._rank, self.tensors, owners)
 
     def do_forget(self) -> None:
+        """Free the gathered tensors."""
         self._whole = {}
 
     def do_join(self, port: int, world_size: int, group: str) -> None:
+        """Join an update group."""
         self._groups[group] = join_update_group(port, world_size, group)
 
     def do_broadcast_flat(self, names: list[str], group: str) -> None:
+        """Broadcast tensors as one flat bucket."""
         flat = torch.cat([self._whole[name].flatten().view(torch.uint8) for name in names])
         dist.broadcast(flat, src=0, group=self._groups[group])
 
     def do_broadcast_each(self, names: list[str], group: str) -> None:
+        """Broadcast tensors one by one, all started before the first wait."""
         pg = self._groups[group]
         works = [dist.broadcast(self._whole[name], src=0, group=pg, async_op=True) for name in names]
         for work in works:
@@ -90,7 +95,7 @@ class Sender:
                 work.wait()
 
     def do_write(self, folder: str) -> None:
-        """This rank's file of a Hugging Face folder; rank 0 adds what belongs to all."""
+        """Write this rank's file of a Hugging Face folder; rank 0 adds config.json and the index."""
         save_file(self._whole, Path(folder) / self._file(self._rank), metadata={"format": "pt"})
         if self._rank == 0:
             shutil.copyfile(self._model / "config.json", Path(folder) / "config.json")

@@ -1,4 +1,4 @@
-"""What the measured methods share: a rig with open channels, and the names of everything in a round."""
+"""A rig with open channels, and rounds on it, for the measured methods."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ class Session:
     """A rig with open channels."""
 
     rig: Rig
-    # Of the trainer's ranks, and of the replicas.
+    # Clients of the trainer's ranks, and of the replicas.
     senders: list[RoundClient] = field(default_factory=list)
     rounds: list[RoundClient] = field(default_factory=list)
     replicas: list[rollout_pb2_grpc.RolloutServiceStub] = field(default_factory=list)
@@ -39,25 +39,25 @@ class Session:
         self.rendezvous = Rendezvous(self.rig.redis_url, self.rig.group)  # connected once, as a coordinator's
 
     async def everywhere(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
-        """One phase on trainer and replicas at once. Returns: its seconds."""
+        """Run a phase on trainer and replicas concurrently. Returns: its seconds."""
         start_s = time.perf_counter()
-        await asyncio.gather(*(each.run_phase(phase, round_) for each in (*self.senders, *self.rounds)))
+        await asyncio.gather(*(client.run_phase(phase, round_) for client in (*self.senders, *self.rounds)))
         return time.perf_counter() - start_s
 
     async def on_replicas(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> float:
-        """One phase on the replicas alone. Returns: its seconds."""
+        """Run a phase on the replicas only. Returns: its seconds."""
         start_s = time.perf_counter()
-        await asyncio.gather(*(each.run_phase(phase, round_) for each in self.rounds))
+        await asyncio.gather(*(client.run_phase(phase, round_) for client in self.rounds))
         return time.perf_counter() - start_s
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digests of every rollout rank's parameters."""
+        """Ask for the digests of every rollout rank's parameters."""
         request = rollout_pb2.GetChecksumsRequest()
         replies = await asyncio.gather(*(stub.GetChecksums(request, timeout=50.0) for stub in self.replicas))
         return [dict(rank.checksums) for reply in replies for rank in reply.ranks]
 
     async def poison(self) -> None:
-        """NaN into every parameter of the engines: what a method leaves out shows."""
+        """Fill every parameter of the engines with NaN, so that one that a method leaves out is found."""
         for address in self.rig.receiver_addresses():
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = weights_pb2_grpc.ShardReceiverServiceStub(channel)
@@ -69,7 +69,7 @@ class Session:
         transport: pb.SyncTransport.ValueType,
         pause: pb.PauseMode.ValueType,
     ) -> pb.Round:
-        """A round over everybody."""
+        """Make a round of the trainer and all replicas."""
         case = self.rig.case
         round_ = pb.Round(
             round_id=uuid.uuid4().hex,
@@ -94,7 +94,7 @@ class Session:
 
 @asynccontextmanager
 async def session(rig: Rig) -> AsyncIterator[Session]:
-    """Channels around a `with` block."""
+    """Open channels to a rig for the time of a `with` block."""
     addresses = rig.sender_addresses() + rig.addresses
     channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
     opened = Session(rig)

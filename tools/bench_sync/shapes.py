@@ -38,7 +38,7 @@ DEFAULT_SHAPES = ("tiny", "50m", "0.5b")
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a shape: Qwen2, tied, bfloat16."""
+    """Make the config.json of a shape: Qwen2, tied, bfloat16."""
     layers, hidden, ffn, heads, kv_heads, vocabulary = _SIZES[shape]
     return {
         "architectures": ["Qwen2ForCausalLM"],
@@ -59,7 +59,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def write_model(shape: str, folder: Path) -> ModelSpec:
-    """A model folder without weights: engines start with random ones, and trainers make their own."""
+    """Write a model folder without weights: engines start with random ones, and trainers make their own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
     (folder / "tokenizer.json").write_text('{"version": "1.0"}', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""SGLang's own weight updates, fed as systems like slime, verl and AReaL feed them. `benchmarks/README.md` says why so.
+"""SGLang's own weight updates, used as slime, verl and AReaL use them; see `benchmarks/README.md`.
 
 The trainer's side: tensor-parallel shards of a pipeline stage are gathered on the stage's first rank, which converts
 them to Hugging Face tensors and broadcasts them in a group with all engine ranks: stage after stage, each in buckets.
@@ -26,20 +26,20 @@ BUCKET_BYTES = 512 * 2**20  # slime's default for its flattened buckets
 
 
 def group_of(leader: int) -> str:
-    """The update group of a pipeline stage."""
+    """Name the update group of a pipeline stage by its first rank."""
     return f"stock-{leader}"
 
 
 def leaders_of(rig: Rig) -> list[int]:
-    """The trainer ranks that broadcast: the first of each pipeline stage."""
+    """List the trainer ranks that broadcast: the first of each pipeline stage."""
     ranks = range(rig.case.trainer.world_size)
     return sorted({leader_of_stage(rig.case.trainer, rank) for rank in ranks})
 
 
 async def join_groups(session: Session) -> None:
-    """SGLang's update groups: one leader and every rollout rank in each."""
+    """Form SGLang's update groups: one leader and every rollout rank in each."""
     rig = session.rig
-    offsets = list(itertools.accumulate((each.world_size for each in rig.case.replicas), initial=1))
+    offsets = list(itertools.accumulate((replica.world_size for replica in rig.case.replicas), initial=1))
     for leader in leaders_of(rig):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -53,21 +53,25 @@ async def join_groups(session: Session) -> None:
 
 
 def from_distributed(load_format: str | None) -> Update:
-    """update_weights_from_distributed. load_format "flattened_bucket", or None: a broadcast per tensor."""
+    """Make a method that uses update_weights_from_distributed.
+
+    Args:
+        load_format: "flattened_bucket", or None: a broadcast per tensor.
+    """
     broadcast = "broadcast_each" if load_format is None else "broadcast_flat"
 
     async def update(session: Session) -> Seconds:
         start_s = time.perf_counter()
         rig = session.rig
-        await _each(rig.senders, "gather", owners="stages")
+        await _call_all(rig.senders, "gather", owners="stages")
         gathered_s = time.perf_counter()
-        await _each(rig.replicas, "begin")
+        await _call_all(rig.replicas, "begin")
         for leader in leaders_of(rig):
             for bucket in buckets_of(session, leader):
                 await _send(rig, leader, bucket, broadcast, load_format)
-        await _each(rig.replicas, "end")
+        await _call_all(rig.replicas, "end")
         end_s = time.perf_counter()
-        await _each(rig.senders, "forget")
+        await _call_all(rig.senders, "forget")
         return {"gather": gathered_s - start_s, "total": end_s - start_s, "pause": end_s - gathered_s}
 
     return update
@@ -86,7 +90,10 @@ async def _send(
 
 
 def buckets_of(session: Session, leader: int) -> list[Mapping[str, tuple[int, ...]]]:
-    """Shapes by name of a leader's tensors, cut as slime cuts them: full when the next tensor would not fit."""
+    """Cut a leader's tensors into buckets as slime does: a bucket ends before the tensor that would not fit.
+
+    Returns: shapes by name, per bucket.
+    """
     layout = hf_layout(session.rig.spec)
     shapes = dict(zip(layout.params, layout.param_shapes, strict=True))
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
@@ -104,19 +111,19 @@ def buckets_of(session: Session, leader: int) -> list[Mapping[str, tuple[int, ..
 
 
 async def from_disk(session: Session) -> Seconds:
-    """update_weights_from_disk over tmpfs: every trainer rank writes its share of whole tensors, then engines load."""
+    """Update over tmpfs: every trainer rank writes its share of whole tensors, then engines load them from disk."""
     folder = Path(tempfile.mkdtemp(prefix="bench-sync-", dir="/dev/shm"))
     rig = session.rig
     try:
         start_s = time.perf_counter()
-        await _each(rig.senders, "gather", owners="everyone")
-        await _each(rig.senders, "write", folder=str(folder))
+        await _call_all(rig.senders, "gather", owners="everyone")
+        await _call_all(rig.senders, "write", folder=str(folder))
         written_s = time.perf_counter()
-        await _each(rig.replicas, "disk", folder=str(folder))
+        await _call_all(rig.replicas, "disk", folder=str(folder))
         end_s = time.perf_counter()
-        await _each(rig.replicas, "all_ranks")
+        await _call_all(rig.replicas, "all_ranks")
         lag_s = time.perf_counter() - end_s
-        await _each(rig.senders, "forget")
+        await _call_all(rig.senders, "forget")
         return {
             "gather_and_write": written_s - start_s,
             "total": end_s - start_s,
@@ -127,5 +134,5 @@ async def from_disk(session: Session) -> Seconds:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def _each(clients: list[CommandClient], do: str, **fields: str) -> None:
+async def _call_all(clients: list[CommandClient], do: str, **fields: str) -> None:
     await asyncio.gather(*(client.call(do, **fields) for client in clients))

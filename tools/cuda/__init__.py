@@ -1,1 +1,1 @@
-"""The environment for NVIDIA GPUs: its locks, and what it takes to try it on a machine without one."""
+"""The environment for NVIDIA GPUs: its locks, and checks of it that need no GPU."""

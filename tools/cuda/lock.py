@@ -1,10 +1,10 @@
-"""Writes requirements/cuda-*.txt and torch-cuda.txt: what is installed for NVIDIA GPUs, to the last package.
+"""Writes requirements/cuda-*.txt and torch-cuda.txt: all packages that are installed for NVIDIA GPUs.
 
     python -m tools.cuda.lock write     after a change of pyproject.toml or of the lock; asks the package index
-    python -m tools.cuda.lock check     says which file no longer is an answer to what pyproject.toml asks for
+    python -m tools.cuda.lock check     reports files that no longer satisfy pyproject.toml
 
-uv resolves, from the index alone and for the named Python, whatever this machine's pip is set to. What the CPU's lock
-pins is taken where SGLang's own requirements allow it.
+uv resolves them from the package index for the given Python, without this machine's settings of pip. The versions of
+the CPU's lock are preferred where SGLang's requirements allow them.
 """
 
 import os
@@ -27,7 +27,7 @@ PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-manylinux_2_34"
 RESOLVE_S = 300.0
 _BY = "# Written by `python -m tools.cuda.lock write`.\n"
-# Of pip and uv, what makes a machine's own; certificates stay, since an index cannot be read without them.
+# Prefixes of a machine's own settings of pip and uv; certificates stay, since the index needs them.
 _SETTINGS = ("PIP_", "UV_")
 _KEPT = ("PIP_CERT", "UV_CACHE_DIR")
 
@@ -42,14 +42,14 @@ class Unresolvable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """One file of pins.
+    """A file of pins.
 
     Attributes:
         header: comment lines of the file.
         asked: requirement lines to resolve.
         python: the version to resolve for.
         constraints: files whose versions are binding.
-        left_out: names that are elsewhere, and so not in this file.
+        left_out: packages that are in other files, and so not in this one.
     """
 
     header: str
@@ -60,7 +60,7 @@ class Lock:
 
 
 def locks() -> dict[str, Lock]:
-    """The locks by the name of their file."""
+    """Return the locks by the name of their file."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"]]
     for extra in project["optional-dependencies"].values():
@@ -85,13 +85,13 @@ def locks() -> dict[str, Lock]:
 
 
 def bare_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what points pip or uv elsewhere: what a fresh machine has."""
+    """Return the environment without this machine's settings of pip and uv, as on a fresh machine."""
     kept = {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_SETTINGS)}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1"}
 
 
 def uv(*arguments: str, given: str = "") -> str:
-    """Runs uv in a bare environment. Returns: what it printed. Raises: Unreachable, Unresolvable."""
+    """Run uv in a bare environment. Returns: its output. Raises: Unreachable, Unresolvable."""
     command = [str(Path(sys.executable).with_name("uv")), *arguments]
     environ = bare_environment(os.environ)
     done = subprocess.run(
@@ -105,7 +105,11 @@ def uv(*arguments: str, given: str = "") -> str:
 
 
 def resolve(lock: Lock, preferred: Mapping[str, str]) -> str:
-    """Returns: the text of the file, with the preferred versions where they fit. Raises: Unreachable, Unresolvable."""
+    """Resolve a lock, with the preferred versions where they fit.
+
+    Returns: the text of the file.
+    Raises: Unreachable, Unresolvable.
+    """
     options = ["--python-version", lock.python, "--python-platform", PLATFORM, "--only-binary", ":all:"]
     options += ["--no-header", "--no-annotate", "--quiet"]
     for path in lock.constraints:
@@ -120,21 +124,21 @@ def resolve(lock: Lock, preferred: Mapping[str, str]) -> str:
 
 
 def write(name: str, lock: Lock) -> None:
-    """Resolves a file anew."""
+    """Resolve a lock and write its file."""
     (FOLDER / name).write_text(resolve(lock, read_pins(FOLDER / "lock.txt")), encoding="utf-8")
 
 
 def differences(name: str, lock: Lock) -> list[str]:
-    """Lines that a resolution that prefers the file's own versions has and the file lacks, and the other way round."""
+    """Compare a file with a resolution that prefers the file's versions. Returns: a line per difference."""
     path = FOLDER / name
     wanted, found = set(resolve(lock, read_pins(path)).splitlines()), set(path.read_text(encoding="utf-8").splitlines())
     return [f"requirements/{name} lacks {line}" for line in sorted(wanted - found)] + [
-        f"requirements/{name} has {line}, which nothing asks for" for line in sorted(found - wanted)
+        f"requirements/{name} has {line}, which nothing requires" for line in sorted(found - wanted)
     ]
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the files, or checks them. Returns: 1 if `check` found a difference, 2 for a wrong call."""
+    """Write the files, or checks them. Returns: 1 if `check` found a difference, 2 for wrong usage."""
     if arguments not in (["write"], ["check"]):
         print(__doc__, file=sys.stderr)
         return 2

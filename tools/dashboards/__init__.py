@@ -1,1 +1,1 @@
-"""Grafana dashboards as code: what they show (weight_sync, training, fleet), and how that becomes JSON (render)."""
+"""Grafana dashboards as code: their panels (weight_sync, training, fleet), and rendering to JSON (render)."""

@@ -1,7 +1,7 @@
-"""Writes deploy/monitoring/dashboards, and checks that the committed files are what the code says.
+"""Writes deploy/monitoring/dashboards, or checks that the committed files are current.
 
 python -m tools.dashboards write
-python -m tools.dashboards check      lists what differs (exit 1)
+python -m tools.dashboards check      lists the differences (exit 1)
 """
 
 import argparse
@@ -17,12 +17,12 @@ BOARDS = {"weight-sync": weight_sync.BOARD, "training": training.BOARD, "fleet":
 
 
 def fresh() -> dict[str, bytes]:
-    """File name to what it should hold."""
+    """Render every board. Returns: content by file name."""
     return {f"{name}.json": render(board).encode() for name, board in BOARDS.items()}
 
 
 def write(folder: Path = FOLDER) -> int:
-    """Writes the files; removes those of boards that are gone."""
+    """Write the files, and remove those of boards that no longer exist."""
     wanted = fresh()
     for path in folder.glob("*.json"):
         if path.name not in wanted:
@@ -33,17 +33,17 @@ def write(folder: Path = FOLDER) -> int:
 
 
 def check(folder: Path = FOLDER) -> int:
-    """Returns 1 and says what differs, if anything does."""
+    """Print the differences. Returns: 1 if there are any, else 0."""
     lines = differences(fresh(), {path.name: path.read_bytes() for path in folder.glob("*.json")})
     for line in lines:
         print(f"dashboards: {line}", file=sys.stderr)
     if lines:
-        print(f"{folder} is not what tools/dashboards says: run `python -m tools.dashboards write`", file=sys.stderr)
+        print(f"{folder} is out of date: run `python -m tools.dashboards write`", file=sys.stderr)
     return 1 if lines else 0
 
 
 def main() -> int:
-    """Runs the command that the command line names."""
+    """Run the command line. Returns: the exit code."""
     parser = argparse.ArgumentParser(
         prog="tools.dashboards", description="Write the Grafana dashboards, or check them."
     )

@@ -1,4 +1,4 @@
-"""The dashboard "Fleet": the replicas, how busy they are, and what is wrong with the processes."""
+"""The dashboard "Fleet": the replicas, their load, and the processes of the run."""
 
 from tools.dashboards.panels import (
     COORDINATOR,
@@ -14,27 +14,27 @@ from tools.dashboards.panels import (
     rate,
 )
 
-_EVERYONE = f'job=~"coordinator|trainer|rollout", {RUN}'
+_ALL_SERVICES = f'job=~"coordinator|trainer|rollout", {RUN}'
 
 _REPLICAS = Row(
     title="Replicas",
     panels=(
         panel(
             "Replicas by state",
-            "As they say themselves. Paused during a sync; unseeded and poisoned ones wait for one.",
+            "As replicas report it. Paused: during a sync; unseeded and poisoned: they wait for a sync.",
             Series(expr=f"sum by (state) (tandem_replica_state{{{ROLLOUT}}})", legend="{{state}}"),
             stacked=True,
         ),
         panel(
             "Announced and serving",
-            "As the coordinator sees them. Apart for long: see TandemReplicaNotServing.",
+            "As the coordinator counts them. Different for long: see TandemReplicaNotServing.",
             gauge("tandem_announced_replicas", "announced"),
             gauge("tandem_serving_replicas", "serving"),
         ),
         panel(
             "Restarts",
-            "Times that a replica has come back as a new process, and stuck pods that were evicted, while this "
-            "coordinator has been there.",
+            "Times that a replica has returned as a new process, and stuck pods that were evicted, since this "
+            "coordinator started.",
             Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),
             gauge("tandem_replica_evictions_total", "evicted pods"),
         ),
@@ -64,13 +64,13 @@ _REPLICAS = Row(
         ),
         panel(
             "Generate calls",
-            "Seconds of a call: as long as its longest completion.",
+            "Seconds of a call; it lasts as long as its longest completion.",
             *percentiles("tandem_generate_seconds", 0.5, 0.95, selector=ROLLOUT, by="replica"),
             unit="s",
         ),
         panel(
             "Calls that failed",
-            "Generate calls whose groups were generated elsewhere or again.",
+            "Generate calls whose groups were generated again, here or on another replica.",
             increase("tandem_generate_retries_total", "retried"),
             unit="short",
         ),
@@ -82,7 +82,7 @@ _PROCESSES = Row(
         panel(
             "Scraped",
             "1 while Prometheus can read a service's metrics.",
-            gauge("up", "{{job}} {{instance}}", _EVERYONE),
+            gauge("up", "{{job}} {{instance}}", _ALL_SERVICES),
         ),
         panel(
             "RPCs",
@@ -105,13 +105,13 @@ _PROCESSES = Row(
         panel(
             "Memory",
             "Resident bytes of each service's own process (an engine's ranks are further processes).",
-            gauge("process_resident_memory_bytes", "{{job}} {{instance}}", _EVERYONE),
+            gauge("process_resident_memory_bytes", "{{job}} {{instance}}", _ALL_SERVICES),
             unit="bytes",
         ),
         panel(
             "Processor",
             "Cores that each service's own process uses.",
-            Series(expr=f"rate(process_cpu_seconds_total{{{_EVERYONE}}}[$window])", legend="{{job}} {{instance}}"),
+            Series(expr=f"rate(process_cpu_seconds_total{{{_ALL_SERVICES}}}[$window])", legend="{{job}} {{instance}}"),
         ),
     ),
 )
@@ -119,6 +119,6 @@ _PROCESSES = Row(
 BOARD = Board(
     uid="tandem-fleet",
     title="Tandem: fleet",
-    help="The rollout replicas, how busy they are, and the processes of the run.",
+    help="The rollout replicas, their load, and the processes of the run.",
     rows=(_REPLICAS, _PROCESSES),
 )

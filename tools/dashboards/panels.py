@@ -1,9 +1,9 @@
-"""What a dashboard consists of, as data."""
+"""The parts of a dashboard, as data."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Every query is about the run that is looked at; where there is no label (compose), "All" matches that too.
+# Every query selects the run that is looked at; "All" also matches series without the label (compose).
 RUN = 'namespace=~"$namespace"'
 COORDINATOR = f'job="coordinator", {RUN}'
 TRAINER = f'job="trainer", {RUN}'
@@ -14,7 +14,7 @@ Unit = Literal["s", "bytes", "Bps", "percentunit", "short", "none", "reqps", "na
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One query; `legend` names what it returns, with {{label}} for a label's value."""
+    """A query; `legend` names its results, with {{label}} for a label's value."""
 
     expr: str
     legend: str
@@ -22,12 +22,12 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One graph.
+    """A graph.
 
     Attributes:
-        help: what it shows and what to make of it.
-        stacked: areas on each other: only for parts of a whole.
-        width: of 24 columns.
+        help: what it shows and how to read it.
+        stacked: as areas on each other, for parts of a whole.
+        width: columns, of 24.
     """
 
     title: str
@@ -65,40 +65,40 @@ def panel(
     stacked: bool = False,
     logarithmic: bool = False,
 ) -> Panel:
-    """A panel in a form that is read like a line of a table."""
+    """Make a panel; its arguments read like a line of a table."""
     return Panel(title=title, help=help, unit=unit, series=series, stacked=stacked, logarithmic=logarithmic)
 
 
 def gauge(metric: str, legend: str, selector: str = COORDINATOR) -> Series:
-    """What a metric says, a line for each of its series."""
+    """Make a query for a metric's values, a line per series."""
     return Series(expr=f"{metric}{{{selector}}}", legend=legend)
 
 
 def increase(metric: str, legend: str, selector: str = COORDINATOR, by: str = "") -> Series:
-    """By how much a counter has grown within $window."""
+    """Make a query for a counter's growth within $window."""
     return Series(expr=f"sum{_grouped(by)} (increase({metric}{{{selector}}}[$window]))", legend=legend)
 
 
 def rate(metric: str, legend: str, selector: str = COORDINATOR, by: str = "") -> Series:
-    """A counter's growth per second, over $window."""
+    """Make a query for a counter's growth per second, over $window."""
     return Series(expr=f"sum{_grouped(by)} (rate({metric}{{{selector}}}[$window]))", legend=legend)
 
 
 def percentile(share: float, metric: str, legend: str, selector: str = COORDINATOR, by: str = "") -> Series:
-    """A percentile of a histogram over $window."""
+    """Make a query for a percentile of a histogram over $window. share: 0 to 1."""
     labels = f"{by}, le" if by else "le"
     buckets = f"sum by ({labels}) (rate({metric}_bucket{{{selector}}}[$window]))"
     return Series(expr=f"histogram_quantile({share}, {buckets})", legend=legend)
 
 
 def percentiles(metric: str, *shares: float, selector: str = COORDINATOR, by: str = "") -> tuple[Series, ...]:
-    """Several percentiles of a histogram, named p50, p95, ..., after the label's value where there is one."""
+    """Make queries for percentiles of a histogram, named p50, p95, ..., after the value of the label `by`."""
     name = f"{{{{{by}}}}} " if by else ""
     return tuple(percentile(share, metric, f"{name}p{share * 100:g}", selector, by) for share in shares)
 
 
 def mean(metric: str, legend: str, selector: str = COORDINATOR, by: str = "") -> Series:
-    """A histogram's mean over $window."""
+    """Make a query for a histogram's mean over $window."""
     parts = [rate(f"{metric}_{part}", legend, selector, by).expr for part in ("sum", "count")]
     return Series(expr=" / ".join(parts), legend=legend)
 

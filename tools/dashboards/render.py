@@ -1,4 +1,4 @@
-"""A board as Grafana's JSON, by Grafana's own builder (grafana-foundation-sdk)."""
+"""Renders a board as Grafana's JSON, with Grafana's builder (grafana-foundation-sdk)."""
 
 import itertools
 
@@ -27,7 +27,7 @@ _HEIGHT = 8
 
 
 def render(board: Board) -> str:
-    """The dashboard's file."""
+    """Render the content of a dashboard's file."""
     built = (
         dashboard.Dashboard(board.title)
         .uid(board.uid)
@@ -51,7 +51,7 @@ def render(board: Board) -> str:
 
 
 def _namespace() -> dashboard.QueryVariable:
-    """Which run: a namespace of the cluster; without the label there is only "All"."""
+    """Make the variable that selects the run by its namespace; without the label there is only "All"."""
     return (
         dashboard.QueryVariable("namespace")
         .label("Namespace")
@@ -65,7 +65,7 @@ def _namespace() -> dashboard.QueryVariable:
 
 
 def _window() -> dashboard.CustomVariable:
-    """Over which time rates and percentiles are taken: longer than an iteration, or there are gaps."""
+    """Make the variable for the window of rates and percentiles: shorter than an iteration, it leaves gaps."""
     options = [VariableOption(selected=window == "15m", text=window, value=window) for window in _WINDOWS]
     return (
         dashboard.CustomVariable("window")

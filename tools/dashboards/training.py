@@ -1,4 +1,4 @@
-"""The dashboard "Training": what the policy learns, and whether what it learns from can be trusted."""
+"""The dashboard "Training": rewards, losses, samples, and where the time goes."""
 
 from tools.dashboards.panels import COORDINATOR, TRAINER, Board, Row, Series, gauge, increase, mean, panel
 
@@ -22,7 +22,7 @@ _LEARNING = Row(
         panel("Loss", "Of the last step.", gauge("tandem_loss", "loss"), unit="short"),
         panel(
             "Entropy",
-            "Per token, over the full vocabulary. Towards 0: nothing new is tried. Rising without end: noise.",
+            "Per token, over the full vocabulary. Towards 0: no exploration is left. Rising without end: noise.",
             gauge("tandem_entropy", "entropy"),
             unit="nats",
         ),
@@ -42,7 +42,7 @@ _LEARNING = Row(
         panel("Gradient norm", "Before clipping.", gauge("tandem_grad_norm", "norm"), unit="short", logarithmic=True),
         panel(
             "Zero-variance groups",
-            "Share of groups whose rewards are all equal: nothing is learnt from them.",
+            "Share of groups whose rewards are all equal, from which the policy does not learn.",
             gauge("tandem_zero_variance_ratio", "zero variance"),
             unit="percentunit",
         ),
@@ -79,9 +79,9 @@ _SAMPLES = Row(
             gauge("tandem_staleness_versions", "oldest"),
         ),
         panel(
-            "Left out and failed",
+            "Dropped and failed",
             "Groups without variance that were dropped, completions (by data file) whose scoring failed or took "
-            "too long, calls made up for.",
+            "too long, calls that were repeated.",
             increase("tandem_dropped_groups_total", "dropped groups"),
             increase("tandem_reward_errors_total", "scoring errors, {{data}}", by="data"),
             increase("tandem_reward_timeouts_total", "scoring time-outs, {{data}}", by="data"),
@@ -90,7 +90,7 @@ _SAMPLES = Row(
         ),
         panel(
             "Warnings",
-            "By kind; the coordinator's log has their words.",
+            "By kind; their text is in the coordinator's log.",
             increase("tandem_warnings_total", "{{kind}}", by="kind"),
             unit="short",
         ),
@@ -122,7 +122,7 @@ _TIME = Row(
         panel("Iterations", "Completed.", gauge("tandem_iteration", "iteration")),
         panel("Tokens per second", "Of the last iteration.", gauge("tandem_tokens_per_second", "tokens/s")),
         panel(
-            "Since something moved",
+            "Time since progress",
             "Seconds since a part of an iteration last began or ended.",
             Series(expr=f"time() - tandem_last_progress_timestamp_seconds{{{COORDINATOR}}}", legend="standstill"),
             unit="s",
@@ -133,6 +133,6 @@ _TIME = Row(
 BOARD = Board(
     uid="tandem-training",
     title="Tandem: training",
-    help="What the policy learns, from what, and where the time goes.",
+    help="Rewards, losses, samples, and where the time goes.",
     rows=(_LEARNING, _SAMPLES, _TIME),
 )

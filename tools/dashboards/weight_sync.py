@@ -1,4 +1,4 @@
-"""The dashboard "Weight sync": how long rounds take and why, who is slow, what came of them."""
+"""The dashboard "Weight sync": latency, bytes and outcomes of rounds, and the slowest replicas."""
 
 from tools.dashboards.panels import (
     COORDINATOR,
@@ -30,13 +30,13 @@ _LATENCY = Row(
         ),
         panel(
             "Stages, median",
-            "Of the participant that took longest over the stage.",
+            "Of the participant that took longest for the stage.",
             percentile(0.5, _SECONDS, "{{stage}}", _STAGES, by="stage"),
             unit="s",
         ),
         panel(
             "Stages, 95th percentile",
-            "Of the participant that took longest over the stage.",
+            "Of the participant that took longest for the stage.",
             percentile(0.95, _SECONDS, "{{stage}}", _STAGES, by="stage"),
             unit="s",
         ),
@@ -48,7 +48,7 @@ _LATENCY = Row(
         ),
         panel(
             "Wait for participants",
-            "Seconds until everyone who takes part had answered and held its slots.",
+            "Seconds until all participants were present.",
             *percentiles("tandem_weight_sync_rendezvous_wait_seconds", 0.5, 0.95),
             unit="s",
         ),
@@ -70,7 +70,7 @@ _BYTES = Row(
         panel(
             "Goodput against the plan's prediction",
             "Bytes of all rollout ranks / seconds of the whole round. The prediction takes sync.link_gbit for "
-            "every link; over shared memory or on a CPU it is no yardstick.",
+            "every link; over shared memory or on a CPU it does not apply.",
             gauge("tandem_weight_sync_goodput_bytes_per_second", "measured"),
             gauge("tandem_weight_sync_predicted_goodput_bytes_per_second", "predicted"),
             unit="Bps",
@@ -92,7 +92,7 @@ _BYTES = Row(
         ),
         panel(
             "Bytes of a round",
-            "What all ranks, and the busiest one, received.",
+            "Bytes that all ranks, and the busiest one, received.",
             Series(
                 expr=f"sum (rate(tandem_weight_sync_bytes_total{{{COORDINATOR}}}[$window])) / "
                 f'sum (rate(tandem_weight_sync_rounds_total{{{COORDINATOR}, result="committed"}}[$window]))',
@@ -103,7 +103,7 @@ _BYTES = Row(
         ),
         panel(
             "Redundancy",
-            "Bytes received / bytes of the ranks' own shards. 1: nothing travelled twice or for nothing.",
+            "Bytes received / bytes of the ranks' own shards. 1: nothing was sent twice or in vain.",
             gauge("tandem_weight_sync_redundancy_ratio", "redundancy"),
         ),
         panel(
@@ -120,7 +120,7 @@ _OUTCOME = Row(
     panels=(
         panel(
             "Outcomes",
-            "Replicas by how rounds ended for them. Poisoned ones must be seeded again before they serve.",
+            "Replicas by their outcome of a round. Poisoned ones must be seeded again before they serve.",
             increase("tandem_weight_sync_outcomes_total", "{{outcome}}", by="outcome"),
             unit="short",
         ),
@@ -133,7 +133,7 @@ _OUTCOME = Row(
         ),
         panel(
             "Epoch",
-            "Of the weight group. Each change of who is in it is a new epoch, and a new communicator.",
+            "Of the weight group. Each change of its members is a new epoch, with a new communicator.",
             gauge("tandem_weight_sync_epoch", "coordinator"),
             gauge("tandem_weight_sync_epoch", "{{replica}}", ROLLOUT),
         ),

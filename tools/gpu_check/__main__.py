@@ -1,4 +1,4 @@
-"""`python -m tools.gpu_check`: see the package."""
+"""`python -m tools.gpu_check`: see the package's docstring."""
 
 import argparse
 import asyncio
@@ -20,12 +20,12 @@ from tools.gpu_check.fleet import redis_url, run_case
 
 OUT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu"
 NOTHING_RAN = 2
-# Of a dry run: as many GPUs as anything here wants, and a small model.
+# Dry run: as many GPUs as any case needs, and a small model.
 DRY_GPUS, DRY_LAYERS, DRY_HIDDEN = 4, 2, 64
 
 
 def main() -> int:
-    """Runs everything. Returns: 1 if a check failed or a case was not exact, 2 if nothing ran."""
+    """Run the check. Returns: 0; 1 if a check failed or a case was not exact, 2 if nothing ran."""
     options = parse()
     nothing_ran = 0 if options.allow_skip else NOTHING_RAN
     if importlib.util.find_spec("torch") is None:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=tools.gpu_check.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,9 +61,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=("services", "speed"), default=["services", "speed"])
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
     parser.add_argument("--layers", type=int, help="layers of the random model (default 24: 0.6 B parameters)")
-    parser.add_argument("--hidden", type=int, help="its width (default 1024)")
+    parser.add_argument("--hidden", type=int, help="hidden size of the random model (default 1024)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of <device>.json")
-    parser.add_argument("--allow-skip", action="store_true", help="where nothing can run, exit 0 all the same")
+    parser.add_argument("--allow-skip", action="store_true", help="exit 0 even if nothing can run")
     options = parser.parse_args()
     dry = options.device == "cpu"
     options.layers = options.layers or (DRY_LAYERS if dry else 24)
@@ -72,21 +72,21 @@ def parse() -> argparse.Namespace:
 
 
 def verdict(report: dict[str, Any], nothing_ran: int) -> int:
-    """The exit status: 1 if something that ran is wrong; `nothing_ran` if nothing did."""
+    """Return the exit code: 1 if a check or case failed; `nothing_ran` if none ran."""
     passed = [check["passed"] for check in report.get("services", [])]
     passed += [case["exact"] for case in report.get("cases", [])]
     return nothing_ran if not passed else int(not all(passed))
 
 
 def device_name(device: str) -> str:
-    """Of the first GPU; "cpu"."""
+    """Return the name of the first GPU, or "cpu"."""
     import torch
 
     return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
 
 
 def gpus_of(device: str) -> tuple[list[str], tuple[int, ...], bool]:
-    """GPU ids, NCCL's version, and whether ranks may share a GPU. A dry run has four that are none."""
+    """Return GPU ids, NCCL's version, and whether ranks may share a GPU; a dry run has four imaginary GPUs."""
     import torch
 
     if device == "cpu":
@@ -97,7 +97,7 @@ def gpus_of(device: str) -> tuple[list[str], tuple[int, ...], bool]:
 
 
 def check_services(device: str, skipped: list[str]) -> list[dict[str, Any]]:
-    """Real Megatron, real SGLang. Returns: the checks."""
+    """Check real services. skipped: gets a line per check that cannot run. Returns: the results."""
     from tools.gpu_check.services.findings import Findings
     from tools.gpu_check.services.run import choose, run_fleets
     from tools.gpu_check.services.settings import SCALES
@@ -111,7 +111,7 @@ def check_services(device: str, skipped: list[str]) -> list[dict[str, Any]]:
 
 
 def check_speed(options: argparse.Namespace, skipped: list[str]) -> dict[str, Any]:
-    """Random tensors over every transport. Returns: the device's copies, and the cases."""
+    """Move random tensors over every transport. Returns: speeds of the device's copies, and results of the cases."""
     gpus, nccl, multi_rank = gpus_of(options.device)
     chosen, why_not = cases(len(gpus), nccl, multi_rank=multi_rank, device=options.device)
     skipped += why_not
@@ -126,7 +126,7 @@ def check_speed(options: argparse.Namespace, skipped: list[str]) -> dict[str, An
 
 
 def with_copy_share(result: dict[str, Any], copy_gb_per_s: dict[str, float]) -> dict[str, Any]:
-    """The result with its speed over that of the device's own copy, between GPUs if it used several."""
+    """Add to a result its speed as a share of the device's own copy, that between GPUs if it used several."""
     if "gb_per_s" not in result:
         return result
     copy = copy_gb_per_s["between_devices" if result["gpus"] > 1 else "same_device"]
@@ -134,7 +134,7 @@ def with_copy_share(result: dict[str, Any], copy_gb_per_s: dict[str, float]) -> 
 
 
 def summary(result: dict[str, Any]) -> str:
-    """One line of a case's result."""
+    """Format a case's result as one line."""
     exact = "exact" if result["exact"] else f"NOT EXACT: {result['wrong'][:3]}"
     speed = f"{result['gb_per_s']:.1f} GB/s, {result['share_of_copy']:.2f} of the device's copy"
     segments = f"{result['segments_per_s']:.0f} segments/s"
@@ -142,7 +142,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def copy_speeds(device: str, num_gpus: int) -> dict[str, float]:
-    """GB/s of a copy of 1 GiB (dry run: 64 MiB) on a device, and between two."""
+    """Measure copies of 1 GiB (dry run: 64 MiB) on a device, and between two, in GB/s."""
     import torch
 
     from weightsync.transfer.devices import wait_for_device

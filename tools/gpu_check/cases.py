@@ -1,4 +1,4 @@
-"""What gpu-check runs on so many GPUs, and what it skips."""
+"""The cases of gpu-check's speed part, by the number of GPUs."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,10 @@ EXPERTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One fleet: trainer TP -> one replica of rollout TP, over a transport; ranks take GPUs in turn.
+    """A trainer of TP `trainer` and one replica of TP `rollout`, over a transport; ranks get GPUs in turn.
 
-    experts: of each layer, whose many small matrices travel as many segments; 0: a dense model.
+    Attributes:
+        experts: experts of each layer, whose many small matrices are as many segments; 0: a dense model.
     """
 
     name: str
@@ -27,7 +28,13 @@ class Case:
 def cases(
     num_gpus: int, nccl: tuple[int, ...], *, multi_rank: bool, device: str = "cuda"
 ) -> tuple[list[Case], list[str]]:
-    """What runs on so many GPUs, and what is skipped, in words."""
+    """Select the cases for a number of GPUs.
+
+    Args:
+        nccl: NCCL's version.
+        multi_rank: several ranks may share a GPU.
+    Returns: the cases, and a line per case that is skipped.
+    """
     chosen, skipped = [], []
     for trainer, rollout in ((1, 1), (2, 1), (2, 2)):
         ranks = trainer + rollout

@@ -1,4 +1,4 @@
-"""What gpu-check ran on: packages, devices, how they are linked, and the variables that NCCL reads."""
+"""Describes the machine of a gpu-check: packages, devices, their links, and the variables that NCCL reads."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ TOPOLOGY_S = 30.0
 
 
 def environment() -> dict[str, Any]:
-    """A table for the report; without GPUs, of the packages."""
+    """Collect the environment for the report; without GPUs only the packages."""
     import torch
 
     if not torch.cuda.is_available():
@@ -24,11 +24,11 @@ def environment() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [
             {
-                "name": each.name,
-                "capability": f"{each.major}.{each.minor}",
-                "memory_gib": round(each.total_memory / 2**30, 1),
+                "name": device.name,
+                "capability": f"{device.major}.{device.minor}",
+                "memory_gib": round(device.total_memory / 2**30, 1),
             }
-            for each in devices
+            for device in devices
         ],
         "driver_and_links": _ask_driver(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_"))},
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def _ask_driver() -> list[str]:
-    """The driver's version and the topology, as nvidia-smi tells them; nothing where it is not installed."""
+    """Ask nvidia-smi for the driver's version and the topology; no lines if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -1,4 +1,4 @@
-"""A fleet of processes around one case of gpu-check: rounds, their times, and whether what arrived is exact."""
+"""Runs one case of gpu-check in processes: rounds, their times, and whether the received weights are exact."""
 
 import multiprocessing
 import statistics
@@ -13,13 +13,14 @@ from typing import Any
 
 from tools.gpu_check.cases import Case
 from tools.gpu_check.rank import ANSWER_S, rank_main
+from weightsync.round.phases import ROUND, Role
 
-PHASES = ("PREPARE", "TRANSFER", "VERIFY", "COMMIT")
+PHASES = tuple(rule.name.upper() for rule in ROUND if Role.RANK in rule.roles)
 
 
 @contextmanager
 def redis_url() -> Iterator[str]:
-    """A Redis server of our own, on a Unix socket."""
+    """Run a private Redis server on a Unix socket. Yields: its URL."""
     from launcher.run.redis_server import find_server
 
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
@@ -37,7 +38,14 @@ def redis_url() -> Iterator[str]:
 
 
 def run_case(case: Case, url: str, *, layers: int, hidden: int, rounds: int) -> dict[str, Any]:
-    """One fleet of processes, from start to end. A failure is part of the result."""
+    """Start the processes of a case, measure it and end them; a failure is part of the result.
+
+    Args:
+        url: of the Redis server.
+        layers: of the random model.
+        hidden: its hidden size.
+        rounds: measured rounds.
+    """
     context = multiprocessing.get_context("spawn")
     slots = [f"trainer/{rank}" for rank in range(case.trainer)] + [f"rollout-0/{rank}" for rank in range(case.rollout)]
     ends: dict[str, Connection] = {}
@@ -66,25 +74,25 @@ def run_case(case: Case, url: str, *, layers: int, hidden: int, rounds: int) -> 
 
 
 def measure(case: Case, ends: dict[str, Connection], rounds: int) -> dict[str, Any]:
-    """Runs the rounds; each sends other weights than the one before.
+    """Run the rounds; each sends other weights than the one before it.
 
     Returns: medians of seconds by phase, GB/s, and the parameters that are not exact after the last round.
     """
     shard_bytes = {slot: answer(end, slot) for slot, end in ends.items()}
     timed: list[dict[str, float]] = []
     for version in range(1, rounds + 2):
-        tell(ends, "CHANGE", version)
+        command_all(ends, "CHANGE", version)
         seconds = {}
         for phase in PHASES:
             start = time.perf_counter()
-            tell(ends, phase, version)
+            command_all(ends, phase, version)
             seconds[phase.lower()] = time.perf_counter() - start
         timed.append({**seconds, "total": sum(seconds.values())})
-    receivers = [slot for slot in ends if not slot.startswith("trainer")]
-    wrong = [name for names in tell({slot: ends[slot] for slot in receivers}, "CHECK", 0).values() for name in names]
+    receivers = {slot: end for slot, end in ends.items() if not slot.startswith("trainer")}
+    wrong = [name for names in command_all(receivers, "CHECK", 0).values() for name in names]
     medians = {name: statistics.median(row[name] for row in timed[1:]) for name in timed[0]}
     moved = sum(shard_bytes[slot] for slot in receivers)
-    segments = max(tell({slot: ends[slot] for slot in receivers}, "SEGMENTS", 0).values())
+    segments = max(command_all(receivers, "SEGMENTS", 0).values())
     return {
         "exact": not wrong,
         "wrong": wrong,
@@ -94,19 +102,19 @@ def measure(case: Case, ends: dict[str, Connection], rounds: int) -> dict[str, A
         "segments": segments,  # of the receiver that has most
         "segments_per_s": segments / medians["transfer"],
         "gpus": case.num_gpus,
-        "peak_bytes": tell(ends, "PEAK", 0),
+        "peak_bytes": command_all(ends, "PEAK", 0),
     }
 
 
-def tell(ends: dict[str, Connection], what: str, version: int) -> dict[str, Any]:
-    """Has all of these ranks do something at once. Returns: their answers, when all have done it."""
+def command_all(ends: dict[str, Connection], what: str, version: int) -> dict[str, Any]:
+    """Send a command to ranks, which run it concurrently. Returns: their answers, by slot."""
     for end in ends.values():
         end.send((what, version))
     return {slot: answer(end, slot) for slot, end in ends.items()}
 
 
 def answer(end: Connection, slot: str) -> Any:
-    """A rank's answer. Raises: RuntimeError: its error, or that none came."""
+    """Wait for a rank's answer. Raises: RuntimeError: the rank's error, or no answer in time."""
     if not end.poll(ANSWER_S):
         raise RuntimeError(f"{slot} did not answer in {ANSWER_S:g} s")
     kind, value = end.recv()

@@ -1,4 +1,4 @@
-"""One rank of a case: a process with random tensors on its GPU, told phase by phase what to do."""
+"""A rank of a case: a process with random tensors on its GPU that runs commands of the parent process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -8,13 +8,20 @@ from servicekit.logs import configure_logging
 from tools.gpu_check.cases import Case
 from tools.gpu_check.weights import numbered, random_spec
 
-# This module is the first that a rank's process imports: torch and what needs it come when the process has its place.
+# A rank's process imports this module first; torch and what needs it are imported when it has its GPU.
 ANSWER_S = 180.0
 GROUP = "tandem:gpu-check"
 
 
 def rank_main(case: Case, slot: str, gpu: int, url: str, size: tuple[int, int], end: Connection) -> None:
-    """Answers until the other end is closed."""
+    """Run commands until the parent closes its end.
+
+    Args:
+        gpu: index of the rank's device.
+        url: of the Redis server.
+        size: layers and hidden size of the random model.
+        end: connection to the parent.
+    """
     import torch
 
     configure_logging("gpu-check", level="ERROR", slot=slot)
@@ -34,13 +41,13 @@ def rank_main(case: Case, slot: str, gpu: int, url: str, size: tuple[int, int], 
 
 
 def in_foreign_thread(rank: "Rank", phase: str, version: int) -> Any:
-    """As gRPC's threads run phases: whatever names no device is done to GPU 0 there. Raises: what `act` raises."""
+    """Run `act` in a new thread, whose current device is GPU 0 as in gRPC's threads. Raises: what `act` raises."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(rank.act, phase, version).result(timeout=ANSWER_S)
 
 
 class Rank:
-    """A SyncMember and its tensors: the trainer's are what is expected everywhere, a receiver's are NaN at first."""
+    """A SyncMember and its tensors: the trainer's are the expected values, a receiver's are NaN at first."""
 
     def __init__(self, case: Case, slot: str, device: Any, url: str, spec: Any) -> None:
         import torch
@@ -69,31 +76,31 @@ class Rank:
         self._member.start()
 
     def act(self, what: str, version: int) -> Any:
-        """Does a phase of the round that brings `version`; or one of the methods below, by its name in capitals."""
+        """Do a phase of the round of `version`, or a `do_*` method by its name in capitals."""
         own = getattr(self, f"do_{what.lower()}", None)
         return self._run(what, version) if own is None else own()
 
     def do_bytes(self) -> int:
-        """Of the shard."""
+        """Return the bytes of the shard."""
         return sum(t.numel() * t.element_size() for t in self._tensors.values())
 
     def do_change(self) -> None:
-        """Other weights than before, so that neither old parameters nor an old spare shard could pass for new ones."""
+        """Change the weights, so that neither stale parameters nor a stale spare shard can pass for new ones."""
         for tensor in self._expected.values():
             tensor.neg_()
 
     def do_segments(self) -> int:
-        """In which the last round's bytes came."""
+        """Return the number of segments that the last round received."""
         return self._segments
 
     def do_peak(self) -> int:
-        """Bytes that torch had allocated on the GPU at most."""
+        """Return the most bytes that torch had allocated on the GPU."""
         import torch
 
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def do_check(self) -> list[str]:
-        """Parameters that are not what they should be."""
+        """List the parameters that do not have the expected values."""
         import torch
 
         return [f"{self._slot} {name}" for name, t in self._expected.items() if not torch.equal(self._tensors[name], t)]
@@ -122,5 +129,5 @@ class Rank:
         member.run_phase(pb.RoundPhase.Value(f"ROUND_PHASE_{phase}"), round_)
         wait_for_device(self._device)
         if phase == "VERIFY" and not self._sends:
-            packer = member._packers.get(member._target, None)
-            self._segments = sum(len(packer.segments(message)) for message, _ in member._stats.received)
+            packer = member._shard.packers.get(member._transfer._written, None)
+            self._segments = sum(len(packer.segments(message)) for message, _ in member._transfer._stats.received)

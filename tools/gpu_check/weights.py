@@ -1,11 +1,11 @@
-"""The random model of gpu-check, and values of which each says where it belongs."""
+"""The random model of gpu-check, with values that depend on their place in the model."""
 
 import zlib
 from typing import Any
 
 
 def random_spec(layers: int, hidden: int, experts: int = 0) -> Any:
-    """A dense model, or a mixture of small experts with half as many layers.
+    """Make the sizes of a dense model, or of a mixture of small experts with half as many layers.
 
     24 layers of 1,024 are 0.6 B parameters; 12 with 64 experts 0.7 B.
     """
@@ -37,9 +37,9 @@ def random_spec(layers: int, hidden: int, experts: int = 0) -> Any:
 
 
 def numbered(layout: Any, rank: int) -> dict[str, Any]:
-    """A rank's parameters (bfloat16, CPU), every element a function of its place in the whole model.
+    """Make a rank's parameters (bfloat16, CPU); every element is a function of its place in the whole model.
 
-    Places are mixed as integers: beyond 2^24, neighbours are one float32.
+    Places are hashed as integers, since float32 cannot tell neighbours beyond 2^24 apart.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Samples in: received, checked, dealt to ranks and cut into micro-batches."""
+"""Samples in: received, checked, dealt to ranks and packed into micro-batches; the only place that packs."""

@@ -1,4 +1,4 @@
-"""From MicroBatch messages to checked `Samples`: every error names the sample, its value and the limit."""
+"""From SampleChunk messages to checked `Samples`: every error names the sample, its value and the limit."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from trainer_service.batch.checks import Limits, check
 from trainer_service.batch.samples import Number, Samples
 
 
-def _flat(messages: Sequence[trainer_pb2.MicroBatch], field: str, dtype: type[Number]) -> NDArray[Number]:
+def _flat(messages: Sequence[trainer_pb2.SampleChunk], field: str, dtype: type[Number]) -> NDArray[Number]:
     """One repeated field of all messages, concatenated."""
     parts: list[NDArray[Number]] = [
         np.fromiter(values, dtype, len(values)) for values in (getattr(m, field) for m in messages)
@@ -19,7 +19,7 @@ def _flat(messages: Sequence[trainer_pb2.MicroBatch], field: str, dtype: type[Nu
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
-def merge(messages: Sequence[trainer_pb2.MicroBatch], limits: Limits) -> Samples:
+def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Samples:
     """Join the messages of one step and check them.
 
     Raises: InvalidRequest: a message's fields do not fit together, or a sample is malformed.
@@ -42,11 +42,11 @@ def merge(messages: Sequence[trainer_pb2.MicroBatch], limits: Limits) -> Samples
     return samples
 
 
-def _check_counts(message: trainer_pb2.MicroBatch, position: int) -> None:
+def _check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
     """The repeated fields of one message have the lengths that its samples imply."""
     num_samples = len(message.sample_ids)
     if num_samples == 0:
-        raise InvalidRequest(f"micro-batch {position} has no samples; leave it out")
+        raise InvalidRequest(f"chunk {position} has no samples; leave it out")
     completion = sum(message.completion_lengths)
     expected = {
         "prompt_lengths": num_samples,
@@ -60,6 +60,6 @@ def _check_counts(message: trainer_pb2.MicroBatch, position: int) -> None:
         actual = len(getattr(message, field))
         if actual != count:
             raise InvalidRequest(
-                f"micro-batch {position} (first sample {message.sample_ids[0]!r}): {field} has {actual} values, "
+                f"chunk {position} (first sample {message.sample_ids[0]!r}): {field} has {actual} values, "
                 f"its {num_samples} samples need {count}"
             )

@@ -1,4 +1,4 @@
-"""Reads the stream of a TrainStep call: a header, then micro-batches, never more than the run can send."""
+"""Reads the stream of a TrainStep call: a header, then chunks of samples, never more than the run can send."""
 
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ class ReceivedStep:
     """Messages of one step, and when the first of them came."""
 
     header: pb.TrainStepHeader
-    micro_batches: list[pb.MicroBatch] = field(default_factory=list)
+    chunks: list[pb.SampleChunk] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -34,20 +34,20 @@ async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_sampl
                 "(grpo.prompts_per_iteration x group_size)"
             )
         return ReceivedStep(header=header)
-    raise InvalidRequest("TrainStep got no message; send a header and micro-batches")
+    raise InvalidRequest("TrainStep got no message; send a header and chunks of samples")
 
 
-async def receive_batches(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep) -> None:
+async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep) -> None:
     """The messages after the header. Raises: InvalidRequest: a second header, or more samples than announced."""
     num_samples = 0
     async for request in requests:
-        if request.WhichOneof("part") != "micro_batch":
+        if request.WhichOneof("part") != "chunk":
             raise InvalidRequest(
-                f"message {len(step.micro_batches) + 1} of step {step.header.step_id!r} is no micro-batch"
+                f"message {len(step.chunks) + 1} of step {step.header.step_id!r} is no chunk of samples"
             )
-        num_samples += len(request.micro_batch.sample_ids)
+        num_samples += len(request.chunk.sample_ids)
         if num_samples > step.header.num_samples:
             raise InvalidRequest(
                 f"step {step.header.step_id!r} announces {step.header.num_samples} samples, at least {num_samples} came"
             )
-        step.micro_batches.append(request.micro_batch)
+        step.chunks.append(request.chunk)

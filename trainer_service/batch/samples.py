@@ -1,11 +1,13 @@
-"""The samples of one train step as flat arrays, and their checks.
+"""The samples of one train step as flat arrays, and as the bytes that rank 0 sends to the other ranks.
 
 Legend: S samples, T completion tokens of all samples, N tokens (prompts and completions) of all samples.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,17 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Number = TypeVar("Number", bound=np.generic)
+
+# The arrays of `Samples`, in the order in which they go to the other ranks.
+_DTYPES: Mapping[str, type[np.generic]] = {
+    "update_index": np.int64,
+    "prompt_lengths": np.int64,
+    "completion_lengths": np.int64,
+    "token_ids": np.int64,
+    "rollout_logprobs": np.float32,
+    "advantages": np.float32,
+    "trainable": np.bool_,
+}
 
 
 def starts(lengths: IntArray) -> IntArray:
@@ -49,6 +62,20 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def to_parts(self) -> list[bytes]:
+        """The bytes of which `from_parts` makes equal samples: names, then each array."""
+        arrays = [getattr(self, name).astype(dtype, copy=False).tobytes() for name, dtype in _DTYPES.items()]
+        return [json.dumps(self.sample_ids).encode(), *arrays]
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[bytes]) -> "Samples":
+        """The reverse of `to_parts`; the arrays are copies, which torch may write to."""
+        names, *arrays = parts
+        fields: dict[str, Any] = {
+            name: np.frombuffer(part, dtype).copy() for (name, dtype), part in zip(_DTYPES.items(), arrays, strict=True)
+        }
+        return cls(sample_ids=tuple(json.loads(names)), **fields)
 
     @cached_property
     def lengths(self) -> IntArray:

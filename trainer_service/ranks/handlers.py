@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servicekit.errors import TandemError, WrongVersion
-from servicekit.stopwatch import Stopwatch
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from trainer_service.batch.checks import check_updates
-from trainer_service.batch.merge import merge
+from trainer_service.batch.samples import Samples
 from trainer_service.engine import TrainerEngine
 from trainer_service.ranks.commands import Command, Handlers
 from trainer_service.ranks.publish import Publisher
@@ -33,24 +31,21 @@ class CommandHandlers:
         }
 
     def train_step(self, parts: Sequence[bytes]) -> bytes:
-        """parts: TrainStepHeader, then MicroBatches. Every check is made alike on every rank, before any collective."""
-        watch = Stopwatch()
-        with watch.part("pack"):
-            header = pb.TrainStepHeader.FromString(parts[0])
-            check_version(header.policy_version, self._engine.policy_version)
-            samples = merge([pb.MicroBatch.FromString(part) for part in parts[1:]], self._engine.limits)
-            check_updates(samples, header.num_updates, header.num_samples)
-        result = self._engine.train_step(samples, header.num_updates)
+        """parts: TrainStepHeader, then the samples, which the servicer has checked.
+
+        Commands that were queued before it may have changed the version: every rank looks, before any collective.
+        """
+        header = pb.TrainStepHeader.FromString(parts[0])
+        check_version(header.policy_version, self._engine.policy_version)
+        result = self._engine.train_step(Samples.from_parts(parts[1:]), header.num_updates)
         response = pb.TrainStepResponse(policy_version=self._engine.policy_version)
         response.metrics.update(result.metrics)
         response.seconds.update(result.seconds)
-        response.seconds["pack"] += watch.parts["pack"]
         return response.SerializeToString()
 
     def logprobs(self, parts: Sequence[bytes]) -> bytes:
-        """parts: one MicroBatch."""
-        samples = merge([pb.MicroBatch.FromString(parts[0])], self._engine.limits)
-        logprobs, entropies = self._engine.logprobs(samples)
+        """parts: the samples, which the servicer has checked."""
+        logprobs, entropies = self._engine.logprobs(Samples.from_parts(parts))
         return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
 
     def publish(self, parts: Sequence[bytes]) -> bytes:

@@ -1,11 +1,11 @@
 """This rank's part in weight-sync rounds."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 from servicekit.errors import Internal, TandemError, WrongVersion
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2
-from weightsync.round.phases import PREPARE, TRANSFER
+from weightsync.round.phases import PREPARE, TRANSFER, Phase
 
 log = get_logger(__name__)
 
@@ -13,22 +13,16 @@ log = get_logger(__name__)
 _NEEDS_VERSION = (PREPARE, TRANSFER)
 
 
-class Member(Protocol):
-    """What a publisher needs of `weightsync.transfer.session.SyncMember`."""
-
-    def run_phase(self, phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
-        """Blocks until the phase is done, at most the round's deadlines."""
-
-
 class Publisher:
-    """Runs phases; sending reads the weights only, so no failure of a round is a failure of the trainer."""
+    """Runs phases; sending reads the weights only, so no failure of a round is a failure of the trainer.
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    run_phase: of this rank's SyncMember; blocks until the phase is done, at most the round's deadlines.
+    """
 
-    def run(
-        self, phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round, policy_version: int
-    ) -> weights_pb2.PhaseReport:
+    def __init__(self, run_phase: Callable[[Phase, weights_pb2.Round], weights_pb2.PhaseReport]) -> None:
+        self._run_phase = run_phase
+
+    def run(self, phase: Phase, round_: weights_pb2.Round, policy_version: int) -> weights_pb2.PhaseReport:
         """One phase.
 
         Raises: WrongVersion: the round announces another version than the trainer has; a TandemError of the member.
@@ -39,7 +33,7 @@ class Publisher:
                 f"the trainer has {policy_version}"
             )
         try:
-            return self._member.run_phase(phase, round_)
+            return self._run_phase(phase, round_)
         except TandemError:
             raise
         except Exception as error:  # the boundary of the round: the trainer goes on

@@ -58,11 +58,11 @@ class CoordinatorLease(SlotLease):
             except AlreadyExists:
                 if time.monotonic() >= deadline_s:
                     raise
-            if self._stop.wait(POLL_S):
+            if self._lease.wait(POLL_S):
                 raise Aborted(f"{self.slot}: closed while it waited for its turn")
         group = self.rendezvous.group
         log.info("claimed slot", group=group, slot=self.slot, worker_id=self.worker_id, token=self._token)
-        self._thread.start()
+        self._lease.start()
 
     @property
     def is_held(self) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTaken, TandemError, Unavailable
+from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTaken, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
 from servicekit.redis.client import connect, redis_errors
+from servicekit.redis.lease import Lease
 from tandem_api.common.v1 import common_pb2
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
@@ -193,11 +194,10 @@ class SlotLease:
         self.evicted = False
         self._ttl_s = ttl_s
         self._facts = facts
-        self._on_lost = on_lost
+        self._waits_for_ever = on_lost is None
         self._evicted_s = 0.0  # since when
         self._beating = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name=f"lease-{slot}", daemon=True)
+        self._lease = Lease(slot, ttl_s, self._renew, on_lost, kind="slot")
 
     def start(self) -> None:
         """Joins the group and keeps the lease alive.
@@ -213,9 +213,9 @@ class SlotLease:
                 if time.monotonic() >= deadline_s:
                     raise
                 log.warning("weight group not joined yet", slot=self.slot, error=str(error))
-            self._stop.wait(min(1.0, self._ttl_s / 3))
+            self._lease.wait(min(1.0, self._ttl_s / 3))
         log.info("joined weight group", group=self.rendezvous.group, slot=self.slot, epoch=epoch)
-        self._thread.start()
+        self._lease.start()
 
     def check(self) -> None:
         """Raises: Evicted: another incarnation has the slot."""
@@ -237,30 +237,25 @@ class SlotLease:
 
     def close(self) -> None:
         """Stops renewing and leaves the group."""
-        self._stop.set()
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(timeout=5.0)
+        self._lease.stop(timeout_s=5.0)
         try:
             self.rendezvous.leave(self.slot, self.worker_id)
         except Unavailable as error:
             log.warning("could not leave weight group", slot=self.slot, error=str(error))
 
     def _renew(self) -> None:
-        while not self._stop.wait(self._ttl_s / 3):
-            try:
-                self._beat()
-            except TandemError as error:  # whatever Redis refuses: it may do it later
-                LEASE_FAILURES.labels("slot", "unavailable").inc()
-                log.warning("heartbeat failed", slot=self.slot, error=str(error))
-            if self._is_lost():
-                log.error("slot is lost for good", slot=self.slot)
-                if self._on_lost is not None:
-                    self._on_lost(f"another worker holds the slot {self.slot} of {self.rendezvous.group}")
-                return
+        """Raises: Unavailable: Redis does not answer; Evicted: the slot is lost for good."""
+        try:
+            self._beat()
+        except Unavailable:
+            if not self._is_lost():
+                raise
+        if self._is_lost():
+            raise Evicted(f"another worker holds the slot {self.slot} of {self.rendezvous.group}")
 
     def _is_lost(self) -> bool:
         patience_s = self.patience_ttls * self._ttl_s
-        return self.evicted and self._on_lost is not None and time.monotonic() - self._evicted_s >= patience_s
+        return self.evicted and not self._waits_for_ever and time.monotonic() - self._evicted_s >= patience_s
 
     def _beat(self) -> None:
         with self._beating:
@@ -269,7 +264,8 @@ class SlotLease:
                 status = self._come_back()
             if status == "evicted" and not self.evicted:
                 self._evicted_s = time.monotonic()
-                LEASE_FAILURES.labels("slot", "lost").inc()
+                if self.patience_ttls:  # else it is lost for good, which its Lease counts
+                    LEASE_FAILURES.labels("slot", "lost").inc()
                 log.error("evicted from weight group", slot=self.slot)
             self.evicted = status == "evicted"
 

@@ -14,7 +14,6 @@ from weightsync.plans.ops import OP_DTYPE, OpArray, elements
 from weightsync.plans.plan import TransferPlan
 from weightsync.round.phases import ROUND
 
-PHASES = tuple(rule.name for rule in ROUND)
 GIGABIT = 1e9 / 8  # bytes
 Seconds = npt.NDArray[np.floating[Any]]
 
@@ -159,7 +158,7 @@ def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Spee
         **busiest,
         "chain": (replicas - 1) * float(one_hop.max()),
         "verify": float(np.bincount(sizes.dst, sizes.verify_s(speeds), receivers).max()),
-        "calls": len(PHASES) * speeds.rpc_s,
+        "calls": len(ROUND) * speeds.rpc_s,
     }
     seconds = max(busiest.values()) + terms["chain"] + terms["verify"] + terms["calls"]
     return Prediction(seconds=seconds, bound_by=max(terms, key=lambda name: terms[name]), terms=terms)

@@ -1,7 +1,7 @@
-"""Client of RoundService: of the trainer, a replica, a further host of one, or a rank."""
+"""Who runs the phases of a round, and the client of one: the trainer, a replica, a further host of it, or a rank."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from servicekit.errors import rpc_errors
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -12,7 +12,14 @@ from weightsync.round.phases import Phase
 SERVICE = "tandem_api.weights.v1.RoundService"
 
 
-class RoundClient:
+class RunsPhases(Protocol):
+    """Anything with ranks that take part in rounds."""
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        """Run one phase. Returns: a report per rank, in rank order. Raises: TandemError: of the first that failed."""
+
+
+class RoundClient(RunsPhases):
     """Asks one participant for the phases of a round.
 
     Args:
@@ -29,7 +36,7 @@ class RoundClient:
         self._stub = weights_pb2_grpc.RoundServiceStub(channel)
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        """Run one phase there. Returns: a report per rank. Raises: TandemError: what the participant raised, named."""
+        """Run one phase there. Raises: TandemError: what the participant raised, named."""
         request = pb.RunPhaseRequest(phase=phase, round=round_, leader_id=self._leader_id)
         with rpc_errors(self._name):
             response = await self._stub.RunPhase(request, timeout=self._deadline_s(phase, round_))

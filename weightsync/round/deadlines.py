@@ -2,6 +2,8 @@
 
 who waits                      for                          seconds
 rank                           its peers                    the round's formation or transfer timeout
+rank's watch over its work     waits without a deadline     + WATCH_MARGIN_S
+replica, in PAUSE              generate calls               the transfer timeout, at most DRAIN_S; + END_CALLS_S
 replica, or a host of it       its ranks                    + RANK_MARGIN_S; an ABORT at most ABORT_S + that
 leader of several hosts        a host                       + HOST_MARGIN_S
 trainer's rank 0               the trainer's ranks          both timeouts + COMMAND_MARGIN_S
@@ -14,11 +16,14 @@ tests/unit/weightsync/test_round.py holds the order.
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round.phases import RULES, Phase, Wait
 
+# After the deadline, so that waits that keep it say for whom they waited.
+WATCH_MARGIN_S = 1.0
 RANK_MARGIN_S = 5.0
 HOST_MARGIN_S = 4.0
 COMMAND_MARGIN_S = 5.0
-# A replica drains what runs before it answers PAUSE, by limits of its own.
 CALL_MARGIN_S = 30.0
+# For running generate calls to end by themselves, then to end once they were aborted.
+DRAIN_S, END_CALLS_S = 30.0, 15.0
 # A coordinator that waits for another participant is silent towards a replica for as long as it may wait; after twice
 # its margin it is gone.
 SILENCE_MARGIN_S = 2 * CALL_MARGIN_S
@@ -28,6 +33,8 @@ ABORT_S = 10.0
 # Outside rounds, by level: published weights read from disk, checksums of all parameters.
 RANK_LOAD_S, HOST_LOAD_S, CALL_LOAD_S = 590.0, 594.0, 600.0
 RANK_CHECKSUM_S, HOST_CHECKSUM_S = 55.0, 59.0
+# PauseGeneration's, by its contract.
+CALL_PAUSE_S = 60.0
 
 
 def work_s(phase: Phase, round_: pb.Round) -> float:
@@ -43,6 +50,11 @@ def work_s(phase: Phase, round_: pb.Round) -> float:
 def rank_s(phase: Phase, round_: pb.Round) -> float:
     """For the answer of a rank."""
     return work_s(phase, round_) + RANK_MARGIN_S
+
+
+def drain_s(round_: pb.Round) -> float:
+    """For the generate calls that run when a replica pauses."""
+    return min(DRAIN_S, round_.transfer_timeout_s)
 
 
 def host_s(phase: Phase, round_: pb.Round) -> float:

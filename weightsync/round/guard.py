@@ -1,11 +1,19 @@
-"""Which phase may run now: the same guard for a replica and for every rank of trainer and replicas."""
+"""Which phase may run now, and what repeats get: one guard for a replica and for every rank of trainer and replicas."""
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from servicekit.errors import PhaseOrder
+from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round.phases import PREPARE, RULES, Phase, Role, name_of, required
+
+# A lost reply is asked for again at once. Each is a report per rank.
+KEPT_ROUNDS = 4
+# A PREPARE that comes behind its ABORT is late by seconds, not by as many rounds.
+KEPT_IDS = 64
 
 
 @dataclass(kw_only=True)
@@ -29,6 +37,7 @@ class OpenRound:
 
 
 Open = TypeVar("Open", bound=OpenRound)
+Reply = TypeVar("Reply")
 
 
 def require(current: Open | None, phase: Phase, round_: pb.Round, where: str = "") -> Open:
@@ -52,3 +61,113 @@ def require(current: Open | None, phase: Phase, round_: pb.Round, where: str = "
         names = ", ".join(name_of(each).upper() for each in sorted(missing))
         raise PhaseOrder(f"{where}{name}: round {round_.round_id} has not done {names}")
     return current
+
+
+class PhaseGuard(Generic[Open, Reply]):
+    """One participant's rounds: at most one is open, and its phases run in the order of the table.
+
+    What it answers, whatever the order of the calls:
+
+    * A phase that was done answers its repetitions with the same reply, one that failed with the same error.
+    * PREPARE opens a round, once. It ends the round that is open, unless that is of a newer epoch.
+    * A phase that failed fails its round, which then takes ABORT only.
+    * ABORT of a round that is not open changes nothing, but that the round cannot open any more.
+
+    Not thread-safe: who asks for phases holds a lock from `answer` to `answered`, so that the repetition of a phase
+    under way waits for it.
+
+        with lock:
+            reply = guard.answer(phase, round_)
+            if reply is None:
+                if phase == PREPARE and (older := guard.superseded_by(round_)) is not None:
+                    ...  # give the older round up, then guard.close(older.message)
+                with guard.running(phase, round_) as current:
+                    reply = ...  # at COMMIT, guard.close(round_)
+                guard.answered(phase, round_, reply)
+
+    Args:
+        make: a round that opens.
+        where: what errors begin with.
+    Attributes:
+        current: the open round.
+    """
+
+    def __init__(self, make: Callable[[pb.Round], Open], where: str = "") -> None:
+        self._make = make
+        self._where = where
+        self.current: Open | None = None
+        self._over: deque[str] = deque(maxlen=KEPT_IDS)
+        self._answers: dict[str, dict[Phase, Reply | Exception]] = {}
+
+    def is_open(self, round_: pb.Round) -> bool:
+        """Whether this is the open round."""
+        return self.current is not None and self.current.message.round_id == round_.round_id
+
+    def answer(self, phase: Phase, round_: pb.Round) -> Reply | None:
+        """The reply that the phase got before; None: it has not run. Raises: the error that it failed with."""
+        answer = self._answers.get(round_.round_id, {}).get(phase)
+        if isinstance(answer, Exception):
+            raise _without_frames(answer)
+        return answer
+
+    def superseded_by(self, round_: pb.Round) -> Open | None:
+        """The open round that PREPARE of this one ends: its coordinator would have ended it, were it not gone.
+
+        Raises: PhaseOrder: this round is over; Aborted: it is of an older epoch than the open one.
+        """
+        if round_.round_id in self._over:
+            raise PhaseOrder(f"{self._where}round {round_.round_id} is over; start a new one")
+        if self.current is None or self.is_open(round_):
+            return None
+        newer = self.current.message
+        if round_.epoch < newer.epoch:
+            raise Aborted(
+                f"{self._where}round {round_.round_id} is of epoch {round_.epoch}; {newer.round_id} of epoch "
+                f"{newer.epoch} is open"
+            )
+        return self.current
+
+    @contextmanager
+    def running(self, phase: Phase, round_: pb.Round) -> Iterator[Open]:
+        """Around the work of any phase but ABORT; PREPARE opens the round. What the work raises fails the round.
+
+        Raises: PhaseOrder: the phase may not run now.
+        """
+        if phase == PREPARE and not self.is_open(round_):
+            if self.superseded_by(round_) is not None:
+                raise PhaseOrder(f"{self._where}the open round must be given up before {round_.round_id}")
+            self.current = self._make(round_)
+        current = require(self.current, phase, round_, self._where)
+        try:
+            yield current
+        except BaseException as error:
+            current.failure = f"{name_of(phase).upper()} failed: {error}"
+            if isinstance(error, Exception):
+                self._keep(phase, round_, _without_frames(error))
+            raise
+
+    def answered(self, phase: Phase, round_: pb.Round, reply: Reply) -> None:
+        """The phase is done, and this is its reply."""
+        if self.current is not None and self.is_open(round_):
+            self.current.done.add(phase)
+        self._keep(phase, round_, reply)
+
+    def close(self, round_: pb.Round) -> None:
+        """The round is over, whether it was open or never came; no PREPARE opens it any more."""
+        if round_.round_id not in self._over:
+            self._over.append(round_.round_id)
+        if self.is_open(round_):
+            self.current = None
+
+    def _keep(self, phase: Phase, round_: pb.Round, answer: Reply | Exception) -> None:
+        self._answers.setdefault(round_.round_id, {})[phase] = answer
+        if len(self._answers) > KEPT_ROUNDS:
+            open_id = self.current.message.round_id if self.current is not None else ""
+            del self._answers[next(each for each in self._answers if each != open_id)]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The same error without its traceback, whose frames hold the memory that the phase worked on."""
+    same = type(error).__new__(type(error), *error.args)
+    same.__dict__.update(error.__dict__)
+    return same

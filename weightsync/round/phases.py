@@ -135,6 +135,7 @@ GIVE_UP = PhaseRule(
     failure="-",
 )
 PHASES: tuple[Phase, ...] = tuple(rule.phase for rule in ROUND)
+NAMES: tuple[str, ...] = tuple(rule.name for rule in ROUND)
 RULES: dict[Phase, PhaseRule] = {rule.phase: rule for rule in (*ROUND, GIVE_UP)}
 
 

@@ -58,7 +58,7 @@ class PhaseTimes:
     received_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def run_phase(stage: SimulatedFleet, phase: str, replicas: Sequence[int], until_s: float | None) -> PhaseTimes:
+def phase_times(stage: SimulatedFleet, phase: str, replicas: Sequence[int], until_s: float | None) -> PhaseTimes:
     """One phase, with a call to everybody; TRANSFER is broken off after until_s."""
     if phase == "transfer":
         return _transfer(stage, replicas, float("inf") if until_s is None else until_s)

@@ -7,18 +7,17 @@ lease of the dead one is over. One that dies in COMMIT costs only itself.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from weightsync.plans.cost import PHASES
-from weightsync.simulate.phases import PhaseTimes, SimulatedFleet, run_phase
+from weightsync.round.phases import NAMES
+from weightsync.simulate.phases import PhaseTimes, SimulatedFleet, phase_times
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDeath:
-    """A replica that dies when a phase begins, or so many seconds after the round began."""
+    """A replica that dies when a phase (its name) begins, or so many seconds after the round began."""
 
     replica: int
-    at: Literal["prepare", "pause", "transfer", "verify", "commit"] | float
+    at: str | float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,9 @@ def simulate(scene: RoundScenario) -> SimulatedRound:
 def _attempt(scene: RoundScenario, living: list[int], start_s: float, result: SimulatedRound) -> float | None:
     """One try. Returns: when a death ended it; None: it went through."""
     now = start_s
-    for phase in PHASES:
+    for phase in NAMES:
         death_s = _death(scene, phase, now) if len(living) == scene.stage.replicas else None
-        took = run_phase(scene.stage, phase, living, None if death_s is None else death_s - now)
+        took = phase_times(scene.stage, phase, living, None if death_s is None else death_s - now)
         result.add(took)
         if death_s is not None and death_s <= now + took.seconds:
             if phase != "commit":

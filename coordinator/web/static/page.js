@@ -152,7 +152,7 @@ function showSyncs(run) {
 function showFleet(run) {
   at("replicas").replaceChildren(...run.replicas.map((replica) => {
     const row = make("tr");
-    const state = !replica.there ? "gone" : replica.serving ? "serving" : "not serving";
+    const state = !replica.there ? "lost" : replica.serving ? "serving" : "not serving";
     row.append(
       make("td", replica.name),
       make("td", state, replica.serving && replica.there ? "good" : "bad"),

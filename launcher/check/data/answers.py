@@ -1,4 +1,4 @@
-"""Reads reference answers as `reward.kind: math_verify` will, in workers, before a run trains towards wrong ones."""
+"""Parses reference answers as `reward.kind: math_verify` will, in worker processes, before a run trains on them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,35 +11,36 @@ from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.data_rows import Row
 
-# Different answers that are read: at about 3 ms each, half a minute on one core at most.
+# Distinct answers that are parsed: at about 3 ms each, half a minute on one core at most.
 MAX_READ = 10_000
-# Rows that are named.
+# Row numbers that a message lists.
 _NAMED = 5
 
 
 def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: str) -> list[ConfigProblem]:
-    """Warnings for answers that cannot be read, or not beyond doubt; an error if none can be read.
+    """Warn about answers that cannot be parsed, or only ambiguously; report an error if none can be.
 
     Args:
-        path: data file that the rows are from; key: its key in the configuration.
+        path: data file that the rows are from.
+        key: the file's key in the configuration.
     """
     by_answer: dict[str, list[int]] = {}
     for row in rows:
         by_answer.setdefault(row.answer, []).append(row.number)
-    # Evenly spread, so that a file sorted by subject is seen in all its parts.
+    # Every step-th answer, so that a file sorted by subject is sampled in all its parts.
     step = -(-len(by_answer) // MAX_READ) or 1
     answers = list(by_answer)[::step]
-    sampled = "" if step == 1 else f" (of {len(answers)} different answers that were read, one in {step})"
+    sampled = "" if step == 1 else f" (of {len(answers)} distinct answers that were read, one in {step})"
     read = asyncio.run(_read(config, answers))
     broken = next((answer.error for answer in read if answer.error), "")
     if broken:
         return [_problem(key, str(path), f"the answers could not be read: {broken}", "")]
-    empty, doubtful = _sorted_out(by_answer, answers, read)
+    empty, doubtful = _classify(by_answer, answers, read)
     problems = []
     if empty:
-        nothing = len(empty) == sum(len(by_answer[answer]) for answer in answers)
-        what = "no completion can score there" + sampled
-        severity: Literal["error", "warning"] = "error" if nothing else "warning"
+        all_empty = len(empty) == sum(len(by_answer[answer]) for answer in answers)
+        what = "no completion can earn the reward" + sampled
+        severity: Literal["error", "warning"] = "error" if all_empty else "warning"
         problems.append(_named(key, path, empty, what, "correct data.answer_key or the rows", severity))
     if doubtful:
         what = "it may be read as something else" + sampled
@@ -55,17 +56,17 @@ async def _read(config: RunConfig, answers: Sequence[str]) -> list[Answer]:
         await workers.close()
 
 
-def _sorted_out(
+def _classify(
     by_answer: dict[str, list[int]], answers: Sequence[str], read: Sequence[Answer]
 ) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """(row, why) of rows whose answers are nothing, and of those that are doubtful; ascending."""
+    """Return (row number, reason) of the rows with an empty answer, and of those with an ambiguous one; ascending."""
     empty: list[tuple[int, str]] = []
     doubtful: list[tuple[int, str]] = []
     for text, answer in zip(answers, read, strict=True):
         problem = "takes longer than reward.timeout_s to read" if answer.late else answer.value["problem"]
         if problem:
-            nothing = answer.late or answer.value["empty"]
-            (empty if nothing else doubtful).extend((row, f"{text!r:.60} {problem}") for row in by_answer[text])
+            is_empty = answer.late or answer.value["empty"]
+            (empty if is_empty else doubtful).extend((row, f"{text!r:.60} {problem}") for row in by_answer[text])
     return sorted(empty), sorted(doubtful)
 
 

@@ -1,6 +1,7 @@
-"""Checks that prompts have tokens, and that prompts and completions fit into model and KV cache."""
+"""Checks that prompts have tokens, and that prompts and completions fit into model, micro-batch and KV cache."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tandem_config.problems import ConfigProblem
@@ -9,17 +10,19 @@ from tandem_files.data_rows import Row
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
-# Rows tokenized at once: bounds memory, keeps the tokenizer's threads busy.
+# Rows tokenized in one batch: bounds memory, keeps the tokenizer's threads busy.
 _ENCODE_BATCH = 4096
 
 
 def check_lengths(
     config: RunConfig, path: Path, rows: Sequence[Row], codec: TextCodec, *, key: str
 ) -> tuple[int, list[ConfigProblem]]:
-    """The longest prompt that will be used, in tokens (0 if there is none), and prompts of an impossible length.
+    """Measure the prompts in tokens and report those that are empty or too long.
 
     Args:
-        path: data file that the rows are from; key: its key in the configuration.
+        path: data file that the rows are from.
+        key: the file's key in the configuration.
+    Returns: tokens of the longest prompt that will be used (0 if there is none), and the problems.
     """
     limit = config.data.max_prompt_tokens
     try:
@@ -41,14 +44,20 @@ def check_lengths(
 
 
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
-    """`longest` is 0 if the data could not be measured; a completion alone can still be too long for the model.
+    """Check that the longest prompt and completion together fit the model, a micro-batch, the context and the KV cache.
 
-    For the other two limits the cross checks of the configuration have looked at that case already.
+    Args:
+        longest: tokens of the longest prompt; 0 if the data could not be measured. Then the completion alone is
+            checked, and only against the first two; tandem_config/cross_checks.py does so for the others.
     """
     new = config.grpo.max_new_tokens
     if spec is not None and longest + new > spec.max_positions:
         what = "the model's max_position_embeddings"
         yield _too_long("grpo.max_new_tokens", new, what, spec.max_positions, longest, new)
+    fits = config.trainer.max_tokens_per_micro_batch
+    if longest + new > fits:
+        problem = _too_long("trainer.max_tokens_per_micro_batch", fits, "a micro-batch", fits, longest, new)
+        yield replace(problem, suggestion=f"raise it to at least {longest + new}")
     if longest == 0:
         return
     for key, limit in (
@@ -75,7 +84,7 @@ def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
     return ConfigProblem(
         key=key,
         value=f"{path}:{lines[0]}",
-        message=f"the tokenizer makes nothing of this prompt (of {len(lines)} in all)",
+        message=f"the tokenizer makes no token of this prompt ({len(lines)} such prompts in all)",
         suggestion="is it the tokenizer for this text?",
     )
 
@@ -83,7 +92,7 @@ def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
 def _overlong(
     key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int, may_drop: bool
 ) -> ConfigProblem:
-    """may_drop: something would be left."""
+    """Report too long prompts; `may_drop`: other prompts remain if these are dropped."""
     longest = max(length for _, length in over)
     return ConfigProblem(
         key=key,

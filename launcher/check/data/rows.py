@@ -13,14 +13,20 @@ from tandem_files.data_rows import Row, read_rows
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
-# Lines of one file that are shown; the rest is counted.
+# Problems of one file that are listed; the rest is counted.
 _SHOWN = 10
 
 
 def check_data(
     config: RunConfig, usable: Callable[..., bool], spec: ModelSpec | None, codec: TextCodec | None
 ) -> list[ConfigProblem]:
-    """Problems of the rows; with a tokenizer also of their lengths, with a model also of its limits."""
+    """Check the rows of the training and held-out data, their answers, chat template and lengths.
+
+    Args:
+        usable: whether all of the given keys have valid values.
+        spec: the model, for its position limit; None: not checked.
+        codec: the tokenizer, for lengths in tokens; None: not checked.
+    """
     problems: list[ConfigProblem] = []
     reward_problems = list(_check_reward(config.reward.kind)) if usable("reward.kind") else []
     longest = 0
@@ -44,7 +50,12 @@ def check_data(
             length, found = check_lengths(config, path, rows, codec, key=f"data.{part}")
             longest = max(longest, length)
             problems += found
-    if usable("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length"):
+    if usable(
+        "grpo.max_new_tokens",
+        "trainer.max_tokens_per_micro_batch",
+        "rollout.max_total_tokens",
+        "rollout.context_length",
+    ):
         problems += check_limits(config, spec, longest)
     return problems + reward_problems
 

@@ -1,4 +1,4 @@
-"""Says that a model's chat template is not used: Tandem trains on the prompts of the data as they are."""
+"""Warns that a model's chat template is not applied: Tandem trains on the prompts of the data as they are."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.data_rows import Row
 
-# How templates mark turns: <|im_start|>, <|start_header_id|>, <start_of_turn>, [INST], <｜User｜>.
+# Markers of turns: <|im_start|>, <|start_header_id|>, <start_of_turn>, [INST], <｜User｜>.
 _MARK = re.compile(r"<[|｜][^<>{}'\"\s]+[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
 def check_template(config: RunConfig, rows: Sequence[Row], *, key: str) -> Iterator[ConfigProblem]:
-    """A warning if the model has a chat template and prompts hold none of the marks that it writes.
+    """Warn if the model has a chat template and prompts contain none of its markers.
 
     Args:
         key: the rows' key in the configuration.
@@ -39,7 +39,7 @@ def check_template(config: RunConfig, rows: Sequence[Row], *, key: str) -> Itera
 
 
 def _template(folder: Path) -> str:
-    """All that the folder has of templates; "" if there is none, or none that can be read."""
+    """Return the text of all chat templates of the folder; "" if it has none that can be read."""
     texts: list[str] = []
     try:
         plain = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
@@ -47,12 +47,12 @@ def _template(folder: Path) -> str:
         within = [folder / name for name in ("chat_template.json", "tokenizer_config.json")]
         texts.extend(_in_json(json.loads(file.read_text(encoding="utf-8"))) for file in within if file.is_file())
     except (OSError, ValueError):
-        pass  # a file that nothing else of Tandem reads is no reason not to start
+        pass  # Tandem does not use these files, so an unreadable one must not stop the run
     return "\n".join(texts)
 
 
 def _in_json(content: object) -> str:
     template = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(template, list):
-        return "\n".join(str(each.get("template", "")) for each in template if isinstance(each, dict))
+        return "\n".join(str(entry.get("template", "")) for entry in template if isinstance(entry, dict))
     return template if isinstance(template, str) else ""

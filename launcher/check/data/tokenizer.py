@@ -1,4 +1,4 @@
-"""Checks the tokenizer: there, readable, within the vocabulary, and with an end that a completion can reach."""
+"""Checks the tokenizer: it exists, can be loaded, fits the vocabulary, and has a stop token."""
 
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -7,7 +7,7 @@ from weightsync.model.spec import ModelSpec
 
 
 def check_tokenizer(config: RunConfig, spec: ModelSpec | None) -> tuple[TextCodec | None, list[ConfigProblem]]:
-    """The codec if it can be used, and what is wrong with it; a model whose config.json is bad is not judged twice."""
+    """Load the tokenizer. Returns: it, or None, and the problems; (None, []) without the model's `spec`."""
     if spec is None:
         return None, []
     stop_problems = _check_stop(config, spec)

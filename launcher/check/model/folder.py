@@ -1,4 +1,4 @@
-"""Checks the model folder, and that the model can be cut as trainer and rollouts are told to."""
+"""Checks the model folder, and that the model can be sharded by the parallel sizes of trainer and rollouts."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,12 @@ _LAYERS_SHOWN = 8
 
 
 def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSpec | None, list[ConfigProblem]]:
-    """The model's sizes if its config.json can be used, and what is wrong with folder, weights, parallel sizes."""
+    """Check the folder, its weights and the parallel sizes.
+
+    Args:
+        usable: whether all of the given keys have valid values.
+    Returns: the model's sizes, None if its config.json cannot be used, and the problems.
+    """
     folder = config.model.path
     missing = _missing_folder(folder)
     if missing is not None:
@@ -43,7 +48,7 @@ def _missing_folder(folder: Path) -> ConfigProblem | None:
     if near:
         hint = f"model folders beside it: {', '.join(Path(entry).parent.name for entry in near)}"
     else:
-        hint = "give a local Hugging Face folder; Tandem downloads nothing (`hf download NAME --local-dir FOLDER` does)"
+        hint = "give a local Hugging Face folder; Tandem does not download (`hf download NAME --local-dir FOLDER` does)"
     return _problem(folder, "no such folder", hint)
 
 
@@ -58,7 +63,10 @@ def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:
 
 
 def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
-    """SGLang 0.5.23 builds every layer of a Qwen3-MoE model with experts (qwen3_moe.py: is_layer_sparse = True)."""
+    """Refuse dense layers in a mixture of experts: SGLang 0.5.23 builds experts in every layer of Qwen3-MoE models.
+
+    See `is_layer_sparse = True` in its qwen3_moe.py.
+    """
     if spec.dense_layers:
         layers = ", ".join(map(str, spec.dense_layers[:_LAYERS_SHOWN]))
         more = ", ..." if len(spec.dense_layers) > _LAYERS_SHOWN else ""
@@ -71,7 +79,7 @@ def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem
 
 
 def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterator[ConfigProblem]:
-    """How a replica's ranks divide the experts; ranks that share experts divide each one's FFN."""
+    """Check how a replica's ranks divide the experts, and the FFN of an expert that several ranks share."""
     key = "rollout.expert_parallel"
     if spec.num_experts == 0 and expert > 1:
         yield ConfigProblem(

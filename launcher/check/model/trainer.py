@@ -1,4 +1,4 @@
-"""Checks that the trainer's parallel sizes fit the model: what Megatron would refuse, named by key."""
+"""Checks that the trainer's parallel sizes fit the model: what Megatron would refuse, by configuration key."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,7 +17,7 @@ _SPLITS = ("first_stage_layers", "last_stage_layers", "embedding_counts", "loss_
 def check_trainer_sizes(
     spec: ModelSpec, trainer: TrainerSection, usable: Callable[..., bool]
 ) -> Iterator[ConfigProblem]:
-    """Problems of the sizes that are worth judging."""
+    """Check every parallel size of the trainer for which `usable(*keys)` holds."""
     if usable("trainer.tensor_parallel"):
         yield from check_tensor_size(spec, "trainer.tensor_parallel", trainer.tensor_parallel)
         yield from _check_rows(spec, trainer.tensor_parallel)
@@ -30,7 +30,13 @@ def check_trainer_sizes(
 
 
 def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) -> Iterator[ConfigProblem]:
-    """A problem for each total that `size` does not divide; `fits` are the sizes that would do."""
+    """Report every total that `size` does not divide.
+
+    Args:
+        key: the size's key in the configuration.
+        totals: what it must divide, by name.
+        fits: sizes that would fit, for the suggestion.
+    """
     for name, total in totals.items():
         if total % size != 0:
             yield ConfigProblem(
@@ -42,7 +48,7 @@ def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) ->
 
 
 def split_sizes(spec: ModelSpec) -> dict[str, int]:
-    """What tensor parallelism divides, by its name for people."""
+    """Return the sizes that tensor parallelism divides, by their names in messages."""
     sizes = {"attention heads": spec.num_heads, KV_HEADS: spec.num_kv_heads, "FFN size": spec.ffn_size}
     if spec.num_experts > 0 and not spec.dense_layers:
         del sizes["FFN size"]
@@ -54,13 +60,13 @@ def _divisors(total: int) -> list[int]:
 
 
 def check_tensor_size(spec: ModelSpec, key: str, size: int) -> Iterator[ConfigProblem]:
-    """A tensor-parallel size of either side: its ranks divide the KV heads, or share each of them evenly."""
+    """Check a tensor-parallel size of either side: its ranks divide the KV heads, or share each of them evenly."""
     fits = [n for n in _divisors(spec.num_heads) if not list(_undivided(spec, n))]
     yield from indivisible(key, size, dict(_undivided(spec, size)), fits)
 
 
 def _check_rows(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
-    """Megatron cuts query, key and value rows evenly, which more ranks than KV heads may not allow (narrow heads)."""
+    """Check that the query, key and value rows divide evenly, as Megatron cuts them (narrow KV heads may not)."""
     rows = spec.size("q") + 2 * spec.size("kv")
     if not list(_undivided(spec, size)):
         fits = [n for n in _divisors(spec.num_heads) if rows % n == 0 and not list(_undivided(spec, n))]

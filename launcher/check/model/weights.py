@@ -1,4 +1,4 @@
-"""Checks that a model folder's safetensors files are whole and hold the tensors that its config.json implies."""
+"""Checks that a model folder's safetensors files are complete and hold the tensors that its config.json implies."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
-    """Missing, truncated and corrupt files; missing and mis-shaped tensors."""
+    """Report missing, truncated and corrupt files, and tensors that are missing or have a wrong shape or type."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / _INDEX
     weight_map: dict[str, str] = {}
@@ -46,7 +46,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
             damaged = True
             yield _problem(file, str(error), "download or copy the file again")
     unread = {name for name, file in weight_map.items() if not (folder / file).is_file()}
-    # What a damaged or missing file would have held is not worth a second problem.
+    # The tensors of a damaged or missing file are not reported a second time.
     if not damaged:
         yield from _check_tensors(folder, spec, tensors, unread)
         if spec.tied and {EMBEDDING, LM_HEAD} <= homes.keys():
@@ -94,7 +94,7 @@ def _check_tensors(
 
 
 def _check_tied(folder: Path, tensors: list[tuple[Path, TensorInfo]]) -> Iterator[ConfigProblem]:
-    """Compares bytes; tensors of two types are left to the trainer, which compares numbers when it loads."""
+    """Compare the bytes of embedding and head. Tensors of two types are left to the trainer, which compares values."""
     (_, embedding), (_, head) = tensors
     if embedding.dtype != head.dtype:
         return

@@ -93,9 +93,9 @@ class TrainStepHeader(_message.Message):
 Global___TrainStepHeader: _TypeAlias = TrainStepHeader  # noqa: Y015
 
 @_typing.final
-class MicroBatch(_message.Message):
-    """S samples of one optimizer update; ragged fields are flattened in sample order. A chunk of the stream: the trainer
-    merges the chunks of an update and cuts them anew by length and token budget.
+class SampleChunk(_message.Message):
+    """S whole samples of one optimizer update, as many as one message should hold; ragged fields are flattened in sample
+    order. Where the stream is cut changes no number: the trainer joins the chunks, and packs micro-batches itself.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -154,31 +154,31 @@ class MicroBatch(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MicroBatch: _TypeAlias = MicroBatch  # noqa: Y015
+Global___SampleChunk: _TypeAlias = SampleChunk  # noqa: Y015
 
 @_typing.final
 class TrainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___TrainStepHeader:
         """The first message, and only the first."""
 
     @_builtins.property
-    def micro_batch(self) -> Global___MicroBatch: ...
+    def chunk(self) -> Global___SampleChunk: ...
     def __init__(
         self,
         *,
         header: Global___TrainStepHeader | None = ...,
-        micro_batch: Global___MicroBatch | None = ...,
+        chunk: Global___SampleChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "micro_batch", b"micro_batch", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "micro_batch", b"micro_batch", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "micro_batch"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "chunk"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -261,17 +261,17 @@ Global___TrainStepResponse: _TypeAlias = TrainStepResponse  # noqa: Y015
 class ComputeLogprobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def micro_batch(self) -> Global___MicroBatch: ...
+    def chunk(self) -> Global___SampleChunk: ...
     def __init__(
         self,
         *,
-        micro_batch: Global___MicroBatch | None = ...,
+        chunk: Global___SampleChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["micro_batch", b"micro_batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batch", b"micro_batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

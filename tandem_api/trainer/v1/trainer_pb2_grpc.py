@@ -95,7 +95,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeLogprobs(self, request_iterator, context):
-        """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
+        """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
+        parity with the rollouts call; a train step computes its own.
         Longest deadline: 3600 s. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

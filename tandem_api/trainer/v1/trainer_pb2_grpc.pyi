@@ -44,7 +44,8 @@ class TrainerServiceStub:
     finite (sample ids named; the weights are unchanged).
     """
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
-    """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
+    """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
+    parity with the rollouts call; a train step computes its own.
     Longest deadline: 3600 s. Idempotent.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
@@ -80,7 +81,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     finite (sample ids named; the weights are unchanged).
     """
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
-    """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
+    """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
+    parity with the rollouts call; a train step computes its own.
     Longest deadline: 3600 s. Idempotent.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
@@ -131,7 +133,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeLogprobsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogprobsResponse], _abc.AsyncIterator[_trainer_pb2.ComputeLogprobsResponse]]:
-        """Log-probs and entropies of the completions under the current policy, a reply per request message, in order.
+        """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
+        parity with the rollouts call; a train step computes its own.
         Longest deadline: 3600 s. Idempotent.
         """
 

@@ -594,7 +594,10 @@ class RunPhaseRequest(_message.Message):
     LEADER_ID_FIELD_NUMBER: _builtins.int
     phase: Global___RoundPhase.ValueType
     leader_id: _builtins.str
-    """To a further host of a replica only: the leader that it was joined to."""
+    """To a further host of a replica only: the start of the leader that it was joined to; any other is refused with ABORTED,
+    so that ranks of two lives never meet. Trainer, replica and ranks, which no leader joins, ignore it: round.fence
+    keeps late calls out there.
+    """
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(

@@ -1,16 +1,14 @@
 """Real services whose slot or name was another process's: who lost it ends, who comes after a kill does not wait."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.integration.rollout.tiny_models import make_model
-from tests.integration.sync.replicas import configuration
-from tests.polling import until
-from tests.service_processes import START_S, Services
+from tests.kit.models import make_model
+from tests.kit.processes import START_S, Services
+from tests.kit.replicas import configuration
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -18,14 +16,6 @@ TTL_S = 1.0
 END_S = 60.0
 # No start takes as long as this lease lasts.
 LONG_TTL_S = 3600.0
-
-
-@pytest.fixture
-def services(redis_server: str) -> Iterator[Services]:
-    with TemporaryDirectory(prefix="slot-") as folder:  # short: sockets' paths
-        running = Services(redis_server, Path(folder), "lost")
-        yield running
-        running.close()
 
 
 def test_ranks_whose_slots_another_keeps_end_their_services(services: Services, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -11,9 +10,9 @@ import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, TandemError
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
-from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease, newest_leader
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
 
@@ -218,20 +217,10 @@ def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> N
 
 
 @pytest.fixture
-def holder(server: Callable[..., RedisProcess]) -> "Iterator[Callable[[str], subprocess.Popen[str]]]":
+def holder(spawn: "Callable[..., subprocess.Popen[str]]") -> "Callable[[str], subprocess.Popen[str]]":
     """Starts processes that hold a slot of the group at a URL, under a short lease."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(url: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "tests.integration.redis.holder", url, GROUP, "trainer/0", "1.0"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return lambda url: spawn("tests.integration.redis.holder", url, GROUP, "trainer/0", "1.0", **pipes)
 
 
 def ask(process: "subprocess.Popen[str]", epoch: int) -> str:

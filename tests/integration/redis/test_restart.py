@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from servicekit.errors import Unavailable
-from tests.conftest import RedisProcess
 from tests.integration.redis.conftest import GROUP
-from tests.polling import until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import Evicted, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration

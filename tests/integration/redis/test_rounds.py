@@ -8,10 +8,10 @@ import redis
 
 from servicekit.errors import Aborted, DeadlineExceeded
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
-from tests.polling import until
-from tests.sync_fleet import GROUP, Fleet
-from tests.weight_stores import same, tiny_spec
+from tests.kit.fleet import GROUP, Fleet
+from tests.kit.redis import RedisProcess
+from tests.kit.stores import same, tiny_spec
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import Evicted, Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES
@@ -22,9 +22,9 @@ VICTIM = "rollout-0/0"
 
 @pytest.fixture
 def fleet(server: Callable[..., RedisProcess]) -> Iterator[Fleet]:
-    them = Fleet(server().url, tiny_spec(), Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
-    yield them
-    them.close()
+    sizes = {"rollout-0": Parallel(), "rollout-1": Parallel()}
+    with Fleet(server().url, tiny_spec(), Parallel(tensor=2), sizes) as them:
+        yield them
 
 
 def expire(fleet: Fleet, slot: str) -> None:

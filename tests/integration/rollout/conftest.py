@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisProcess
-from tests.integration.rollout.replica import Replica, Trainer
-from tests.integration.rollout.tiny_models import make_model
-
-
-@pytest.fixture(scope="module")
-def module_redis() -> Iterator[str]:
-    server = RedisProcess()
-    server.start()
-    yield server.url
-    server.close()
+from tests.kit.models import make_model
+from tests.kit.replicas import Replica, Trainer, lone_replica
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replica(tmp_path_factory: pytest.TempPathFactory, model: Path, module_redis: str) -> Iterator[Replica]:
-    started = Replica(tmp_path_factory.mktemp("run"), model, module_redis)
+    started = lone_replica(tmp_path_factory.mktemp("run"), model, module_redis)
     try:
         yield started.wait_up()
     finally:
@@ -37,4 +28,4 @@ def trainer(replica: Replica, model: Path) -> Iterator[Trainer]:
     made = Trainer(replica)
     made.load(model)
     yield made
-    made.member.close()
+    made.close()

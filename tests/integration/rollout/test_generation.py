@@ -10,9 +10,10 @@ import torch
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
-from tests.integration.rollout.tiny_models import CONTEXT, STOP, VOCABULARY, logprobs
-from tests.polling import throughout
+from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs
+from tests.kit.replicas import Replica, Trainer
+from tests.kit.round import CALL_S
+from tests.kit.waiting import throughout, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -22,7 +23,7 @@ PROMPTS = [[(7 * i + 3 * j) % (VOCABULARY - 6) + 5 for j in range(1 + (11 * i) %
 
 @pytest.fixture(scope="module", autouse=True)
 def seeded(replica: Replica, trainer: Trainer) -> None:
-    trainer.sync(1)
+    trainer.publish(1)
 
 
 def worst_difference(model: Path, prompts: list[list[int]], groups: list[pb.GroupResult], temperature: float) -> float:
@@ -145,7 +146,7 @@ def test_a_long_completion_is_progress_and_a_stuck_engine_is_none(replica: Repli
 
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(replica.generate, PROMPTS[:1], n=16, max_new_tokens=CONTEXT - 8, version=1)
-        wait_until(note, CALL_S, "another progress")
+        until(note, CALL_S, "another progress")
         schedulers = [child for child in replica.family() if "scheduler" in " ".join(child.cmdline())]
         assert schedulers
         for process in schedulers:

@@ -13,8 +13,9 @@ import pytest
 from servicekit.redis.registry import Registry
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
-from tests.integration.rollout.replica import Replica, Trainer, wait_until
-from tests.integration.rollout.tiny_models import make_model
+from tests.kit.models import make_model
+from tests.kit.replicas import Replica, Trainer, lone_replica
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -24,7 +25,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 def replicas(tmp_path_factory: pytest.TempPathFactory, module_redis: str) -> Iterator[dict[str, Replica]]:
     model = make_model(tmp_path_factory.mktemp("model") / "m")
     started = {
-        name: Replica(tmp_path_factory.mktemp(name), model, module_redis) for name in ("stopped", "killed", "broken")
+        name: lone_replica(tmp_path_factory.mktemp(name), model, module_redis)
+        for name in ("stopped", "killed", "broken")
     }
     broken = started["broken"]
     Rendezvous(module_redis, f"tandem:{broken.run_id}").lead(COORDINATOR_SLOT, "b", 600.0)
@@ -47,7 +49,7 @@ def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica])
     assert replica.metrics_address.startswith("localhost:")
     trainer = Trainer(replica)
     trainer.load(replica.model)
-    trainer.sync(1)
+    trainer.publish(1)
     family = replica.family()
     assert family
     groups: list[rollout_pb2.GroupResult] = []
@@ -55,13 +57,13 @@ def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica])
         target=lambda: groups.extend(replica.generate([[1, 2, 3]], n=4, max_new_tokens=300, version=1))
     )
     call.start()
-    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
     os.killpg(replica.process.pid, signal.SIGTERM)  # as a terminal does: the ranks get it too
     assert replica.process.wait(timeout=60) == 0
     call.join(timeout=10)
-    trainer.member.close()
+    trainer.close()
     assert [len(completion.token_ids) for completion in groups[0].completions] == [300] * 4
-    wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+    until(lambda: gone(family), 10.0, "the end of the ranks")
     registry = Registry(replica.redis_url, replica.run_id)
     assert registry.list("rollout") == []
     registry.close()
@@ -73,7 +75,7 @@ def test_sigkill_of_the_service_leaves_no_process(replicas: dict[str, Replica]) 
     assert any("sglang" in " ".join(child.cmdline()) for child in family)
     replica.process.kill()
     replica.process.wait(timeout=30)
-    wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+    until(lambda: gone(family), 10.0, "the end of the ranks")
 
 
 def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[str, Replica]) -> None:
@@ -87,16 +89,16 @@ def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[s
     rank.kill()
     assert replica.process.wait(timeout=30) == 1
     assert f"SGLang process {rank.pid} of replica rollout-0 died" in replica.log.read_text(encoding="utf-8")
-    wait_until(lambda: gone(family), 10.0, "the end of the other processes")
+    until(lambda: gone(family), 10.0, "the end of the other processes")
 
 
 def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path, module_redis: str) -> None:
-    replica = Replica(tmp_path, make_model(tmp_path / "m"), module_redis)
+    replica = lone_replica(tmp_path, make_model(tmp_path / "m"), module_redis)
     try:
-        wait_until(lambda: len(replica.family()) > 0, 60.0, "the first rank")
+        until(lambda: len(replica.family()) > 0, 60.0, "the first rank")
         family = replica.family()
         replica.process.send_signal(signal.SIGTERM)
         assert replica.process.wait(timeout=60) == 0
-        wait_until(lambda: gone(family), 10.0, "the end of the ranks")
+        until(lambda: gone(family), 10.0, "the end of the ranks")
     finally:
         replica.close()

@@ -9,7 +9,7 @@ import pytest
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine import host
 from tandem_config.schema import RunConfig
-from tests.integration.rollout.tiny_models import make_model
+from tests.kit.models import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -10,8 +10,10 @@ import pytest
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.replica import CALL_S, Replica, Trainer, wait_until
-from tests.integration.rollout.tiny_models import logprobs, make_model
+from tests.kit.models import logprobs, make_model
+from tests.kit.replicas import Replica, Trainer
+from tests.kit.round import CALL_S
+from tests.kit.waiting import until
 from weightsync.round.phases import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -25,8 +27,7 @@ def reason_of(error: grpc.RpcError) -> str:
 
 
 def greedy(replica: Replica, version: int) -> rollout_pb2.Completion:
-    (group,) = replica.generate([PROMPT], temperature=0.0, max_new_tokens=12, version=version)
-    return group.completions[0]
+    return replica.greedy([PROMPT], version, 12)[0]
 
 
 def argmax_of(model: Path, completion: rollout_pb2.Completion) -> bool:
@@ -49,14 +50,14 @@ def test_an_unseeded_replica_refuses_to_generate(replica: Replica) -> None:
 def test_each_sync_changes_what_is_generated_and_forgets_the_old_prefixes(
     replica: Replica, trainer: Trainer, model: Path, other_model: Path
 ) -> None:
-    replies = trainer.sync(1)
+    replies = trainer.publish(1)
     (rank,) = replies[pb.ROUND_PHASE_TRANSFER].reports
     assert rank.bytes_received == rank.shard_bytes > 0
     assert replies[pb.ROUND_PHASE_COMMIT].reports[0].state == pb.REPLICA_STATE_SERVING
     first = greedy(replica, 1)
     assert argmax_of(model, first)
     trainer.load(other_model)
-    trainer.sync(2)
+    trainer.publish(2)
     second = greedy(replica, 2)
     assert argmax_of(other_model, second)
     assert second.cached_tokens == 0
@@ -102,7 +103,7 @@ def test_a_round_given_up_after_its_transfer_poisons_until_the_next_sync(replica
     with pytest.raises(grpc.RpcError) as refused:
         replica.generate([PROMPT], version=3)
     assert reason_of(refused.value) == "POISONED"
-    trainer.sync(7)
+    trainer.publish(7)
     assert greedy(replica, 7).token_ids
 
 
@@ -116,7 +117,7 @@ class LongCall:
         self._groups = self._pool.submit(
             replica.generate, [PROMPT], n=num_completions, max_new_tokens=NUM_TOKENS, version=self.version
         )
-        wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+        until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
 
     def completions(self) -> list[rollout_pb2.Completion]:
         (group,) = self._groups.result(timeout=CALL_S)
@@ -145,7 +146,7 @@ def test_frozen_requests_go_on_with_the_new_version(
     # Frozen at once, and not when the round comes to it: on a busy machine the call could have ended by then.
     pause = rollout_pb2.PauseGenerationRequest(mode=pb.PAUSE_MODE_KEEP_KV)
     assert replica.stub.PauseGeneration(pause, timeout=CALL_S).state == pb.REPLICA_STATE_PAUSED
-    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
+    trainer.publish(call.version + 1, pause_mode=pb.PAUSE_MODE_KEEP_KV, install_mode=install)
     for completion in call.completions():
         spans = spans_of(completion)
         assert [span[0] for span in spans] in ([call.version, call.version + 1], [call.version + 1])
@@ -157,7 +158,7 @@ def test_drained_requests_end_with_the_version_that_they_began_with(
     replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
 ) -> None:
     call = LongCall(replica)
-    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_DRAIN, install_mode=install)
+    trainer.publish(call.version + 1, pause_mode=pb.PAUSE_MODE_DRAIN, install_mode=install)
     for completion in call.completions():
         assert spans_of(completion) == [(call.version, 0, NUM_TOKENS)]
         assert completion.finish_reason == rollout_pb2.FINISH_REASON_LENGTH
@@ -168,7 +169,7 @@ def test_aborted_requests_are_of_the_old_version_and_can_be_asked_for_again(
     replica: Replica, trainer: Trainer, install: pb.InstallMode.ValueType
 ) -> None:
     call = LongCall(replica, num_completions=32)  # still under way when a round on a busy machine comes to its pause
-    trainer.sync(call.version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE, install_mode=install)
+    trainer.publish(call.version + 1, pause_mode=pb.PAUSE_MODE_ABORT_REQUEUE, install_mode=install)
     for completion in call.completions():
         assert completion.finish_reason == rollout_pb2.FINISH_REASON_ABORT
         assert len(completion.token_ids) < NUM_TOKENS
@@ -188,7 +189,7 @@ def test_staged_bytes_travel_while_the_old_version_generates(
         receiving = pool.submit(replica.phase, pb.ROUND_PHASE_TRANSFER, round_)  # the trainer does not send yet
         assert argmax_of(other_model, greedy(replica, version))
         assert not receiving.done()
-        trainer.member.run_phase(pb.ROUND_PHASE_TRANSFER, round_)
+        trainer.members["trainer/0"].run_phase(pb.ROUND_PHASE_TRANSFER, round_)
         assert receiving.result(timeout=CALL_S).reports[0].state == pb.REPLICA_STATE_SERVING
     assert argmax_of(other_model, greedy(replica, version))  # all bytes are there, and none is in use
     trainer.both(pb.ROUND_PHASE_VERIFY, round_)
@@ -204,9 +205,9 @@ def test_a_call_that_is_given_up_stops_its_requests(replica: Replica) -> None:
         policy_version=version,
     )
     call = replica.stub.GenerateGroups(request, timeout=CALL_S)
-    wait_until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
     call.cancel()
-    wait_until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")
+    until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")
     # Draining proves that the engine holds no request any more.
     pause = rollout_pb2.PauseGenerationRequest(mode=pb.PAUSE_MODE_DRAIN)
     assert replica.stub.PauseGeneration(pause, timeout=CALL_S).state == pb.REPLICA_STATE_PAUSED

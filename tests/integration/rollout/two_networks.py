@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.replica import Replica, Trainer, Worker, at
-from tests.integration.rollout.tiny_models import logprobs, make_model
+from tests.kit.models import logprobs, make_model
+from tests.kit.replicas import Replica, Trainer, at, lone_replica
 
 LEADER, WORKER = "10.77.0.1", "10.77.0.2"
 WORKER_LINK = "worker-end"
@@ -23,33 +23,32 @@ OWN_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "
 def main(folder: Path, redis_url: str, namespace: str) -> None:
     """Raises: AssertionError: what was not as it should be."""
     model = make_model(folder / "m")
-    leader = Replica(folder, model, redis_url, at(LEADER), tensor_parallel=2, nodes=2)
+    leader = lone_replica(folder, model, redis_url, at(LEADER), tensor_parallel=2, nodes=2)
     worker = leader.start_worker(1, WORKER, ["ip", "netns", "exec", namespace, *OWN_SHM])
     try:
         trainer = Trainer(leader.wait_up(), LEADER)
         sync(leader, trainer, model)
-        trainer.member.close()
+        trainer.close()
         subprocess.run(["ip", "-n", namespace, "link", "set", WORKER_LINK, "down"], check=True, timeout=20)
         both_end(leader, worker)
     finally:
         leader.close()
-        worker.close()
 
 
 def sync(leader: Replica, trainer: Trainer, model: Path) -> None:
     """Rank 0 is on the trainer's host, rank 1 is not: all take the transport that serves both."""
     trainer.load(model)
-    reports = trainer.sync(1, transport=pb.SYNC_TRANSPORT_AUTO)[pb.ROUND_PHASE_TRANSFER].reports
+    reports = trainer.publish(1, transport=pb.SYNC_TRANSPORT_AUTO)[pb.ROUND_PHASE_TRANSFER].reports
     assert [report.transport for report in reports] == ["collective", "collective"], reports
     with pytest.raises(grpc.RpcError, match="not on the host of trainer/0: rollout-0/1"):
-        trainer.sync(2, transport=pb.SYNC_TRANSPORT_COLOCATED)
-    trainer.sync(3, install_mode=pb.INSTALL_MODE_STAGED)
+        trainer.publish(2, transport=pb.SYNC_TRANSPORT_COLOCATED)
+    trainer.publish(3, install_mode=pb.INSTALL_MODE_STAGED)
     (group,) = leader.generate([PROMPT], temperature=0.0, max_new_tokens=8, version=3)
     ids = list(group.completions[0].token_ids)
     assert ids == logprobs(model, PROMPT, ids, 1.0).argmax(-1).tolist(), ids
 
 
-def both_end(leader: Replica, worker: Worker) -> None:
+def both_end(leader: Replica, worker: Replica) -> None:
     """Nobody was killed: the link between them is cut."""
     assert (leader.process.wait(timeout=90), worker.process.wait(timeout=90)) == (1, 1)
     assert f"host 1 of rollout-0 (rollout-0-host-1 at {WORKER}:" in leader.log.read_text(encoding="utf-8")

@@ -14,8 +14,8 @@ import yaml
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.certificates import role_name
-from tests.certificates import DAY, Authority, variables, write_files
 from tests.fakes.tiny_task import write_data, write_model
+from tests.kit.certificates import DAY, Authority, variables, write_files
 
 pytestmark = pytest.mark.integration
 SERVICES = {

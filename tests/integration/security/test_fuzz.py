@@ -4,10 +4,9 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -19,8 +18,9 @@ from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.contract.test_hostile_calls import Target
 from tests.hostile_requests import Attack, Hostile, Usage
-from tests.integration.rollout.tiny_models import make_model
-from tests.integration.sync.replicas import configuration
+from tests.kit.models import make_model
+from tests.kit.processes import Services
+from tests.kit.replicas import configuration
 from tests.near_valid_requests import (
     CALL_S,
     ForRollout,
@@ -31,7 +31,6 @@ from tests.near_valid_requests import (
     parallel_sizes,
     taking_part,
 )
-from tests.service_processes import Services
 from weightsync.group.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
@@ -42,14 +41,6 @@ SEED = 11
 # What a hundred connections and the allocator's arenas may keep; 10,000 requests that each kept 50 KB would be seen.
 GROWTH_MIB = 400
 STORM_CHANNELS, STORM_CALLS = 64, 20
-
-
-@pytest.fixture
-def services(redis_server: str) -> Iterator[Services]:
-    with TemporaryDirectory(prefix="fuzz-") as folder:  # short: sockets' paths
-        running = Services(redis_server, Path(folder), "fuzz")
-        yield running
-        running.close()
 
 
 ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]

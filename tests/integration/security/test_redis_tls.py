@@ -1,19 +1,80 @@
-"""Redis over TLS with client certificates and the ACL user: a real server, where one that can do it is installed."""
+"""Redis over TLS with client certificates and the ACL user: a real server, where one that can do it is installed.
+
+The bundled one cannot.
+"""
 
 import ipaddress
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from servicekit.errors import ConfigError, TandemError
+from servicekit.redis.acl import USER, acl_file
 from servicekit.redis.client import connect, with_tls_files
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.certificates import TlsFiles
-from tests.certificates import DAY, Authority, write_files
-from tests.integration.security.tls_redis import BINARY_VARIABLE, TlsRedis, find_binary
+from tests.kit.certificates import DAY, Authority, write_files
+from tests.kit.processes import free_port
 from weightsync.group.rendezvous import Rendezvous
+
+# Names another binary than those on PATH.
+BINARY_VARIABLE = "TANDEM_TEST_TLS_REDIS"
+
+
+@cache
+def find_binary() -> Path | None:
+    """A redis-server or valkey-server with TLS compiled in; None if there is none."""
+    names = (
+        os.environ.get(BINARY_VARIABLE),
+        shutil.which("redis-server"),
+        shutil.which("valkey-server"),
+        "/usr/bin/redis-server",
+    )
+    return next((Path(name) for name in names if name and Path(name).is_file() and _knows_tls(name)), None)
+
+
+def _knows_tls(binary: str) -> bool:
+    """A server without TLS takes tls-port for a mistake; one with it complains of the next word."""
+    command = [binary, "--port", "0", "--tls-port", "0", "--no-such-directive", "1"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return "no-such-directive" in said.stdout + said.stderr
+
+
+class TlsRedis:
+    """Listens on 127.0.0.1, demands client certificates, knows the user of the ACL file."""
+
+    def __init__(self, folder: Path, files: TlsFiles, password: str) -> None:
+        binary = find_binary()  # there is one, or the whole file is skipped
+        self.port = free_port()
+        self.url = f"rediss://{USER}:{password}@127.0.0.1:{self.port}/0"
+        folder.mkdir()
+        (folder / "users.acl").write_text(acl_file(password))
+        options = {
+            "port": "0",
+            "tls-port": str(self.port),
+            "bind": "127.0.0.1",
+            "tls-cert-file": str(files.certificate),
+            "tls-key-file": str(files.key),
+            "tls-ca-cert-file": str(files.authorities),
+            "tls-auth-clients": "yes",
+            "aclfile": str(folder / "users.acl"),
+            "dir": str(folder),
+            "save": "",
+            "logfile": str(folder / "log"),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        self._process = subprocess.Popen([str(binary), *words])
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=20)
+
 
 pytestmark = pytest.mark.skipif(
     find_binary() is None,
@@ -23,21 +84,10 @@ pytestmark = pytest.mark.skipif(
 LOCALHOST = ipaddress.ip_address("127.0.0.1")
 
 
-def binary() -> Path:
-    found = find_binary()
-    assert found is not None  # or the whole file is skipped
-    return found
-
-
-@pytest.fixture
-def authority() -> Authority:
-    return Authority("ours")
-
-
 @pytest.fixture
 def server(tmp_path: Path, authority: Authority) -> Iterator[TlsRedis]:
     files = write_files(tmp_path / "server", authority.issue(["redis"], addresses=[LOCALHOST]), authority.pem)
-    redis = TlsRedis(binary(), tmp_path / "redis", files, "right-one")
+    redis = TlsRedis(tmp_path / "redis", files, "right-one")
     yield redis
     redis.close()
 
@@ -90,7 +140,7 @@ def test_a_server_for_another_name_is_not_believed(
     tmp_path: Path, authority: Authority, client_files: TlsFiles
 ) -> None:
     files = write_files(tmp_path / "server", authority.issue(["redis"]), authority.pem)
-    redis = TlsRedis(binary(), tmp_path / "redis", files, "right-one")
+    redis = TlsRedis(tmp_path / "redis", files, "right-one")
     try:
         with pytest.raises(ConfigError, match=r"certificate that is not believed .*127\.0\.0\.1"):
             connect(url_with(redis.url, client_files), wait_s=20)

@@ -16,14 +16,13 @@ from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
-from tests.certificates import Authority, variables, write_files
 from tests.e2e.conftest import Tandem, rows_of, run_arguments
+from tests.kit.certificates import Authority, variables, write_files
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(280)]
 
 
-def test_a_run_over_tls_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority("ours")
+def test_a_run_over_tls_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, authority: Authority) -> None:
     names = [role_name(role) for role in ("coordinator", "trainer", "rollout", "operator")]
     for name, value in variables(write_files(tmp_path / "tls", authority.issue(names), authority.pem)).items():
         monkeypatch.setenv(name, value)

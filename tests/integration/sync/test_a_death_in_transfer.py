@@ -13,16 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
-from tests.integration.sync.member_process import MemberProcess, run_phase
-from tests.weight_stores import tiny_spec
-from weightsync.group.rendezvous import Rendezvous
+from tests.kit.fleet import MemberProcess, ProcessFleet
+from tests.kit.round import run_phase
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-GROUP = "tandem:deaths"
 TRAINER, ROLLOUT = Parallel(tensor=2), Parallel()
 REPLICAS = ("rollout-0", "rollout-1", "rollout-2")
 # sync.transfer_timeout_s and sync.formation_timeout_s where the run does not say.
@@ -45,77 +43,39 @@ def medium_spec() -> ModelSpec:
     )
 
 
-class Members:
+@pytest.fixture(scope="module")
+def members(module_redis: str) -> Iterator[ProcessFleet]:
     """A trainer of two ranks and a chain of three replicas."""
-
-    def __init__(self, redis_url: str) -> None:
-        self._redis_url, self._spec = redis_url, medium_spec()
-        self.by_slot: dict[str, MemberProcess] = {}
-        for slot in [f"trainer/{rank}" for rank in range(TRAINER.world_size)] + [f"{name}/0" for name in REPLICAS]:
-            self._start(slot)
-        for member in self.by_slot.values():
-            member.wait_up()
-
-    def _start(self, slot: str) -> None:
-        self.by_slot[slot] = MemberProcess(
-            slot,
-            spec=self._spec,
-            parallel=TRAINER if slot.startswith("trainer") else ROLLOUT,
-            redis_url=self._redis_url,
-            group=GROUP,
-        )
-
-    def replace(self, slot: str) -> None:
-        """A new incarnation of a slot."""
-        self.by_slot[slot].close()
-        self._start(slot)
-        self.by_slot[slot].wait_up()
-
-    def run(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> None:
-        run_phase(list(self.by_slot.values()), phase, round_)
-
-    def round(self) -> pb.Round:
-        """A round over everybody."""
-        membership = Rendezvous(self._redis_url, GROUP).wait_for(list(self.by_slot), DEADLINE_S)
-        return pb.Round(
-            round_id=uuid.uuid4().hex,
-            policy_version=1,
-            group=GROUP,
-            epoch=membership.epoch,
-            trainer=TRAINER.to_proto(),
-            replicas=[pb.ReplicaSpec(name=name, parallel=ROLLOUT.to_proto()) for name in REPLICAS],
-            install_mode=pb.INSTALL_MODE_IN_PLACE,
-            transport=pb.SYNC_TRANSPORT_COLLECTIVE,
-            formation_timeout_s=DEADLINE_S,
-            transfer_timeout_s=DEADLINE_S,
-        )
-
-    def close(self) -> None:
-        for member in self.by_slot.values():
-            member.close()
-
-
-@pytest.fixture(scope="module")
-def members() -> Iterator[Members]:
-    redis = RedisProcess()
-    redis.start()
-    them = Members(redis.url)
-    try:
+    with ProcessFleet(module_redis, medium_spec(), TRAINER, dict.fromkeys(REPLICAS, ROLLOUT)) as them:
         yield them
-    finally:
-        them.close()
-        redis.close()
+
+
+def new_round_of(members: ProcessFleet) -> pb.Round:
+    """A round over everybody, with messages of the default size."""
+    return members.round(
+        1,
+        round_id=uuid.uuid4().hex,
+        wait_s=DEADLINE_S,
+        transport=pb.SYNC_TRANSPORT_COLLECTIVE,
+        bucket_bytes=0,
+        formation_timeout_s=DEADLINE_S,
+        transfer_timeout_s=DEADLINE_S,
+    )
+
+
+def run(members: ProcessFleet, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> None:
+    run_phase(members.participants, phase, round_)
 
 
 @pytest.fixture(scope="module")
-def transfer_s(members: Members) -> float:
+def transfer_s(members: ProcessFleet) -> float:
     """Seconds of a transfer that nobody harms."""
-    round_ = members.round()
-    members.run(pb.ROUND_PHASE_PREPARE, round_)
+    round_ = new_round_of(members)
+    run(members, pb.ROUND_PHASE_PREPARE, round_)
     start_s = time.monotonic()
-    members.run(pb.ROUND_PHASE_TRANSFER, round_)
+    run(members, pb.ROUND_PHASE_TRANSFER, round_)
     duration_s = time.monotonic() - start_s
-    members.run(pb.ROUND_PHASE_ABORT, round_)
+    run(members, pb.ROUND_PHASE_ABORT, round_)
     return duration_s
 
 
@@ -131,23 +91,23 @@ def end_of(member: MemberProcess) -> tuple[float, str]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("victim", ["rollout-0/0", "rollout-1/0", "rollout-2/0", "trainer/1"])
 def test_the_survivors_notice_a_death_by_themselves(
-    members: Members, transfer_s: float, victim: str, seed: int
+    members: ProcessFleet, transfer_s: float, victim: str, seed: int
 ) -> None:
-    round_ = members.round()
-    members.run(pb.ROUND_PHASE_PREPARE, round_)
-    survivors = {slot: member for slot, member in members.by_slot.items() if slot != victim}
-    for member in members.by_slot.values():
+    round_ = new_round_of(members)
+    run(members, pb.ROUND_PHASE_PREPARE, round_)
+    survivors = {slot: member for slot, member in members.members.items() if slot != victim}
+    for member in members.members.values():
         member.begin(pb.ROUND_PHASE_TRANSFER, round_)
     time.sleep(transfer_s * random.Random(seed).uniform(0.1, 0.7))  # the moment is what is drawn: there is no condition
-    members.by_slot[victim].kill()
+    members.members[victim].kill()
     killed_s = time.monotonic()
     with ThreadPoolExecutor(len(survivors)) as pool:
         ends = dict(zip(survivors, pool.map(end_of, survivors.values()), strict=True))
     waited_s = {slot: round(at_s - killed_s, 2) for slot, (at_s, _) in ends.items()}
-    members.replace(victim)
-    run_phase(list(survivors.values()), pb.ROUND_PHASE_ABORT, round_)
+    members.renew(victim)
+    run_phase({slot: member.run_phase for slot, member in survivors.items()}, pb.ROUND_PHASE_ABORT, round_)
     print(f"transfer {transfer_s:.2f} s, {victim} killed; survivors' waits {waited_s}")
     assert max(waited_s.values()) < NOTICED_S, ends
-    again = members.round()
+    again = new_round_of(members)
     for phase in (pb.ROUND_PHASE_PREPARE, pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT):
-        members.run(phase, again)
+        run(members, phase, again)

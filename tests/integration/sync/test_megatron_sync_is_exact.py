@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.integration.sync.replicas import CALL_S, Replicas, configuration
-from tests.integration.sync.rounds import RunPhase, run_round
-from tests.integration.trainer.tiny_models import save_model
-from tests.service_processes import Services
-from tests.weight_stores import same
+from tandem_api.weights.v1 import weights_pb2
+from tests.kit.models import save_model
+from tests.kit.processes import Services
+from tests.kit.replicas import Replicas, configuration
+from tests.kit.round import CALL_S, run_round, service_at
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -90,22 +90,12 @@ def sync_from(
         assert same(load_file(exported / "model.safetensors"), cast) == []
         truth = replicas.truth(exported)
         replicas.poison()
-        received = run_round(
-            [publisher(weights_pb2_grpc.RoundServiceStub(channel))], sizes(LAYOUTS[layout]), replicas, FRESH_VERSION
-        )
+        round_ = replicas.round(FRESH_VERSION, sizes(LAYOUTS[layout]))
+        received = replicas.received(run_round({"trainer": service_at(channel), **replicas.participants}, round_))
     assert replicas.checksums() == truth
     assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
     assert services.stop(processes) == [0] * len(processes)
     return received
-
-
-def publisher(trainer: weights_pb2_grpc.RoundServiceStub) -> RunPhase:
-    """The trainer's part of a phase."""
-
-    def run(phase: weights_pb2.RoundPhase.ValueType, round_: weights_pb2.Round) -> None:
-        trainer.RunPhase(weights_pb2.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)
-
-    return run
 
 
 def sizes(trainer: dict[str, int]) -> Parallel:

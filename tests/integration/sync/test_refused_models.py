@@ -6,13 +6,12 @@ model before it starts anything (launcher/check/model/folder.py); this is the ga
 
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.integration.rollout.tiny_models import make_model
-from tests.integration.sync.replicas import Replicas
-from tests.integration.sync.rounds import run_round
-from tests.integration.sync.senders import senders
-from tests.service_processes import Services
+from tests.kit.models import make_model
+from tests.kit.processes import Services
+from tests.kit.replicas import Replicas
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
@@ -25,9 +24,6 @@ def test_dense_layers_of_a_mixture_are_refused_in_prepare(services: Services, tm
     replicas.poison()
     before = replicas.checksums()
     refused = r"rollout-0/0: the mapping rules do not fit this engine: no rule for \['model\.layers\.1\.mlp\.experts"
-    with (
-        senders(model, Parallel(), replicas.redis_url, replicas.group) as trainer,
-        pytest.raises(AssertionError, match=refused),
-    ):
-        run_round(trainer, Parallel(), replicas, 1, formation_timeout_s=2.0)
+    with pytest.raises(grpc.RpcError, match=refused):
+        replicas.sync(model, Parallel(), 1, formation_timeout_s=2.0)
     assert replicas.checksums() == before

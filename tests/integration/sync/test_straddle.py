@@ -17,14 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.integration.rollout.tiny_models import make_model
-from tests.integration.sync.replicas import CALL_S, Replicas
-from tests.integration.sync.rounds import run_round
-from tests.integration.sync.senders import senders
-from tests.polling import until
-from tests.service_processes import Services
+from tests.kit.models import make_model
+from tests.kit.processes import Services
+from tests.kit.replicas import Replicas
+from tests.kit.round import CALL_S
+from tests.kit.waiting import until
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -54,15 +52,15 @@ def test_tokens_of_a_straddling_request_carry_the_version_that_sampled_them(
     replicas.wait_up()
     publish(replicas, old, 1, install)
     with ThreadPoolExecutor(1) as pool:
-        request = pool.submit(replicas.greedy, "rollout-0", PROMPTS, 1, NUM_TOKENS)
+        request = pool.submit(replicas["rollout-0"].greedy, PROMPTS, 1, NUM_TOKENS)
         until(lambda: request.done() or running_groups(replicas) == len(PROMPTS), CALL_S)
         publish(replicas, new, 2, install)
         completions = request.result(timeout=CALL_S)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         check_straddler(old, new, prompt, completion, NUM_TOKENS)
     with pytest.raises(grpc.RpcError, match="asked for policy version 1"):
-        replicas.greedy("rollout-0", PROMPTS, 1, 1)
-    fresh = replicas.greedy("rollout-0", PROMPTS, 2, 4)
+        replicas["rollout-0"].greedy(PROMPTS, 1, 1)
+    fresh = replicas["rollout-0"].greedy(PROMPTS, 2, 4)
     assert [completion.cached_tokens for completion in fresh] == [0] * len(PROMPTS)
     for prompt, completion in zip(PROMPTS, fresh, strict=True):
         assert differences(old, new, prompt, completion, 0) <= TOLERANCE
@@ -106,7 +104,7 @@ def ask_until_refused(replicas: Replicas, client: int, version: int) -> list[tup
     while True:
         prompts = [[draw.randrange(6, 90) for _ in range(draw.randrange(2, 90))] for _ in range(8)]
         try:
-            completions = replicas.greedy("rollout-0", prompts, version, draw.randrange(1, 8))
+            completions = replicas["rollout-0"].greedy(prompts, version, draw.randrange(1, 8))
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 return finished
@@ -124,14 +122,11 @@ def check_straddler(old: Path, new: Path, prompt: Sequence[int], completion: Any
 
 
 def publish(replicas: Replicas, folder: Path, version: int, install: int) -> None:
-    with senders(folder, TRAINER, replicas.redis_url, replicas.group) as trainer:
-        run_round(trainer, TRAINER, replicas, version, install_mode=install, pause_mode=pb.PAUSE_MODE_KEEP_KV)
+    replicas.sync(folder, TRAINER, version, install_mode=install, pause_mode=pb.PAUSE_MODE_KEEP_KV)
 
 
 def running_groups(replicas: Replicas) -> int:
-    with grpc.insecure_channel(replicas.addresses["rollout-0"]) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        return int(stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S).running_groups)
+    return int(replicas["rollout-0"].status().running_groups)
 
 
 @functools.lru_cache(maxsize=4)

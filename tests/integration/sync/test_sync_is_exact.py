@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.rollout.tiny_models import logprobs, make_model
-from tests.integration.sync.replicas import Replicas
-from tests.integration.sync.rounds import run_round
-from tests.integration.sync.senders import senders
-from tests.service_processes import Services
+from tests.kit.models import logprobs, make_model
+from tests.kit.processes import Services
+from tests.kit.replicas import Replicas
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -89,8 +87,7 @@ def test_sync_writes_what_sglang_would_load(name: str, services: Services, tmp_p
     version = 0
     for version, source in enumerate(kind.sources, 1):
         replicas.poison()
-        with senders(model, source, replicas.redis_url, replicas.group) as trainer:
-            received = run_round(trainer, source, replicas, version)
+        received = replicas.sync(model, source, version)
         assert replicas.checksums() == truth, source
         assert [report.bytes_received for report in received] == [report.shard_bytes for report in received]
     for replica in replicas.layouts:
@@ -99,7 +96,7 @@ def test_sync_writes_what_sglang_would_load(name: str, services: Services, tmp_p
 
 def check_generation(replicas: Replicas, replica: str, version: int) -> None:
     """The engine computes with these weights what transformers does."""
-    for prompt, completion in zip(PROMPTS, replicas.greedy(replica, PROMPTS, version, NUM_TOKENS), strict=True):
+    for prompt, completion in zip(PROMPTS, replicas[replica].greedy(PROMPTS, version, NUM_TOKENS), strict=True):
         ids = list(completion.token_ids)
         expected = logprobs(replicas.model, prompt, ids, 1.0)
         assert expected.argmax(-1).tolist() == ids

@@ -1,14 +1,12 @@
 """Fixtures of the trainer's integration tests: one tiny model and one running trainer for all tests of a module."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisProcess
 from tests.integration.trainer.processes import TrainerProcesses
-from tests.integration.trainer.tiny_models import save_model
+from tests.kit.models import save_model
 
 
 @pytest.fixture(scope="session")
@@ -20,23 +18,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_redis() -> Iterator[str]:
-    server = RedisProcess()
-    server.start()
-    yield server.url
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def shared_trainer(
-    shared_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    module_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrainerProcesses]:
     """TP 2, running; ends as `kill PID` ends it, which is a test too."""
-    trainer = TrainerProcesses(shared_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
-    trainer.start(2)
-    try:
+    trainer = TrainerProcesses(module_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
+    with trainer.begin():
         yield trainer
-        trainer.signal(signal.SIGTERM, [0, 1])
-        assert trainer.exit_codes() == [0, 0]
-    finally:
-        trainer.kill()
+        assert trainer.stop(trainer.ranks) == [0, 0]

@@ -13,9 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from tandem_config.schema import TrainerSection
-from tests.integration.trainer.tiny_inputs import CONFIG, TRAINER_VARIANTS, VARIANTS, make_samples, write_samples
-from tests.integration.trainer.tiny_models import make_model, reference_step, save_model, saved_tensors, token_logprobs
-from tests.integration.trainer.tiny_models import with_noisy_rollout as noisy
+from tests.integration.trainer.reference import (
+    CONFIG,
+    TRAINER_VARIANTS,
+    VARIANTS,
+    make_samples,
+    reference_step,
+    saved_tensors,
+    token_logprobs,
+    write_samples,
+)
+from tests.integration.trainer.reference import with_noisy_rollout as noisy
+from tests.kit.models import save_model, trained_model
 from trainer_service.batch.samples import FloatArray, Samples
 
 REPOSITORY = Path(__file__).parents[3]
@@ -148,7 +157,7 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
         with torch.no_grad():
             logprobs, entropies = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
         for variant in sorted({case.variant for case in cases if case.kind == kind}):
-            trained = make_model(kind)
+            trained = trained_model(kind)
             decay = TRAINER_VARIANTS.get(variant, {}).get("weight_decay", 0.0)
             metrics = reference_step(trained, samples, CONFIG["grpo"] | VARIANTS[variant], decay)
             out[kind, variant] = Reference(

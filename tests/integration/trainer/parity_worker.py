@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
-from tests.integration.trainer.tiny_inputs import CONFIG, NUM_UPDATES, read_samples
+from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, read_samples
 from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 

@@ -1,69 +1,44 @@
 """A rollout rank without an engine, which takes the weights of a running trainer through its service."""
 
+import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 
 from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.integration.trainer.processes import RUN_ID
-from weightsync.group.rendezvous import Rendezvous
+from tests.kit.fleet import Fleet
+from tests.kit.round import service_at
+from tests.kit.stores import Tensors
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import load_shards
-from weightsync.transfer.session import SyncMember
-
-GROUP = f"tandem:{RUN_ID}"
-Tensors = dict[str, torch.Tensor]
 
 
 async def receive(
-    stub: Any, rounds: Any, redis_url: str, model: Path, trainer: Parallel
+    address: str, redis_url: str, model: Path, trainer: Parallel
 ) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
     """A whole round. Returns: what arrived, and the trainer ranks' reports of TRANSFER."""
-    spec, parallel = ModelSpec.from_folder(model), Parallel()
-    shapes = sglang_layout(spec, parallel).parameters_of(0)
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    member = SyncMember(
-        spec=spec, slot="rollout-0/0", parallel=parallel, tensors=tensors, redis_url=redis_url, group=GROUP
-    )
-    member.start()
-    reports: Sequence[weights_pb2.PhaseReport] = []
-    try:
-        round_ = await _round(stub, redis_url, trainer)
-        with ThreadPoolExecutor(1) as pool:
-            for phase in ("PREPARE", "TRANSFER", "VERIFY", "COMMIT"):
-                number = weights_pb2.RoundPhase.Value(f"ROUND_PHASE_{phase}")
-                mine = pool.submit(member.run_phase, number, round_)
-                if phase != "VERIFY":
-                    request = weights_pb2.RunPhaseRequest(phase=number, round=round_)
-                    reply = await rounds.RunPhase(request, timeout=60)
-                    reports = reply.reports if phase == "TRANSFER" else reports
-                mine.result(timeout=30)
-    finally:
-        member.close()
-    return tensors, reports
+    return await asyncio.to_thread(_receive, address, redis_url, model, trainer)
 
 
-async def _round(stub: Any, redis_url: str, trainer: Parallel) -> weights_pb2.Round:
-    status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
-    slots = [*(f"trainer/{rank}" for rank in range(trainer.world_size)), "rollout-0/0"]
-    return weights_pb2.Round(
-        round_id="round-1",
-        policy_version=status.policy_version,
-        group=GROUP,
-        epoch=Rendezvous(redis_url, GROUP).wait_for(slots, 10.0).epoch,
-        trainer=trainer.to_proto(),
-        replicas=[weights_pb2.ReplicaSpec(name="rollout-0", parallel=Parallel().to_proto())],
-        install_mode=weights_pb2.INSTALL_MODE_IN_PLACE,
-        bucket_bytes=2**12,
-        formation_timeout_s=20.0,
-        transfer_timeout_s=20.0,
-    )
+def _receive(
+    address: str, redis_url: str, model: Path, trainer: Parallel
+) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+    with grpc.insecure_channel(address) as channel:
+        status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+        replicas, services = {"rollout-0": Parallel()}, {"trainer": service_at(channel)}
+        spec, group = ModelSpec.from_folder(model), f"tandem:{RUN_ID}"
+        with Fleet(redis_url, spec, trainer, replicas, group=group, services=services) as fleet:
+            times = {"formation_timeout_s": 20.0, "transfer_timeout_s": 20.0}
+            reports = fleet.sync(fleet.round(status.policy_version, wait_s=10.0, **times))["trainer"].reports
+            return fleet.stores["rollout-0/0"], reports
 
 
 async def exported(stub: Any, model: Path, folder: Path) -> Tensors:

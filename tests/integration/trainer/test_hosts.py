@@ -2,9 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,105 +14,74 @@ import torch.distributed as dist
 from servicekit.environment import ServiceEnvironment
 from servicekit.redis.registry import Registry
 from servicekit.rpc.probe import probe
-from tests.integration.trainer.processes import EXIT_TIMEOUT_S, READY_TIMEOUT_S, RUN_ID, TrainerProcesses
-from tests.polling import until
+from tests.integration.trainer.processes import RUN_ID, TrainerProcesses
+from tests.kit.processes import END_S, START_S, free_port
+from tests.kit.waiting import until
 from trainer_service.ranks.world import Place, meet
 
 pytestmark = pytest.mark.integration
 STORE_S = 30.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-class Hosts:
+class Hosts(TrainerProcesses):
     """`python -m trainer_service.host` twice, with one rank each."""
 
-    def __init__(self, redis_url: str, folder: Path) -> None:
-        self._redis_url, self._folder = redis_url, folder
+    def __init__(self, redis_url: str, folder: Path, model: Path) -> None:
+        super().__init__(redis_url, folder, model, tensor_parallel=2)
         self._master = str(free_port())
         self.health = [str(free_port()), str(free_port())]
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, host: int) -> None:
-        environment = os.environ | {
-            "REDIS_URL": self._redis_url,
-            "TANDEM_RUN_ID": RUN_ID,
-            "TANDEM_RUN_DIR": str(self._folder),
+    def start_host(self, host: int) -> None:
+        variables = {
             "TANDEM_HEALTH_PORT": self.health[host],
             "TANDEM_HOST_INDEX": str(host),
             "TANDEM_RANKS_PER_HOST": "1",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": self._master,
-            "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-W", "ignore", "-m", "trainer_service.host", "--resume"]
-        with self.log(host).open("ab") as log:
-            self.processes[host] = subprocess.Popen(
-                [*command, "--config", str(self._folder / "config.yaml")], env=environment, stdout=log, stderr=log
-            )
-
-    def log(self, host: int) -> Path:
-        return self._folder / f"host-{host}.log"
+        self.start(f"host-{host}", ["trainer_service.host", "--resume"], self.config, variables)
 
     def says(self, host: int, what: str) -> bool:
         """Whether the host's probe succeeds. Raises: AssertionError: its process has ended."""
-        assert self.processes[host].poll() is None, self.log(host).read_text()[-3000:]
+        name = f"host-{host}"
+        assert self.processes[name].poll() is None, self.tail(name)
         return probe(what, {"TANDEM_HEALTH_PORT": self.health[host]}, timeout_s=1.0) == ""
-
-    def exit_code(self, host: int) -> int:
-        return self.processes[host].wait(timeout=EXIT_TIMEOUT_S)
 
     def kill_rank(self, host: int) -> None:
         """SIGKILL to the host's rank, not to what started it."""
-        children = Path(f"/proc/{self.processes[host].pid}/task/{self.processes[host].pid}/children").read_text()
-        (rank,) = children.split()
+        pid = self.processes[f"host-{host}"].pid
+        (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(int(rank), signal.SIGKILL)
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(timeout=EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=10)
 
 
 @pytest.fixture
 def hosts(redis_server: str, tiny_model: Path, tmp_path: Path) -> Iterator[Hosts]:
-    TrainerProcesses(redis_server, tmp_path, tiny_model, tensor_parallel=2)  # writes config.yaml
-    both = Hosts(redis_server, tmp_path)
+    both = Hosts(redis_server, tmp_path, tiny_model)
     yield both
-    both.close()
+    both.close(patience_s=END_S)
 
 
 @pytest.mark.slow
 def test_two_hosts_start_together_and_start_again_together(hosts: Hosts) -> None:
     # The follower is first, and alive while it waits: a pod whose peers are late must not be ended for it.
-    hosts.start(1)
-    until(lambda: hosts.says(1, "liveness"), READY_TIMEOUT_S)
+    hosts.start_host(1)
+    until(lambda: hosts.says(1, "liveness"), START_S)
     assert not hosts.says(1, "readiness")
-    hosts.start(0)
+    hosts.start_host(0)
     for host in (0, 1):
-        until(partial(hosts.says, host, "readiness"), READY_TIMEOUT_S)
+        until(partial(hosts.says, host, "readiness"), START_S)
 
     # One rank dies: its host says so at once, and no rank goes on without it.
     hosts.kill_rank(1)
-    assert hosts.exit_code(1) == 128 + signal.SIGKILL
+    assert hosts.exit_codes(["host-1"]) == [128 + signal.SIGKILL]
     # As the kubelet does: the host that has ended is started again, while rank 0 of the old start may still serve.
-    hosts.start(1)
-    assert hosts.exit_code(0) == 1
-    hosts.start(0)
+    hosts.start_host(1)
+    assert hosts.exit_codes(["host-0"]) == [1]
+    hosts.start_host(0)
     for host in (0, 1):
-        until(partial(hosts.says, host, "readiness"), READY_TIMEOUT_S)
+        until(partial(hosts.says, host, "readiness"), START_S)
 
-    for process in hosts.processes.values():
-        process.send_signal(signal.SIGTERM)
-    assert [hosts.exit_code(0), hosts.exit_code(1)] == [0, 0]
+    assert hosts.stop(["host-0", "host-1"]) == [0, 0]
 
 
 def test_the_store_of_an_earlier_start_is_left(redis_server: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_files.checkpoints import mark_complete, step_folder
-from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, chunk, step_requests
 from trainer_service.ranks.world import STORE_KEY
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
@@ -37,19 +37,17 @@ def store_address(redis_url: str) -> str:
 
 async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
     """One test, since every start costs ten seconds of imports."""
-    first = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
-    second = TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2)
-    try:
-        address = first.start(2).ready().address
+    with TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2) as trainer:
+        address = trainer.begin().ready().address
         assert address.startswith("localhost:")
         assert store_address(redis_server).startswith("localhost ")
-        reply = await call(address, "TrainStep", iter(step_requests("one", 0, [micro_batch(0)])))
+        reply = await call(address, "TrainStep", iter(step_requests("one", 0, [chunk(0)])))
         assert reply.policy_version == 1
         folder = step_folder(tmp_path, 1)
         saved = await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(folder / "trainer")))
         assert saved.bytes == sum(file.stat().st_size for file in (folder / "trainer").glob("*.safetensors"))
         mark_complete(folder, iteration=1)
-        reply = await call(address, "TrainStep", iter(step_requests("two", 1, [micro_batch(0)])))
+        reply = await call(address, "TrainStep", iter(step_requests("two", 1, [chunk(0)])))
         newer = step_folder(tmp_path, 2)
         await call(address, "SaveCheckpoint", pb.SaveCheckpointRequest(path=str(newer / "trainer")))
         mark_complete(newer, iteration=2)
@@ -59,24 +57,21 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         shard.write_bytes(content)
 
         # a follower that is asked to stop stops the whole trainer
-        first.signal(signal.SIGTERM, [1])
-        assert first.exit_codes() == [0, 0]
+        trainer.processes["trainer-1"].send_signal(signal.SIGTERM)
+        assert trainer.exit_codes(trainer.ranks) == [0, 0]
 
         # another coordinator takes over while nobody serves
         newest = Rendezvous(redis_server, f"tandem:{RUN_ID}").lead(COORDINATOR_SLOT, "b", TIMEOUT_S)
         # Redis still holds the address of the first start's store
-        address = second.start(2, "--resume").ready().address
+        address = trainer.begin("--resume").ready().address
         status = await call(address, "GetStatus", pb.GetStatusRequest())
         assert status.policy_version == 1  # rank 1 has found its shard damaged, and all have stepped over it
-        assert "shard-tp00-pp01.safetensors has other bytes than were written" in second.log(1).read_text()
+        assert "shard-tp00-pp01.safetensors has other bytes than were written" in trainer.log("trainer-1").read_text()
 
         older = pb.TakeOverRequest(fence=CoordinatorFence(worker_id="a", token=newest - 1))
         with pytest.raises(grpc.RpcError, match=rf"coordinator a .* coordinator b \(token {newest}\) has taken over"):
             await call(address, "TakeOver", older)
 
-        second.signal(signal.SIGKILL, [1])
-        assert second.exit_codes() == [1, -signal.SIGKILL]
-        assert "rank 1" in second.log(0).read_text().splitlines()[-1]
-    finally:
-        first.kill()
-        second.kill()
+        trainer.processes["trainer-1"].send_signal(signal.SIGKILL)
+        assert trainer.exit_codes(trainer.ranks) == [1, -signal.SIGKILL]
+        assert "rank 1" in trainer.log("trainer-0").read_text().splitlines()[-1]

@@ -21,8 +21,8 @@ from tests.integration.trainer.parity_cases import (
     run,
     tensors,
 )
-from tests.integration.trainer.tiny_inputs import CONFIG, make_samples
-from tests.integration.trainer.tiny_models import ROPE, make_model, token_logprobs
+from tests.integration.trainer.reference import CONFIG, make_samples, token_logprobs
+from tests.kit.models import ROPE, trained_model
 
 # The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
@@ -91,7 +91,7 @@ def test_transformers_reads_the_export(results: Results, kind: str) -> None:
 
 
 def test_rope_scaling_shows_in_the_reference() -> None:
-    samples, model, plain = make_samples(), make_model("llama"), make_model("llama")
+    samples, model, plain = make_samples(), trained_model("llama"), trained_model("llama")
     plain.config.rope_parameters = {"rope_type": "default", "rope_theta": ROPE["rope_theta"]}
     plain.model.rotary_emb = type(plain.model.rotary_emb)(plain.config)
     with torch.no_grad():

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
-from tests.integration.trainer.tiny_models import save_model
+from tests.kit.models import save_model
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
@@ -27,22 +26,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainer(shared_redis: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcesses]:
-    processes = TrainerProcesses(shared_redis, tmp_path_factory.mktemp("trainer"), model, **SIZES)
-    try:
-        yield processes.start(2)
-    finally:
-        processes.kill()
+def trainer(module_redis: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcesses]:
+    with TrainerProcesses(module_redis, tmp_path_factory.mktemp("trainer"), model, **SIZES) as processes:
+        yield processes.begin()
 
 
-async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, shared_redis: str, model: Path) -> None:
-    async with open_channel(trainer.ready().address) as channel:
-        stub, rounds = trainer_pb2_grpc.TrainerServiceStub(channel), weights_pb2_grpc.RoundServiceStub(channel)
+async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, module_redis: str, model: Path) -> None:
+    address = trainer.ready().address
+    async with open_channel(address) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
         assert (status.world_size, status.parallel.data, status.parallel.expert) == (2, 2, 2)
-        step = step_requests("step-1", status.policy_version, [micro_batch(num_samples=8)])
+        step = step_requests("step-1", status.policy_version, [chunk(num_samples=8)])
         await stub.TrainStep(iter(step), timeout=60)
-        tensors, reports = await receive(stub, rounds, shared_redis, model, Parallel(data=2, expert=2))
+        tensors, reports = await receive(address, module_redis, model, Parallel(data=2, expert=2))
         assert differing(tensors, await exported(stub, model, trainer.folder / "hf")) == []
     sent = [report.bytes_sent for report in reports]
     weights = load_file(trainer.folder / "hf" / "model.safetensors").values()  # without the engine's padding

@@ -21,9 +21,9 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, micro_batch, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
 from tests.integration.trainer.receiver import differing, exported, receive
-from tests.integration.trainer.tiny_inputs import VOCAB
+from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
@@ -75,7 +75,7 @@ async def test_status_and_health(stub: Any, record: ServiceRecord) -> None:
 
 async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
     before = await version(stub)
-    batches = [micro_batch(0), micro_batch(1)]
+    batches = [chunk(0), chunk(1)]
     reply = await stub.TrainStep(iter(step_requests("reports", before, batches)), timeout=TIMEOUT_S)
     assert reply.policy_version == before + 1 == await version(stub)
     assert {"loss", "grad_norm", "entropy", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "kl_old"} <= set(
@@ -88,7 +88,7 @@ async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
 
 async def test_repeated_step_id_gets_the_first_reply(stub: Any) -> None:
     before = await version(stub)
-    requests = step_requests("repeated", before, [micro_batch(0)])
+    requests = step_requests("repeated", before, [chunk(0)])
     first = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
     again = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
     assert again == first
@@ -97,13 +97,13 @@ async def test_repeated_step_id_gets_the_first_reply(stub: Any) -> None:
 
 async def test_wrong_version_is_refused(stub: Any) -> None:
     now = await version(stub)
-    error = await refusal(stub.TrainStep(iter(step_requests("late", now + 7, [micro_batch(0)])), timeout=TIMEOUT_S))
+    error = await refusal(stub.TrainStep(iter(step_requests("late", now + 7, [chunk(0)])), timeout=TIMEOUT_S))
     assert isinstance(error, WrongVersion)
     assert str(now + 7) in str(error)
 
 
 async def test_token_beyond_the_vocabulary_is_named(stub: Any) -> None:
-    bad = micro_batch(0)
+    bad = chunk(0)
     bad.token_ids[bad.prompt_lengths[0] + bad.completion_lengths[0]] = VOCAB
     error = await refusal(stub.TrainStep(iter(step_requests("bad-id", await version(stub), [bad])), timeout=TIMEOUT_S))
     assert isinstance(error, InvalidRequest)
@@ -112,13 +112,13 @@ async def test_token_beyond_the_vocabulary_is_named(stub: Any) -> None:
 
 
 async def test_step_of_more_samples_than_an_iteration_is_refused(stub: Any) -> None:
-    many = micro_batch(0, num_samples=17)
+    many = chunk(0, num_samples=17)
     error = await refusal(stub.TrainStep(iter(step_requests("many", await version(stub), [many])), timeout=TIMEOUT_S))
     assert isinstance(error, TooLarge)
 
 
 async def test_cut_off_stream_is_refused(stub: Any) -> None:
-    requests = step_requests("cut", await version(stub), [micro_batch(0), micro_batch(1)])
+    requests = step_requests("cut", await version(stub), [chunk(0), chunk(1)])
     error = await refusal(stub.TrainStep(iter(requests[:-1]), timeout=TIMEOUT_S))
     assert isinstance(error, InvalidRequest)
     assert "8" in str(error)
@@ -127,8 +127,8 @@ async def test_cut_off_stream_is_refused(stub: Any) -> None:
 async def test_not_finite_step_names_samples_and_changes_nothing(stub: Any) -> None:
     now = await version(stub)
     before = await logprobs(stub)
-    bad = micro_batch(1, advantages=[0.5, 3e38, 0.1, 0.2])
-    error = await refusal(stub.TrainStep(iter(step_requests("nan", now, [micro_batch(0), bad])), timeout=TIMEOUT_S))
+    bad = chunk(1, advantages=[0.5, 3e38, 0.1, 0.2])
+    error = await refusal(stub.TrainStep(iter(step_requests("nan", now, [chunk(0), bad])), timeout=TIMEOUT_S))
     assert error.reason == "NOT_FINITE"
     assert "u1-s1" in str(error)
     assert await version(stub) == now
@@ -136,13 +136,13 @@ async def test_not_finite_step_names_samples_and_changes_nothing(stub: Any) -> N
 
 
 async def logprobs(stub: Any) -> np.ndarray:
-    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(micro_batch=micro_batch(0))]), timeout=TIMEOUT_S)
+    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(chunk=chunk(0))]), timeout=TIMEOUT_S)
     return np.concatenate([np.array(reply.logprobs) async for reply in call])
 
 
 async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
-    batches = [micro_batch(i) for i in range(3)]
-    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(micro_batch=b) for b in batches]), timeout=TIMEOUT_S)
+    batches = [chunk(i) for i in range(3)]
+    call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(chunk=b) for b in batches]), timeout=TIMEOUT_S)
     replies = [reply async for reply in call]
     assert [len(reply.logprobs) for reply in replies] == [sum(batch.completion_lengths) for batch in batches]
     assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in reply.entropies)
@@ -225,12 +225,12 @@ async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
     saved_at, saved = await version(stub), folder / "checkpoint"
     await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(saved)), timeout=TIMEOUT_S)
     before = await exported(stub, tiny_model, folder / "before")
-    first = await stub.TrainStep(iter(step_requests("old", saved_at, [micro_batch(0)])), timeout=TIMEOUT_S)
+    first = await stub.TrainStep(iter(step_requests("old", saved_at, [chunk(0)])), timeout=TIMEOUT_S)
     restore = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at + 5)
     for _ in range(2):
         assert (await stub.RestorePolicy(restore, timeout=TIMEOUT_S)).policy_version == saved_at + 5
     assert differing(before, await exported(stub, tiny_model, folder / "restored")) == []
-    again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [micro_batch(0)])), timeout=TIMEOUT_S)
+    again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [chunk(0)])), timeout=TIMEOUT_S)
     assert again.policy_version == saved_at + 6
     assert again.metrics == first.metrics  # optimizer and step size too
     older = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at)
@@ -244,10 +244,25 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
         await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
         assert differing(load_file(tiny_model / "model.safetensors"), await initial(stub, folder / str(attempt))) == []
         for step in range(2):
-            requests = step_requests(f"fresh-{attempt}-{step}", at + step, [micro_batch(0)])
+            requests = step_requests(f"fresh-{attempt}-{step}", at + step, [chunk(0)])
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
         losses.append(dict(reply.metrics))
     assert losses[0] == losses[1]
+
+
+async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tiny_model: Path, folder: Path) -> None:
+    whole = [chunk(update, num_samples=8) for update in range(2)]
+    done = []
+    for name, chunks in {"whole": whole, "one-by-one": [one for each in whole for one in one_by_one(each)]}.items():
+        at = await version(stub) + 2
+        await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
+        reply = await stub.TrainStep(iter(step_requests(name, at, chunks)), timeout=TIMEOUT_S)
+        done.append((dict(reply.metrics), await initial(stub, folder / name)))
+    (metrics, weights), (again, same) = done
+    assert metrics["samples"] == 16
+    assert metrics == again
+    assert differing(weights, same) == []
+    assert differing(load_file(tiny_model / "model.safetensors"), weights) != []
 
 
 async def initial(stub: Any, folder: Path) -> dict[str, Any]:
@@ -257,9 +272,9 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, rounds: Any, shared_redis: str, tiny_model: Path, folder: Path
+    stub: Any, record: ServiceRecord, module_redis: str, tiny_model: Path, folder: Path
 ) -> None:
-    tensors, reports = await receive(stub, rounds, shared_redis, tiny_model, Parallel(tensor=2))
+    tensors, reports = await receive(record.address, module_redis, tiny_model, Parallel(tensor=2))
     assert len(reports) == 2
     assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration.trainer.parity_cases import TIMEOUT_S, launch
-from tests.integration.trainer.tiny_inputs import CONFIG, make_samples, write_samples
-from tests.integration.trainer.tiny_models import ROPE, save_model, token_logprobs
+from tests.integration.trainer.reference import CONFIG, make_samples, token_logprobs, write_samples
+from tests.kit.models import ROPE, save_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 PLAIN = {"rope_type": "default"}

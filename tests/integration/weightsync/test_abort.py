@@ -1,7 +1,6 @@
 """Giving a round up ends the waits of a transfer at once: nobody sits out a deadline for a peer that is lost."""
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch.distributed as dist
 
 from servicekit.errors import PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.polling import until
-from tests.sync_fleet import Fleet
-from tests.weight_stores import same, tiny_spec
-from weightsync.layouts.layout import Parallel
+from tests.kit.fleet import Fleet
+from tests.kit.stores import same
+from tests.kit.waiting import until
 from weightsync.transfer.communicators.communicator import CPU, Communicator, form
 
 pytestmark = pytest.mark.integration
@@ -22,46 +20,39 @@ REPLICAS = ("rollout-0/0", "rollout-1/0")
 DEADLINE_S = 60.0
 
 
-@pytest.fixture
-def fleet(redis_server: str) -> Iterator[Fleet]:
-    them = Fleet(redis_server, tiny_spec(), Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
-    yield them
-    them.close()
-
-
-def test_an_abort_ends_transfers_that_wait(fleet: Fleet) -> None:
-    round_ = fleet.round(1, transfer_timeout_s=DEADLINE_S, transport=pb.SYNC_TRANSPORT_COLLECTIVE)
-    fleet.run(pb.ROUND_PHASE_PREPARE, round_)
+def test_an_abort_ends_transfers_that_wait(four: Fleet) -> None:
+    round_ = four.round(1, transfer_timeout_s=DEADLINE_S, transport=pb.SYNC_TRANSPORT_COLLECTIVE)
+    four.run(pb.ROUND_PHASE_PREPARE, round_)
     start_s = time.monotonic()
     with ThreadPoolExecutor(len(REPLICAS)) as pool:
         # The trainer does not send: both replicas wait.
-        waiting = [pool.submit(fleet.members[slot].run_phase, pb.ROUND_PHASE_TRANSFER, round_) for slot in REPLICAS]
-        until(lambda: all(fleet.members[slot]._lock.locked() for slot in REPLICAS))
-        fleet.members[REPLICAS[0]].run_phase(pb.ROUND_PHASE_ABORT, round_)
+        waiting = [pool.submit(four.members[slot].run_phase, pb.ROUND_PHASE_TRANSFER, round_) for slot in REPLICAS]
+        until(lambda: all(four.members[slot]._lock.locked() for slot in REPLICAS))
+        four.members[REPLICAS[0]].run_phase(pb.ROUND_PHASE_ABORT, round_)
         assert isinstance(waiting[0].exception(timeout=DEADLINE_S), PeerLost)
         # Its connections are closed, so its successor in the chain is told as well.
         assert isinstance(waiting[1].exception(timeout=DEADLINE_S), PeerLost)
     assert time.monotonic() - start_s < DEADLINE_S / 4
-    for slot in fleet.members:
-        fleet.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
-    fleet.sync(fleet.round(2))
-    assert same(fleet.stores[REPLICAS[1]], fleet.expected(REPLICAS[1])) == []
+    for slot in four.members:
+        four.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
+    four.sync(four.round(2))
+    assert same(four.stores[REPLICAS[1]], four.expected(REPLICAS[1])) == []
 
 
-def test_an_abort_ends_the_wait_for_a_rank_that_never_comes(fleet: Fleet) -> None:
+def test_an_abort_ends_the_wait_for_a_rank_that_never_comes(four: Fleet) -> None:
     """It died after the round was made, say: nothing in gloo ends that wait but its deadline."""
-    round_ = fleet.round(1, formation_timeout_s=DEADLINE_S)
+    round_ = four.round(1, formation_timeout_s=DEADLINE_S)
     start_s = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         there = ("trainer/0", "trainer/1")
-        waiting = [pool.submit(fleet.members[slot].run_phase, pb.ROUND_PHASE_PREPARE, round_) for slot in there]
-        until(lambda: all(fleet.members[slot]._communicators.under_way for slot in there))
+        waiting = [pool.submit(four.members[slot].run_phase, pb.ROUND_PHASE_PREPARE, round_) for slot in there]
+        until(lambda: all(four.members[slot]._transfer._communicators.under_way for slot in there))
         for slot in there:
-            fleet.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
+            four.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
         assert all(isinstance(each.exception(timeout=DEADLINE_S), PeerLost) for each in waiting)
     assert time.monotonic() - start_s < DEADLINE_S / 4
-    fleet.sync(fleet.round(2))
-    assert same(fleet.stores[REPLICAS[1]], fleet.expected(REPLICAS[1])) == []
+    four.sync(four.round(2))
+    assert same(four.stores[REPLICAS[1]], four.expected(REPLICAS[1])) == []
 
 
 SLOTS = ("trainer/0", "rollout-0/0", "rollout-1/0")

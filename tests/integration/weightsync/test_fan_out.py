@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.sync_fleet import Fleet
-from tests.weight_stores import same
+from tests.kit.fleet import Fleet
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.digest import HEADER_BYTES
@@ -40,7 +40,7 @@ def counted_round(them: Fleet, round_: pb.Round) -> dict[str, CountingWire]:
     them.run(pb.ROUND_PHASE_PREPARE, round_)
     wires = {}
     for slot, member in them.members.items():
-        transport = member._transport
+        transport = member._transfer._prepared.transport  # type: ignore[union-attr]
         wires[slot] = transport._comm = CountingWire(transport._comm)  # type: ignore[union-attr]
     for phase in (pb.ROUND_PHASE_TRANSFER, pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT):
         for result in them.run(phase, round_).values():
@@ -53,8 +53,8 @@ def counted_round(them: Fleet, round_: pb.Round) -> dict[str, CountingWire]:
 def test_every_rank_sends_at_most_its_own_shard(fleet: Callable[..., Fleet], num_replicas: int, tensor: int) -> None:
     them = fleet(Parallel(tensor=2), {f"rollout-{i}": Parallel(tensor=tensor) for i in range(num_replicas)})
     wires = counted_round(them, them.round(1))
-    shard_bytes = [them.members[f"rollout-0/{rank}"]._shard_bytes() for rank in range(tensor)]
-    messages = len(them.members["trainer/0"]._plan.messages[Parallel(tensor=tensor)])  # type: ignore[union-attr]
+    shard_bytes = [them.members[f"rollout-0/{rank}"]._shard.num_bytes for rank in range(tensor)]
+    messages = len(them.members["trainer/0"]._transfer._plan.messages[Parallel(tensor=tensor)])  # type: ignore[union-attr]
     headers = messages * HEADER_BYTES
     assert wires["trainer/0"].out_bytes + wires["trainer/1"].out_bytes == sum(shard_bytes) + headers
     for replica in range(num_replicas):
@@ -122,7 +122,7 @@ def test_the_next_message_is_packed_and_awaited_while_the_last_one_moves(fleet: 
     them.run(pb.ROUND_PHASE_PREPARE, them.round(1))
     wires = {}
     for slot, member in them.members.items():
-        transport = member._transport
+        transport = member._transfer._prepared.transport  # type: ignore[union-attr]
         wires[slot] = transport._comm = ToldWire(transport._comm)  # type: ignore[union-attr]
     them.run(pb.ROUND_PHASE_TRANSFER, them.round(1))
     sender, receiver = wires["trainer/0"], wires["rollout-0/0"]
@@ -141,7 +141,7 @@ def test_shared_memory_puts_no_payload_on_the_wire(fleet: Callable[..., Fleet], 
     wires = counted_round(them, them.round(1, transport=pb.SYNC_TRANSPORT_COLOCATED))
     for slot, wire in wires.items():
         if slot.startswith("trainer"):  # a byte to each reader, then headers
-            messages = len(them.members[slot]._plan.messages[Parallel()]) // 2  # type: ignore[union-attr]
+            messages = len(them.members[slot]._transfer._plan.messages[Parallel()]) // 2  # type: ignore[union-attr]
             assert wire.out_bytes == num_replicas * (1 + messages * HEADER_BYTES)
         else:  # a byte to each trainer rank
             assert wire.out_bytes == wire.sends == 2

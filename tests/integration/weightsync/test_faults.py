@@ -9,8 +9,8 @@ import torch
 
 from servicekit.errors import ConfigError, DigestMismatch, PeerLost, PhaseOrder, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.sync_fleet import Fleet
-from tests.weight_stores import same, tiny_spec
+from tests.kit.fleet import Fleet
+from tests.kit.stores import same, tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.messages import Message
 from weightsync.transfer.communicators.communicator import Communicator, Pending
@@ -44,7 +44,7 @@ def is_header(buffer: torch.Tensor) -> bool:
 def transfer_over(them: Fleet, slot: str, change: Change, round_: pb.Round) -> dict[str, pb.PhaseReport | Exception]:
     """PREPARE and TRANSFER, with `slot`'s sends tampered with."""
     them.run(pb.ROUND_PHASE_PREPARE, round_)
-    transport = them.members[slot]._transport
+    transport = them.members[slot]._transfer._prepared.transport  # type: ignore[union-attr]
     transport._comm = TamperedWire(transport._comm, change)  # type: ignore[union-attr]
     return them.run(pb.ROUND_PHASE_TRANSFER, round_)
 
@@ -55,9 +55,9 @@ def error_of(outcome: dict[str, pb.PhaseReport | Exception], slot: str, kind: ty
 
 
 @pytest.fixture
-def chain(fleet: Callable[..., Fleet]) -> Iterator[Fleet]:
+def chain(four: Fleet) -> Iterator[Fleet]:
     """Trainer TP2 and a chain of two replicas; after the test's fault, a round works again."""
-    them = fleet(Parallel(tensor=2), CHAIN)
+    them = four
     yield them
     with pytest.raises(PhaseOrder):  # nothing can be committed
         them.members["rollout-1/0"].run_phase(pb.ROUND_PHASE_COMMIT, them.round(1))
@@ -95,8 +95,8 @@ def test_a_flipped_byte_on_the_last_link_is_caught_by_verify(chain: Fleet) -> No
 def neighbours(them: Fleet) -> tuple[Message, Message]:
     """Two messages, one after the other on the same link, of the same size in the same pieces."""
     member = them.members["trainer/0"]
-    messages = member._plan.messages[Parallel()]  # type: ignore[union-attr]
-    packer = member._packers.get(member._tensors, None)
+    messages = member._transfer._plan.messages[Parallel()]  # type: ignore[union-attr]
+    packer = member._shard.packers.get(member._shard.tensors, None)
     mine = [message for message in messages if message.src == 0]
     sizes = {m.sequence: [segment.num_bytes for segment in packer.segments(m)] for m in mine}
     return next((a, b) for a, b in pairwise(mine) if sizes[a.sequence] == sizes[b.sequence])
@@ -127,7 +127,7 @@ def swap_payloads(them: Fleet) -> Change:
         (other,) = (message for sequence, message in pair.items() if sequence != tag)
         member = them.members["trainer/0"]
         payload = torch.empty_like(buffer)
-        member._packers.get(member._tensors, None).pack(other, payload)
+        member._shard.packers.get(member._shard.tensors, None).pack(other, payload)
         return payload, tag
 
     return change
@@ -159,8 +159,10 @@ def test_a_truncated_message_is_caught(chain: Fleet) -> None:
 def test_a_message_of_a_stale_plan_is_caught(chain: Fleet) -> None:
     round_ = chain.round(1, transfer_timeout_s=2)
     chain.run(pb.ROUND_PHASE_PREPARE, round_)
-    trainer = chain.members["trainer/0"]
-    trainer._plan = replace(trainer._plan, digest="0" * 32)  # type: ignore[type-var]
+    transfer = chain.members["trainer/0"]._transfer
+    assert transfer._prepared is not None
+    stale = replace(transfer._prepared.plan, digest="0" * 32)
+    transfer._prepared = replace(transfer._prepared, plan=stale)
     outcome = chain.run(pb.ROUND_PHASE_TRANSFER, round_)
     assert "plan_digest" in error_of(outcome, "rollout-0/0", DigestMismatch)
 
@@ -175,7 +177,7 @@ def test_a_rank_with_a_stale_plan_is_named_in_prepare(fleet: Callable[..., Fleet
 
 def test_a_receiver_with_another_config_is_named_in_prepare(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
-    them.members["rollout-0/0"]._spec = tiny_spec(num_hidden_layers=3)
+    them.members["rollout-0/0"]._shard.spec = tiny_spec(num_hidden_layers=3)
     outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1))
     assert "rollout-0/0 has plan" in error_of(outcome, "trainer/0", ConfigError)
 

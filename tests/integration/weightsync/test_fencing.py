@@ -7,8 +7,8 @@ import pytest
 from servicekit.errors import Fenced, PhaseOrder
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.sync_fleet import Fleet
-from tests.weight_stores import same
+from tests.kit.fleet import Fleet
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES
 

@@ -1,7 +1,6 @@
 """A rank that runs something else is refused in PREPARE by everybody, with both values, before anybody connects."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import redis
@@ -9,18 +8,12 @@ import torch
 
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.sync_fleet import GROUP, Fleet
+from tests.kit.fleet import GROUP, Fleet
 from weightsync.group.rendezvous import Rendezvous
-from weightsync.layouts.layout import Parallel
 from weightsync.transfer.facts import own_facts
 
 pytestmark = pytest.mark.integration
 SLOTS = {"trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0"}
-
-
-@pytest.fixture
-def four(fleet: Callable[..., Fleet]) -> Fleet:
-    return fleet(Parallel(tensor=2), {"rollout-0": Parallel(), "rollout-1": Parallel()})
 
 
 def let_it_tell(fleet: Fleet, slot: str, **changes: str) -> None:

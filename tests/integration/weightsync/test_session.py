@@ -8,10 +8,10 @@ import torch
 
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, DigestMismatch, PeerLost, PhaseOrder, Unavailable
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.conftest import RedisProcess
-from tests.sync_fleet import GROUP, Fleet
+from tests.kit.fleet import GROUP, Fleet
+from tests.kit.redis import RedisProcess
+from tests.kit.stores import same
 from tests.unit.weightsync.test_megatron_names import respelled
-from tests.weight_stores import same
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel
 from weightsync.plans import limits
@@ -64,7 +64,7 @@ def test_the_trainer_sends_one_model_whatever_the_number_of_replicas(fleet: Call
 def test_the_communicator_is_kept_while_the_epoch_lasts(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(tensor=2), TWO_REPLICAS)
     them.sync(them.round(1))
-    first = them.members["trainer/0"]._communicators._current
+    first = them.members["trainer/0"]._transfer._communicators._current
     for tensor in them.full.values():
         tensor.add_(1.0)
     for tensor in them.stores["trainer/0"].values():
@@ -72,7 +72,7 @@ def test_the_communicator_is_kept_while_the_epoch_lasts(fleet: Callable[..., Fle
     for tensor in them.stores["trainer/1"].values():
         tensor.add_(1.0)
     them.sync(them.round(2))
-    assert them.members["trainer/0"]._communicators._current is first
+    assert them.members["trainer/0"]._transfer._communicators._current is first
     assert same(them.stores["rollout-1/0"], them.expected("rollout-1/0")) == []
 
 
@@ -83,7 +83,8 @@ def test_a_round_without_replicas_is_refused_and_the_next_goes_through(fleet: Ca
     for slot, answer in them.run(pb.ROUND_PHASE_PREPARE, nobody).items():
         assert isinstance(answer, ConfigError), (slot, answer)
         assert "has no replicas" in str(answer)
-    them.sync(them.round(1))
+    them.run(pb.ROUND_PHASE_ABORT, nobody)
+    them.sync(them.round(2))
 
 
 def test_a_repeated_phase_gets_the_same_answer(fleet: Callable[..., Fleet]) -> None:
@@ -103,7 +104,7 @@ def test_a_changed_byte_is_caught_before_commit(fleet: Callable[..., Fleet]) -> 
     outcome = them.run(pb.ROUND_PHASE_VERIFY, round_)["rollout-0/0"]
     assert isinstance(outcome, DigestMismatch)
     assert "down_proj" in str(outcome)
-    with pytest.raises(PhaseOrder, match="has not done VERIFY"):
+    with pytest.raises(PhaseOrder, match=r"has failed \(VERIFY failed: .*; abort it"):
         them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_COMMIT, round_)
 
 
@@ -124,8 +125,10 @@ def test_prepare_connects_who_will_exchange_messages_and_nobody_else(fleet: Call
     them = fleet(Parallel(tensor=2), {"rollout-0": Parallel(tensor=2), "rollout-1": Parallel(tensor=2)})
     them.run(pb.ROUND_PHASE_PREPARE, them.round(1))
     for member in them.members.values():
-        plan, participants, _, communicator = member._prepared()
-        hops = plan.hops_of(communicator.rank, participants)
+        prepared = member._transfer._prepared
+        assert prepared is not None
+        communicator = prepared.communicator
+        hops = prepared.plan.hops_of(communicator.rank, prepared.participants)
         assert communicator._connected == {(hop.sender, hop.receiver) for hop in hops} != set()
 
 

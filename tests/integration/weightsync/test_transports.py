@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from servicekit.errors import Aborted, ConfigError, DigestMismatch, InvalidRequest, NotReady, PeerLost, StaleVersion
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.sync_fleet import Fleet
-from tests.weight_stores import same
+from tests.kit.fleet import Fleet
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 from weightsync.transfer.transports import links, shared_memory
 
@@ -107,7 +107,7 @@ def test_ranks_that_are_told_other_transports_say_so(fleet: Callable[..., Fleet]
 
 
 def on_another_host(them: Fleet, slot: str) -> None:
-    them.members[slot]._links._host_id = b"elsewhere"
+    them.members[slot]._transfer._links._host_id = b"elsewhere"
 
 
 def test_auto_is_collective_across_hosts(fleet: Callable[..., Fleet]) -> None:
@@ -198,7 +198,7 @@ def test_a_receiver_that_dies_is_noticed_at_once(fleet: Callable[..., Fleet]) ->
     them = fleet(Parallel(), TWO_REPLICAS)
     round_ = them.round(1, transport=pb.SYNC_TRANSPORT_COLOCATED, transfer_timeout_s=60)
     them.run(pb.ROUND_PHASE_PREPARE, round_)
-    them.members["rollout-0/0"]._communicators.drop()  # its connections close, as when its process is killed
+    them.members["rollout-0/0"]._transfer._communicators.drop()  # its connections close, as when its process is killed
     begin = time.monotonic()
     outcome = them.run_each(pb.ROUND_PHASE_TRANSFER, {"trainer/0": round_})
     assert isinstance(outcome["trainer/0"], PeerLost)
@@ -312,10 +312,11 @@ def test_what_a_round_has_not_written_stays(fleet: Callable[..., Fleet], tmp_pat
 
 def test_rounds_write_into_the_runs_folder_of_weights_only(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
-    for folder in ("", "weights", "/nonexistent/x", f"{tempfile.gettempdir()}/../usr"):
-        round_ = them.round(1, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=folder)
+    for version, folder in enumerate(("", "weights", "/nonexistent/x", f"{tempfile.gettempdir()}/../usr")):
+        round_ = them.round(version, transport=pb.SYNC_TRANSPORT_DISK, disk_folder=folder)
         outcome = them.run(pb.ROUND_PHASE_PREPARE, round_)
         assert {type(result) for result in outcome.values()} == {InvalidRequest}, folder
+        them.run(pb.ROUND_PHASE_ABORT, round_)
         with pytest.raises(InvalidRequest):
             them.members["rollout-0/0"].load_published(Path(folder), at_least=0)
 

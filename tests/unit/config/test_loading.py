@@ -88,8 +88,8 @@ BAD_FILES = [
         "grpo: {aggregation: seq-mean-token-sum-norm}",
         "grpo.aggregation",
         "seq-mean-token-sum-norm",
-        "verl's is",
-        "dr-grpo is",
+        "in verl it is",
+        "use dr-grpo",
     ),
     ("grpo: {kl_coefficient: 0.1}", "grpo.kl_coefficient", "0.1", "unknown key", "no KL term"),
     ("grpo: {num_generations: 8}", "grpo.num_generations", "8", "unknown key", "mean grpo.group_size?"),
@@ -99,7 +99,7 @@ BAD_FILES = [
     ("model: {path: ''}", "model.path", "", "must be a path", "Hugging Face model folder"),
     ("trainer: 5", "trainer", "5", "must be a section", "tensor_parallel"),
     ("trainer: {tensor_parallel: [1, 2]}", "trainer.tensor_parallel", "[1, 2]", "whole number", ""),
-    ("rollout: {replicas: 2, min_replicas: 3}", "rollout.min_replicas", "3", "could never begin", "at most 2"),
+    ("rollout: {replicas: 2, min_replicas: 3}", "rollout.min_replicas", "3", "could never start", "at most 2"),
     ("grpo: {old_logprobs: rollout, tis_cap: 2}", "grpo.tis_cap", "2.0", "recompute", "null"),
     ("reward: {kind: regex}", "reward.pattern", "null", "needs a pattern", "group 1"),
     ("reward: {kind: regex, pattern: '(a'}", "reward.pattern", "(a", "not a regular expression", "single quotes"),
@@ -124,7 +124,7 @@ BAD_FILES = [
     ("rollout: {max_total_tokens: 200}", "rollout.max_total_tokens", "200", "too small for one completion", "512"),
     ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
     ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",
-     "only 1 samples in an update", "raise grpo.prompts_per_iteration"),
+     "exceeds the 1 samples of an update", "raise grpo.prompts_per_iteration"),
     ("fleet: {kind: kubernets}", "fleet.kind", "kubernets", "must be one of", "did you mean kubernetes?"),
     ("fleet: {scale: true}", "fleet.scale", "true", "does nothing with fleet.kind: registry", "kubernetes"),
     ("fleet: {kubeconfig: k}", "fleet.kubeconfig", "k", "does nothing with fleet.kind: registry", "kubernetes"),
@@ -222,7 +222,7 @@ def test_a_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL)
     (problem,) = problems_of(tmp_path / "rum.yaml")
     assert problem.message == "no such configuration file"
-    assert problem.suggestion == "files there: run.yaml"
+    assert problem.suggestion == "files in that folder: run.yaml"
 
 
 def test_a_draft_keeps_what_is_good_beside_what_is_bad(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 from array import array
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.batches import Sample, cut_micro_batches, pack, select_samples, split_updates
+from coordinator.learn.batches import Sample, chunk_starts, make_batch, select_samples, split_updates
+from servicekit.rpc.limits import MAX_MESSAGE_BYTES
 
 RNG = np.random.default_rng(1)
 
@@ -67,38 +72,61 @@ def test_updates_share_samples_equally_and_none_is_empty(samples: int, updates: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_micro_batches_keep_the_budget_and_every_sample_once(seed: int) -> None:
+def test_chunks_keep_the_bytes_and_every_sample_once_in_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 200, size=rng.integers(1, 100))
-    parts = cut_micro_batches(lengths, 512)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
-    assert all(len(part) * lengths[part].max() <= 512 for part in parts)
+    sizes = rng.integers(1, 200, size=rng.integers(1, 100)).tolist()
+    parts = np.split(np.arange(len(sizes)), chunk_starts(sizes, 150))
+    assert np.concatenate(parts).tolist() == list(range(len(sizes)))
+    assert all(len(part) == 1 or sum(sizes[i] for i in part) <= 150 for part in parts)
     # Greedy: the next sample would not have fitted.
-    for part in parts[:-1]:
-        assert (len(part) + 1) * lengths[part].max() > 512
+    for part, after in pairwise(parts):
+        assert sum(sizes[i] for i in part) + sizes[after[0]] > 150
 
 
-def test_a_sample_beyond_the_budget_names_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"a sample of 13 tokens does not fit trainer.max_tokens_per_micro_batch = 12"):
-        cut_micro_batches(np.array([3, 13]), 12)
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4000))
+def test_a_message_is_never_larger_than_asked_for_unless_a_sample_is(seed: int, chunk_bytes: int) -> None:
+    """Ids of five bytes as varints, the most that there are; names of any letters; a sample of no tokens too."""
+    rng = np.random.default_rng(seed)
+    some = [
+        Sample(
+            sample_id="\N{EURO SIGN}" * rng.integers(40),
+            prompt=Prompt(row=1, token_ids=[2**32 - 1] * rng.integers(60), answer=""),
+            completion=replace(completion(n), token_ids=array("I", [2**32 - 1] * n)),
+            advantage=-1.5,
+            trainable=True,
+        )
+        for n in rng.integers(0, 60, size=rng.integers(1, 40)).tolist()
+    ]
+    batch = make_batch(some, step_id="s", policy_version=0, num_updates=2, rng=rng, chunk_bytes=chunk_bytes)
+    for request in batch.requests():
+        assert request.ByteSize() <= chunk_bytes or len(request.chunk.sample_ids) <= 1
+
+
+def test_a_real_chunk_is_far_below_the_limit_of_a_message() -> None:
+    some = samples_of(groups(*[[4096] * 16] * 16))
+    batch = make_batch(some, step_id="s", policy_version=0, num_updates=1, rng=RNG)
+    sizes = [chunk.ByteSize() for chunk in batch.chunks]
+    assert len(sizes) > 2  # 12 MiB at most
+    assert max(sizes) <= MAX_MESSAGE_BYTES / 16
 
 
 def test_the_wire_form_is_flat_and_complete() -> None:
     samples = samples_of(groups([1, 2], [3, 4]))
-    batch = pack(samples, step_id="s", policy_version=5, num_updates=2, max_tokens=12, rng=np.random.default_rng(0))
+    batch = make_batch(samples, step_id="s", policy_version=5, num_updates=2, rng=np.random.default_rng(0))
     header, *parts = list(batch.requests())
     assert (header.header.step_id, header.header.policy_version) == ("s", 5)
     assert (header.header.num_updates, header.header.num_samples) == (2, 4)
     seen = {}
     for part in parts:
-        micro, offset, start = part.micro_batch, 0, 0
-        for i, sample_id in enumerate(micro.sample_ids):
-            prompt, length = micro.prompt_lengths[i], micro.completion_lengths[i]
-            tokens = list(micro.token_ids[offset : offset + prompt + length])
-            logprobs = list(micro.rollout_logprobs[start : start + length])
-            seen[sample_id] = (tokens, logprobs, micro.advantages[i], micro.trainable[i])
+        chunk, offset, start = part.chunk, 0, 0
+        for i, sample_id in enumerate(chunk.sample_ids):
+            prompt, length = chunk.prompt_lengths[i], chunk.completion_lengths[i]
+            tokens = list(chunk.token_ids[offset : offset + prompt + length])
+            logprobs = list(chunk.rollout_logprobs[start : start + length])
+            seen[sample_id] = (tokens, logprobs, chunk.advantages[i], chunk.trainable[i])
             offset, start = offset + prompt + length, start + length
-        assert (offset, start) == (len(micro.token_ids), len(micro.rollout_logprobs))
+        assert (offset, start) == (len(chunk.token_ids), len(chunk.rollout_logprobs))
     assert seen == {
         s.sample_id: ([*s.prompt.token_ids, *s.completion.token_ids], list(s.completion.logprobs), s.advantage, True)
         for s in samples
@@ -110,13 +138,13 @@ def test_shuffling_follows_the_generator() -> None:
 
     def order(seed: int) -> list[str]:
         rng = np.random.default_rng(seed)
-        batch = pack(samples, step_id="s", policy_version=0, num_updates=4, max_tokens=64, rng=rng)
-        return [sample_id for micro in batch.micro_batches for sample_id in micro.sample_ids]
+        batch = make_batch(samples, step_id="s", policy_version=0, num_updates=4, rng=rng)
+        return [sample_id for chunk in batch.chunks for sample_id in chunk.sample_ids]
 
     assert order(0) == order(0) != order(1)
 
 
 def test_fewer_samples_than_updates_announce_fewer_updates() -> None:
-    batch = pack(samples_of(groups([1, 2])), step_id="s", policy_version=0, num_updates=4, max_tokens=64, rng=RNG)
+    batch = make_batch(samples_of(groups([1, 2])), step_id="s", policy_version=0, num_updates=4, rng=RNG)
     assert batch.num_updates == 2
-    assert [micro.update_index for micro in batch.micro_batches] == [0, 1]
+    assert [chunk.update_index for chunk in batch.chunks] == [0, 1]

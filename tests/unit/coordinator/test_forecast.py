@@ -7,11 +7,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.sync.forecast import Forecast
-from launcher.plan.figures import Planned, PlanRequest
+from launcher.plan.figures import PlannedSync, PlanRequest
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from tests.polling import until
+from tests.kit.waiting import until
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import GIGABIT, Speeds
@@ -41,7 +41,7 @@ def test_it_is_that_of_tandem_plan(replicas: int) -> None:
         bucket_bytes=2**20,
         speeds=Speeds(trainer_link=link, rollout_link=link),
     )
-    planned = Planned.of(request).as_json()
+    planned = PlannedSync.of(request).as_json()
     assert forecast.seconds == planned["predicted_seconds"]
     assert forecast.received_bytes == planned["total_bytes"] * replicas
     assert forecast.goodput == forecast.received_bytes / forecast.seconds

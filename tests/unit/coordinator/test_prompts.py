@@ -72,7 +72,7 @@ def test_prompts_are_tokenized(tmp_path: Path, codec: TextCodec) -> None:
         (1, encode("10+20="), "30"),
         (2, encode("7+5="), "12"),
     ]
-    assert (loaded.longest, loaded.num_dropped) == (6, 0)
+    assert loaded.num_dropped == 0
 
 
 def test_overlong_prompts_by_policy(tmp_path: Path, codec: TextCodec) -> None:

@@ -19,7 +19,7 @@ from coordinator.learn.rewards.registry import REWARDS, build_reward
 from coordinator.learn.rewards.tasks import REGEX
 from coordinator.learn.rewards.workers import Answer, RewardWorkers
 from tandem_config.schema import RewardSection
-from tests.polling import until
+from tests.kit.waiting import until
 
 # The pattern of a user who means well; on n digits without "=" it takes time exponential in n.
 SLOW_PATTERN = r"(\d+)+=(\d+)"

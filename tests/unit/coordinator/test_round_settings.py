@@ -9,6 +9,7 @@ from coordinator.sync.weights import WeightSync
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_sync import FakeGroup
+from tests.fakes.sole_lead import SoleLead
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,6 @@ from tests.fakes.fake_sync import FakeGroup
 def test_a_setting_reaches_the_ranks(setting: dict[str, object], field: str, expected: object) -> None:
     nobody: Any = None
     settings = SyncSection.model_validate(setting)
-    sync = WeightSync(trainer=nobody, fleet=nobody, group=FakeGroup(), settings=settings)
+    sync = WeightSync(trainer=nobody, fleet=nobody, group=FakeGroup(), settings=settings, lead=SoleLead())
     present = Present(epoch=1, trainer=trainer_pb2.GetStatusResponse(), replicas={})
     assert getattr(sync._describe(1, present), field) == expected

@@ -151,7 +151,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(
     assert (sound.iteration, sound.folder) == (4, step_folder(tmp_path, 4))
     (complaint,) = sound.complaints()
     assert complaint.startswith("the checkpoint of iteration 8 ")
-    assert complaint.endswith(": going on from iteration 4")
+    assert complaint.endswith(": resuming from iteration 4")
     assert name in complaint
     if harm is cut and name != "complete.json":  # known without reading the file
         assert re.search(r"has \d+ bytes, \d+ were written", complaint)

@@ -38,10 +38,10 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b'{"prompt": "", "answer": "3"}', "'prompt' is empty"),
         (b'{"prompt": "x", "answer": "3"', "is not valid JSON: Expecting ',' delimiter at column 30"),
         (b"[1, 2]", "holds a JSON list; expected an object"),
-        (rb'{"prompt": "ab\ud83d", "answer": "3"}', r"'prompt' is no Unicode text: \ud83d at character 3 is half of a"),
-        (rb'{"prompt": "x", "answer": "\udc00 "}', r"'answer' is no Unicode text: \udc00 at character 1"),
-        (b'{"prompt": ' + b"9" * 5000 + b', "answer": "3"}', "is not JSON that can be read"),
-        (b"[" * 100_000, "is not JSON that can be read"),
+        (rb'{"prompt": "ab\ud83d", "answer": "3"}', r"'prompt' is not Unicode: \ud83d at character 3 is half of a"),
+        (rb'{"prompt": "x", "answer": "\udc00 "}', r"'answer' is not Unicode: \udc00 at character 1"),
+        (b'{"prompt": ' + b"9" * 5000 + b', "answer": "3"}', "is JSON that cannot be parsed"),
+        (b"[" * 100_000, "is JSON that cannot be parsed"),
         (b'{"prompt": "\xff", "answer": "3"}', "is not valid UTF-8: byte 0xff at offset 12 of the line"),
     ],
 )
@@ -114,6 +114,4 @@ def test_parquet_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = read(path)
     assert result.rows == []
-    assert "pyarrow, which reads them, is not installed here: build the image with TANDEM_PARQUET=1" in str(
-        result.problems[0]
-    )
+    assert "pyarrow, which reads it, is not installed: build the image with TANDEM_PARQUET=1" in str(result.problems[0])

@@ -131,12 +131,13 @@ def test_a_run_of_another_model_is_refused_with_the_difference(tmp_path: Path) -
     (problem,) = resume(run_dir, file, f"model.path={tmp_path / 'other'}")
     assert problem.key == "--resume"
     assert f"another model ({tmp_path / 'model'}) than {tmp_path / 'other'}" in problem.message
-    assert "max_positions 32 there, 64 here" in problem.message
+    assert "max_positions 32 in the run, 64 in the configuration" in problem.message
+    assert "dense_layers" not in problem.message  # equal, though a tuple here and a list in the file
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (problem,) = resume(*make_run(tmp_path, iteration=None))
-    assert problem.message == "has no complete checkpoint to go on from"
+    assert problem.message == "has no complete checkpoint to resume from"
 
 
 def test_a_finished_run_needs_more_iterations(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_running_run_cannot_be_resumed(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_lists_those_beside_it(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path)
     (problem,) = resume(run_dir.parent / "tinny", file)
-    assert (problem.message, problem.suggestion) == ("no such folder", "runs there: tiny")
+    assert (problem.message, problem.suggestion) == ("no such folder", "runs beside it: tiny")
 
 
 def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_erro
     assert problem.severity == "warning"
     assert problem.message == (
         "the checkpoint of iteration 2 is damaged (coordinator.json has other bytes than were written): "
-        "going on from iteration 1"
+        "resuming from iteration 1"
     )
     (step_folder(run_dir, 1) / "complete.json").write_text("")
     (problem,) = resume(run_dir, file)

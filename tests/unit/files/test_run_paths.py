@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from servicekit.errors import InvalidRequest
-from tandem_files.run_paths import Written, inside, replaceable
+from tandem_files.run_paths import FolderKind, inside, replaceable
 
-KIND = Written(name="a checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
+KIND = FolderKind(name="a checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """Tiny real processes for the supervisor's tests, and a look at who is alive. No sleeps: everything is polled."""
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from launcher.run.supervisor import ProcessSpec
+from tests.kit.waiting import until
+
+START_S = 20.0
 
 # What children do while they have nothing to do: `signal.pause` in a loop survives handled signals.
 _IDLE = "import signal, sys, os, subprocess\n"
@@ -104,19 +105,10 @@ def spec(tmp_path: Path, name: str, script: str, *, grace_s: float = 5.0, stage:
     )
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-    """Polls; raises AssertionError naming what did not happen."""
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {deadline_s} s: {what}")
-        time.sleep(0.01)
-
-
 def read_pid(tmp_path: Path, name: str) -> int:
     """The pid that the child wrote once it was ready."""
     file = tmp_path / f"{name}.pid"
-    wait_until(lambda: file.exists() and file.read_text() != "", f"{file} written")
+    until(lambda: file.exists() and file.read_text() != "", START_S, f"{file}")
     return int(file.read_text())
 
 

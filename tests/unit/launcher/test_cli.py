@@ -138,4 +138,4 @@ print("the end", file=sys.stderr)
         process.stdout = None
         _, said = process.communicate("go on\n", timeout=60)
     assert process.returncode == 0
-    assert said == "the reader of this output has gone; going on without it (see: tandem status)\nthe end\n"
+    assert said == "output closed by its reader; the run continues (see: tandem status)\nthe end\n"

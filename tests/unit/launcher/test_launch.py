@@ -12,8 +12,9 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tests.kit.waiting import until
 from tests.unit.launcher.model_folder import write_config
-from tests.unit.launcher.processes import alive, read_pid, wait_until
+from tests.unit.launcher.processes import alive, read_pid
 
 ROOT = Path(__file__).parents[3]
 
@@ -110,7 +111,7 @@ def test_a_trainer_that_dies_goes_on_from_its_checkpoint_and_the_replicas_stay(
     launcher = start(launched, tmp_path, *services)
     output, _ = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 0, output
-    assert "goes on from the checkpoint of iteration 7 (restart 1 of 2" in output.replace("\n", " ")
+    assert "resumes from the checkpoint of iteration 7 (restart 1 of 2" in output.replace("\n", " ")
     assert {name: starts(launcher, name) for name in ("trainer-0", "trainer-1", "rollout-0", "coordinator")} == {
         "trainer-0": 2,
         "trainer-1": 2,
@@ -144,7 +145,7 @@ def test_a_coordinator_that_is_killed_starts_again_alone(tmp_path: Path, launche
     launcher = start(launched, tmp_path, "trainer-0=COUNTS", "rollout-0=COUNTS", "coordinator=KILLED_ONCE")
     output, _ = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 0, output
-    expected = "coordinator was ended by SIGKILL; it takes the others over, from the beginning: no checkpoint is there"
+    expected = "coordinator was ended by SIGKILL; it restarts from the initial model, for lack of a checkpoint"
     assert expected in output.replace("\n", " ")
     assert [starts(launcher, name) for name in ("trainer-0", "rollout-0", "coordinator")] == [1, 1, 2]
 
@@ -155,7 +156,7 @@ def test_a_replica_that_dies_too_often_is_left_out(tmp_path: Path, launched: lis
     launcher = start(launched, tmp_path, *services, run={"replica_restarts": 0})
     output, _ = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 0, output
-    assert "run.replica_restarts are used up: going on with rollout-1" in output.replace("\n", " ")
+    assert "run.replica_restarts are used up: continuing with rollout-1" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("service", ["rollout-0", "trainer-0"])
@@ -219,7 +220,7 @@ def test_a_service_that_had_to_be_killed_is_mentioned(tmp_path: Path, launched: 
     read_pid(launcher.folder, "rollout-0")
     launcher.process.send_signal(signal.SIGTERM)
     output, _ = launcher.process.communicate(timeout=30)
-    assert "warning: rollout-0 did not end when asked to and was killed" in output
+    assert "warning: rollout-0 did not end on SIGTERM and was killed" in output
 
 
 def test_a_second_signal_does_not_wait_for_grace_periods(tmp_path: Path, launched: list[Launched]) -> None:
@@ -227,7 +228,7 @@ def test_a_second_signal_does_not_wait_for_grace_periods(tmp_path: Path, launche
     pid = read_pid(launcher.folder, "coordinator")
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.stdout is not None
-    while "once more to kill at once" not in launcher.process.stdout.readline():
+    while "send it again to kill" not in launcher.process.stdout.readline():
         pass
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end()[0] == 130
@@ -238,8 +239,8 @@ def test_a_killed_launcher_takes_redis_and_services_along(tmp_path: Path, launch
     launcher = start(launched, tmp_path, "trainer-0=HAS_GRANDCHILD", "coordinator=WAITS")
     pids = [read_pid(launcher.folder, service) for service in ("trainer-0", "coordinator")]
     launcher.process.kill()
-    wait_until(lambda: not any(alive(pid) for pid in pids), "services of the killed launcher gone")
-    wait_until(lambda: not launcher.redis_socket().parent.exists(), "Redis and its folder gone")
+    until(lambda: not any(alive(pid) for pid in pids), 20.0, "services of the killed launcher gone")
+    until(lambda: not launcher.redis_socket().parent.exists(), 20.0, "Redis and its folder gone")
 
 
 def test_a_resume_that_trains_nothing_is_not_tried_again_and_keeps_the_configuration(
@@ -266,7 +267,7 @@ def test_a_stopped_run_tells_of_the_checkpoint_that_it_has_left_when_stopping(
     launcher.process.send_signal(signal.SIGTERM)
     code, last = launcher.end()
     assert code == 143
-    assert "go on from iteration 7 with: tandem run --resume" in last
+    assert "resume from iteration 7 with: tandem run --resume" in last
 
 
 def test_two_launches_do_not_meet(tmp_path: Path, launched: list[Launched]) -> None:

@@ -292,7 +292,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD_ROW * 4 + '{"prompt": " ", "answer": "3"}\n', encoding="utf-8")
     problem = only(file)
     assert problem.value.endswith("train.jsonl:5")
-    assert "makes nothing of this prompt" in problem.message
+    assert "makes no token of this prompt" in problem.message
 
 
 def test_a_tokenizer_that_fails_on_a_prompt_is_named(tmp_path: Path) -> None:
@@ -316,6 +316,12 @@ BAD_LIMITS = [
     ("grpo.max_new_tokens=30", "grpo.max_new_tokens", "the model's max_position_embeddings (32 tokens)", "at most 28"),
     ("rollout.context_length=6", "rollout.context_length", "rollout.context_length (6 tokens)", "at most 2"),
     ("rollout.max_total_tokens=7", "rollout.max_total_tokens", "the KV cache (7 tokens)", "at most 3"),
+    (
+        "trainer.max_tokens_per_micro_batch=7",
+        "trainer.max_tokens_per_micro_batch",
+        "the longest prompt (4 tokens) and grpo.max_new_tokens (4) exceed a micro-batch (7 tokens)",
+        "raise it to at least 8",
+    ),
 ]
 
 
@@ -360,7 +366,7 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_written_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = only(write_config(tmp_path), "run.output_dir=/proc/runs")
-    assert (problem.key, problem.message) == ("run.output_dir", "nothing can be written in /proc")
+    assert (problem.key, problem.message) == ("run.output_dir", "/proc is not writable")
     monkeypatch.setenv("HOME", "/proc/1")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     problem = only(write_config(tmp_path))
@@ -398,7 +404,7 @@ def test_answers_that_math_verify_cannot_read_are_named(tmp_path: Path) -> None:
     ]
     assert [(each.severity, each.value.rpartition(":")[2]) for each in found] == [("warning", "81"), ("warning", "82")]
     empty, doubtful = (each.message for each in found)
-    assert empty == "the answer ' ' is empty: no completion can score there; 2 rows in all, also 84"
+    assert empty == "the answer ' ' is empty: no completion can earn the reward; 2 rows in all, also 84"
     assert doubtful.startswith("the answer '18 dollars' holds the word 'dollars'")
     assert "2 rows in all, also 83" in doubtful
 

@@ -76,7 +76,7 @@ def test_a_replica_that_a_configuration_makes_fail_is_left_out_at_once(tmp_path:
     restart = restarts.after(death(tmp_path, "rollout-1", 2))
     assert restart is not None
     assert restart.names == frozenset()
-    assert "a restart cannot help: going on with rollout-0, rollout-2" in restart.text
+    assert "a restart cannot help: continuing with rollout-0, rollout-2" in restart.text
     assert restarts.after(death(tmp_path, "rollout-2", 2)) is None  # fewer than rollout.min_replicas would be left
 
 
@@ -108,7 +108,7 @@ def test_the_text_names_the_dead_the_checkpoint_and_the_budget(tmp_path: Path, c
     restart = restarts_of(tmp_path, clock).after(death(tmp_path, "coordinator"))
     assert restart is not None
     assert restart.text == (
-        "coordinator was ended by SIGKILL; it takes the others over, from the checkpoint of iteration 7 "
+        "coordinator was ended by SIGKILL; it restarts from the checkpoint of iteration 7 and takes over the services "
         "(restart 1 of 2 an hour, run.coordinator_restarts)"
     )
 
@@ -141,7 +141,7 @@ def test_a_replica_beyond_its_budget_is_left_out_while_enough_others_are_there(t
     restart = restarts.after(death(tmp_path, "rollout-1"))
     assert restart is not None
     assert restart.names == frozenset()
-    assert restart.text.endswith("going on with rollout-0, rollout-2")
+    assert restart.text.endswith("continuing with rollout-0, rollout-2")
     assert restarts.left_out == {"rollout-1"}
     # A second one would leave fewer than rollout.min_replicas.
     assert restarts.after(death(tmp_path, "rollout-0")) is None

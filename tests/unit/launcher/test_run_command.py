@@ -17,7 +17,7 @@ from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFI
 from tests.unit.launcher.model_folder import write_config
 
 FAILED = LaunchOutcome(
-    code=1, text="failed: the disk is full; go on from iteration 1 with: tandem run --resume runs/tiny"
+    code=1, text="failed: the disk is full; resume from iteration 1 with: tandem run --resume runs/tiny"
 )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.run.supervisor import ProcessSpec, Supervisor
+from tests.kit.waiting import until
 from tests.unit.launcher.processes import (
     FAILS,
     HAS_GRANDCHILD,
@@ -21,7 +22,6 @@ from tests.unit.launcher.processes import (
     alive,
     read_pid,
     spec,
-    wait_until,
 )
 
 
@@ -96,8 +96,8 @@ async def test_a_process_starts_after_its_delay(tmp_path: Path) -> None:
 async def test_a_process_that_was_to_start_later_does_not(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start(replace(spec(tmp_path, "late", WAITS, grace_s=0.5), delay_s=3600.0))
-    guard = Path(f"/proc/{supervisor._processes['late'].pid}/status")
-    await asyncio.to_thread(wait_until, lambda: heeds_sigterm(guard), "the guard listens")
+    guard = Path(f"/proc/{supervisor._children['late'].pid}/status")
+    await asyncio.to_thread(until, lambda: heeds_sigterm(guard), 20.0, "a guard that listens")
     assert await supervisor.stop() == []  # nobody had to be killed
     assert not (tmp_path / "late.pid").exists()
 
@@ -222,7 +222,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait(10)
-    wait_until(lambda: not any(alive(pid) for pid in pids), "children of the killed launcher gone")
+    until(lambda: not any(alive(pid) for pid in pids), 20.0, "children of the killed launcher gone")
 
 
 def test_a_killed_guard_takes_its_service_along(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_a_killed_guard_takes_its_service_along(tmp_path: Path) -> None:
         supervisor = Supervisor()
         await supervisor.start(spec(tmp_path, "one", WAITS))
         pid = await _pid(tmp_path, "one")
-        os.kill(supervisor._processes["one"].pid, signal.SIGKILL)
+        os.kill(supervisor._children["one"].pid, signal.SIGKILL)
         await supervisor.stop()
         return pid
 
     pid = asyncio.run(main())
-    wait_until(lambda: not alive(pid), "service of the killed guard gone")
+    until(lambda: not alive(pid), 20.0, "service of the killed guard gone")

@@ -64,7 +64,7 @@ def test_every_replica_has_its_state() -> None:
     lines = picture()
     assert line(lines, "rollout-0") == ["rollout-0", "serving", "4", "0.041", "committed", "1"]
     assert line(lines, "rollout-1") == ["rollout-1", "no", "work", "-", "-", "poisoned", "2"]
-    assert line(lines, "rollout-2") == ["rollout-2", "gone", "3", "0.050", "-", "1"]
+    assert line(lines, "rollout-2") == ["rollout-2", "lost", "3", "0.050", "-", "1"]
 
 
 def test_syncs_are_shown_by_stage_the_newest_first() -> None:

@@ -139,7 +139,7 @@ def test_the_last_line_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert outcome.stopped(run_dir, signal.SIGINT) == outcome.LaunchOutcome(
         code=130,
-        text="stopped by Ctrl-C after iteration 12; go on from iteration 10 with: tandem run --resume runs/a",
+        text="stopped by Ctrl-C after iteration 12; resume from iteration 10 with: tandem run --resume runs/a",
     )
 
 

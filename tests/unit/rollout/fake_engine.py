@@ -14,6 +14,8 @@ from rollout_service.engine import (
     Span,
 )
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.fakes.fake_sync import FakeSync
+from weightsync.round.phases import Phase, Role, name_of
 
 
 class FakeEngine:
@@ -103,7 +105,7 @@ class FakeEngine:
 
 
 class FakeRanks:
-    """Remembers the phases; `fail_at` raises in that phase, `gate` holds every phase until it is set."""
+    """Keeps the order of a rank's phases; `fail_at` raises in that phase, `gate` holds every phase until it is set."""
 
     def __init__(self, num_ranks: int = 2) -> None:
         self.num_ranks = num_ranks
@@ -112,12 +114,14 @@ class FakeRanks:
         self.fail_load: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+        self._sync = FakeSync(role=Role.RANK, num_ranks=num_ranks)
 
-    async def run_phase(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> list[pb.PhaseReport]:
-        self.phases.append(pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_"))
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        self.phases.append(name_of(phase).upper())
         await self.gate.wait()
         if phase in self.fail_at:
             raise self.fail_at[phase]
+        self._sync.run_phase(phase, round_)
         return [pb.PhaseReport(bytes_received=8, seconds={"transfer": 0.5}) for _ in range(self.num_ranks)]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:

@@ -1,18 +1,15 @@
-"""Which part of an engine a host runs, which interface its ranks use, and the hosts of one machine."""
+"""Which part of an engine a host runs, which interface its ranks use."""
 
-import asyncio
 import socket
 from dataclasses import dataclass
 
 import pytest
 
 from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
-from rollout_service.local_hosts import host_environments, run_hosts
+from rollout_service.local_hosts import host_environments
 from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
-
-DEADLINE_S = 20.0
 
 
 def config(nodes: int) -> RunConfig:
@@ -70,28 +67,3 @@ def test_hosts_of_one_machine_divide_its_gpus() -> None:
     found = host_environments(2, {"CUDA_VISIBLE_DEVICES": "2,3,6,7"})
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["2,3", "6,7"]
     assert host_environments(2, {"CUDA_VISIBLE_DEVICES": ""}) == [{HOST_INDEX: "0"}, {HOST_INDEX: "1"}]
-
-
-async def ended(script: str, stop: asyncio.Event, *, end_s: float = DEADLINE_S) -> int:
-    """The exit code of two hosts that run a shell script."""
-    run = run_hosts(["sh", "-c", script], host_environments(2, {}), stop, end_s=end_s, grace_s=DEADLINE_S)
-    return await asyncio.wait_for(run, DEADLINE_S)
-
-
-async def test_hosts_that_end_well_end_the_replica_well() -> None:
-    assert await ended("exit 0", asyncio.Event()) == 0
-
-
-async def test_the_first_failure_is_the_exit_code_and_ends_the_others() -> None:
-    fails = "[ $TANDEM_HOST_INDEX = 1 ] && exit 3; exec sleep 60"
-    assert await ended(fails, asyncio.Event(), end_s=0.2) == 3
-
-
-async def test_what_the_others_end_with_by_themselves_is_waited_for() -> None:
-    assert await ended("[ $TANDEM_HOST_INDEX = 1 ] || { sleep 0.2; exit 4; }; exit 0", asyncio.Event()) == 4
-
-
-async def test_a_stop_reaches_every_host() -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.2, stop.set)
-    assert await ended("exec sleep 60", stop) == 0

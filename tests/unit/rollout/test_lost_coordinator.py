@@ -7,7 +7,7 @@ import pytest
 
 from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.polling import until
+from tests.kit.waiting import until
 from tests.unit.rollout.test_updates import IN_PLACE, POISONED, SERVING, STAGED, Rig, a_round
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PHASES, PREPARE, TRANSFER, VERIFY
@@ -66,7 +66,7 @@ async def test_a_round_that_goes_on_is_not_given_up() -> None:
 async def test_a_round_of_an_older_epoch_does_not_end_the_open_one() -> None:
     rig = Rig()
     await rig.run(PREPARE, PAUSE, round_=a_round("new", epoch=7))
-    with pytest.raises(Aborted, match="round old is of epoch 6; one of epoch 7 is open"):
+    with pytest.raises(Aborted, match="round old is of epoch 6; new of epoch 7 is open"):
         await rig.run(PREPARE, round_=a_round("old", epoch=6))
     assert await rig.run(TRANSFER, VERIFY, COMMIT, round_=a_round("new", epoch=7)) == SERVING
 

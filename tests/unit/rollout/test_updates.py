@@ -41,7 +41,7 @@ class Rig:
     async def run(self, *phases: pb.RoundPhase.ValueType, round_: pb.Round) -> int:
         state = 0
         for phase in phases:
-            _, state = await self.updates.run_phase(phase, round_)
+            state = (await self.updates.run_phase(phase, round_))[0].state
         return state
 
     async def seed(self, version: int = 1) -> None:
@@ -190,9 +190,8 @@ async def test_a_phase_asked_for_twice_runs_once() -> None:
     first.cancel()  # a caller that gives up does not stop the phase
     await asyncio.sleep(0)
     rig.ranks.gate.set()
-    reports, _ = await second
-    again, _ = await rig.updates.run_phase(PREPARE, a_round())
-    assert again == reports
+    reports = await second
+    assert await rig.updates.run_phase(PREPARE, a_round()) == reports
     assert rig.ranks.phases == ["PREPARE"]
     assert len(rig.reports) == 5 + 1  # the seeding round's five phases, and this one
 

@@ -8,12 +8,7 @@ from cryptography.hazmat.primitives import serialization
 
 from servicekit.errors import ConfigError
 from servicekit.security.certificates import Material, TlsFiles, read_material
-from tests.certificates import DAY, Authority, files_of, utc_now, write_files
-
-
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority("ours")
+from tests.kit.certificates import DAY, Authority, files_of, utc_now, write_files
 
 
 def read(files: TlsFiles, role: str = "trainer", now: datetime.datetime | None = None) -> Material:

@@ -13,6 +13,7 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Internal, PeerLost
 from servicekit.life import lifecycle
+from servicekit.life.tasks import cancel
 from servicekit.metrics import serve_metrics
 from servicekit.versions import software_versions
 
@@ -77,7 +78,7 @@ async def main(stop):
     if mode == "fail":
         raise PeerLost("rank 3 is gone")
     print("up", flush=True)
-    await lifecycle.run_until_stopped(stop)
+    await lifecycle.run_until_stopped(stop, {})
 
 sys.exit(lifecycle.run_main("early-name", main))
 """
@@ -139,10 +140,9 @@ async def test_a_task_that_dies_ends_the_wait_with_its_error() -> None:
     async def die() -> None:
         raise PeerLost("gone")
 
-    forever = asyncio.create_task(asyncio.Event().wait())
     with pytest.raises(PeerLost, match="gone"):
-        await lifecycle.run_until_stopped(asyncio.Event(), [asyncio.create_task(die()), forever])
-    assert forever.cancelled()
+        await lifecycle.run_until_stopped(asyncio.Event(), {"pump": die(), "other": asyncio.Event().wait()})
+    assert len(asyncio.all_tasks()) == 1
 
 
 async def test_a_task_that_returns_unasked_is_a_failure() -> None:
@@ -150,7 +150,7 @@ async def test_a_task_that_returns_unasked_is_a_failure() -> None:
         return
 
     with pytest.raises(Internal, match="task pump ended"):
-        await lifecycle.run_until_stopped(asyncio.Event(), [asyncio.create_task(leave(), name="pump")])
+        await lifecycle.run_until_stopped(asyncio.Event(), {"pump": leave()})
 
 
 async def test_watch_tells_failures_only() -> None:
@@ -164,7 +164,7 @@ async def test_watch_tells_failures_only() -> None:
     tasks = [asyncio.create_task(each) for each in (fail(), succeed(), asyncio.Event().wait())]
     for task in tasks:
         lifecycle.watch(task, told.append)
-    await lifecycle.cancel(tasks[2])
+    await cancel(tasks[2])
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0)
     assert [type(error) for error in told] == [KeyError]

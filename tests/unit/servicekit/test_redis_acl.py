@@ -15,8 +15,8 @@ from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
-from tests.conftest import RedisProcess
-from tests.polling import throughout, until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import throughout, until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 PASSWORD = "right-one"
@@ -132,7 +132,7 @@ def test_rights_that_are_taken_away_while_a_service_runs_may_come_back(server: S
     server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "-evalsha")
     with pytest.raises(Unavailable, match="no permissions"):
         lease.rendezvous.snapshot()
-    throughout(lambda: not lost and lease._thread.is_alive(), 1.0)
+    throughout(lambda: not lost and lease._lease._thread.is_alive(), 1.0)
     server.admin.execute_command("ACL", "SETUSER", redis_acl.USER, "+evalsha")
     until(lambda: lease.slot in lease.rendezvous.snapshot().members)
     until(lambda: [record.name for record in registry.list("rollout")] == ["rollout-0"])

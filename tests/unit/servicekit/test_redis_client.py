@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis.client import connect, redact, with_tls_files
-from tests.conftest import RedisProcess
+from tests.kit.redis import RedisProcess
 
 
 def test_replies_are_text(redis_server: str) -> None:

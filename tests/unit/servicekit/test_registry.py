@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -15,8 +14,8 @@ from servicekit.redis.failures import tell_failure
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.versions import release
-from tests.conftest import RedisProcess
-from tests.polling import throughout, until
+from tests.kit.redis import RedisProcess
+from tests.kit.waiting import throughout, until
 
 TTL_S = 0.3
 OpenRegistry = Callable[..., Registry]
@@ -260,28 +259,13 @@ def test_a_failure_is_told_as_well_as_it_can_be(redis_server: str, open_registry
     assert len(open_registry(redis_server).failures()) == 1
 
 
-def test_the_name_of_a_process_that_was_killed_is_free_at_once(redis_server: str, open_registry: OpenRegistry) -> None:
-    owner, successor = open_registry(redis_server), open_registry(redis_server)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        owner.announce(record(address=address), 30)
-        lose(owner)
-        with pytest.raises(AlreadyExists):  # it is frozen, maybe
-            successor.announce_when_free(record(worker_id="w2"), 0.1)
-        assert [each.address for each in successor.list("rollout")] == [address]
-    successor.announce_when_free(record(worker_id="w2"), 30)
-    assert [each.worker_id for each in successor.list("rollout")] == ["w2"]
-    assert not successor.remove_refusing("rollout", "rollout-1")
-
-
-def test_a_wait_for_a_name_ends_with_the_registry(redis_server: str, open_registry: OpenRegistry) -> None:
-    owner, successor = open_registry(redis_server), open_registry(redis_server)
-    with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as pool:
-        owner.announce(record(address=f"127.0.0.1:{listener.getsockname()[1]}"), 30)
-        waiting = pool.submit(successor.announce_when_free, record(worker_id="w2"), 30)
-        successor.close()
-        with pytest.raises(Aborted):
-            waiting.result(timeout=10)
+def test_nothing_is_announced_by_a_registry_that_is_closed(redis_server: str, open_registry: OpenRegistry) -> None:
+    """As when a process is stopped while a thread announces it."""
+    registry, other = open_registry(redis_server), open_registry(redis_server)
+    registry.close()
+    with pytest.raises(Aborted):
+        registry.announce(record(), 30)
+    assert other.list("rollout") == []
 
 
 @pytest.mark.parametrize("wait", ["name", "services", "value"])
@@ -298,7 +282,7 @@ def test_a_wait_ends_with_the_registry_in_the_middle_of_a_redis_call_too(
     for call in ("_put", "list", "get_value"):
         monkeypatch.setattr(registry, call, closed_meanwhile)
     waits: dict[str, Callable[[], object]] = {
-        "name": lambda: registry.announce_when_free(record(), 30),
+        "name": lambda: registry.announce(record(), 30),
         "services": lambda: registry.wait_for("rollout", 1, 30),
         "value": lambda: registry.wait_value("store", 30),
     }

@@ -19,7 +19,7 @@ from servicekit.rpc.channel import open_channel
 from servicekit.rpc.server import GrpcServer
 from servicekit.security.certificates import role_name
 from servicekit.security.tls import Identity, operator_identity
-from tests.certificates import DAY, Authority, files_of, utc_now, variables, write_files
+from tests.kit.certificates import DAY, Authority, files_of, utc_now, variables, write_files
 from tests.unit.servicekit.echo_service import KINDS, SERVICE, Echo, EchoClient, OpenClient, ServeEcho, add_echo
 
 # What the fixtures below give.
@@ -48,11 +48,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def authority() -> Authority:
-    return Authority("ours")
 
 
 @pytest.fixture

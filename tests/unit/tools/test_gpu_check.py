@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from tools.gpu_check.__main__ import main, summary, with_copy_share
 from tools.gpu_check.cases import cases
 from tools.gpu_check.weights import numbered

@@ -11,7 +11,7 @@ from trainer_service.batch.samples import Samples
 LIMITS = Limits(vocab_size=10, max_positions=16, max_tokens=64)
 
 
-def message(**changes: Any) -> pb.MicroBatch:
+def message(**changes: Any) -> pb.SampleChunk:
     """Two samples: prompt 1 2 + completion 3, prompt 4 + completion 5 6."""
     fields: dict[str, Any] = {
         "update_index": 0,
@@ -23,7 +23,7 @@ def message(**changes: Any) -> pb.MicroBatch:
         "advantages": [1.0, -1.0],
         "trainable": [True, True],
     }
-    return pb.MicroBatch(**{**fields, **changes})
+    return pb.SampleChunk(**{**fields, **changes})
 
 
 def random_samples(num_samples: int = 40, updates: int = 2, seed: int = 0, **changes: Any) -> Samples:

@@ -1,4 +1,4 @@
-"""MicroBatch messages to samples, and the errors that name what is wrong."""
+"""SampleChunk messages to samples, and the errors that name what is wrong."""
 
 import math
 from typing import Any

@@ -71,7 +71,7 @@ def step(header: pb.TrainStepHeader, taken: asyncio.Event | None = None) -> Asyn
         yield pb.TrainStepRequest(header=header)
         if taken is not None:
             await taken.wait()
-        yield pb.TrainStepRequest(micro_batch=message())
+        yield pb.TrainStepRequest(chunk=message())
 
     return requests()
 

@@ -8,7 +8,7 @@ import pytest
 from servicekit.errors import InvalidRequest, TooLarge
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tests.unit.trainer.batches import message
-from trainer_service.batch.receive import receive_batches, receive_header
+from trainer_service.batch.receive import receive_chunks, receive_header
 
 
 async def stream(requests: Sequence[pb.TrainStepRequest]) -> AsyncIterator[pb.TrainStepRequest]:
@@ -20,21 +20,21 @@ def header(**fields: Any) -> pb.TrainStepRequest:
     return pb.TrainStepRequest(header=pb.TrainStepHeader(**dict[str, Any](step_id="s", num_samples=2) | fields))
 
 
-BATCH = pb.TrainStepRequest(micro_batch=message())
+CHUNK = pb.TrainStepRequest(chunk=message())
 
 
-async def test_header_then_batches() -> None:
-    requests = stream([header(num_samples=4), BATCH, BATCH])
+async def test_header_then_chunks() -> None:
+    requests = stream([header(num_samples=4), CHUNK, CHUNK])
     step = await receive_header(requests, 4)
-    await receive_batches(requests, step)
-    assert len(step.micro_batches) == 2
+    await receive_chunks(requests, step)
+    assert len(step.chunks) == 2
 
 
 @pytest.mark.parametrize(
     ("requests", "error"),
     [
         ([], InvalidRequest),
-        ([BATCH], InvalidRequest),
+        ([CHUNK], InvalidRequest),
         ([header(step_id="")], InvalidRequest),
         ([header(num_samples=5)], TooLarge),
     ],
@@ -44,9 +44,9 @@ async def test_bad_start_is_refused(requests: list[pb.TrainStepRequest], error: 
         await receive_header(stream(requests), 4)
 
 
-@pytest.mark.parametrize("extra", [header(), BATCH, pb.TrainStepRequest()])
+@pytest.mark.parametrize("extra", [header(), CHUNK, pb.TrainStepRequest()])
 async def test_what_was_not_announced_is_refused(extra: pb.TrainStepRequest) -> None:
-    requests = stream([header(), BATCH, extra])
+    requests = stream([header(), CHUNK, extra])
     step = await receive_header(requests, 4)
     with pytest.raises(InvalidRequest):
-        await receive_batches(requests, step)
+        await receive_chunks(requests, step)

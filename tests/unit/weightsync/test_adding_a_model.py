@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from tests.unit.weightsync.test_plan import move
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout

@@ -11,13 +11,13 @@ import torch
 
 from servicekit.errors import PeerLost
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.messages import Hop, Link, links_of
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan, plan_round
+from weightsync.round import deadlines
 from weightsync.transfer.communicators import communicator as communicators
-from weightsync.transfer.communicators import watched
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.transports.collective import CollectiveTransport
 
@@ -168,7 +168,7 @@ def test_they_meet_once(ranks: Ranks) -> None:
 
 def test_who_does_not_come_is_named_and_nobody_is_wedged(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's wait for a peer has no deadline and its abort none either: both are left behind."""
-    monkeypatch.setattr(watched, "GRACE_S", 0.1)
+    monkeypatch.setattr(deadlines, "WATCH_MARGIN_S", 0.1)
     monkeypatch.setattr(communicators, "LANE_ABORT_S", 0.1)
     began = time.monotonic()
     found = ranks.connect(missing=("rollout-1/2",), timeout_s=0.5)

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.transfer import devices
@@ -108,7 +108,8 @@ def test_a_phase_runs_on_the_ranks_gpu(
         seen.append(torch.cuda.current_device())
         return pb.PhaseReport()
 
-    monkeypatch.setattr(member, "_run", run)
+    for work in ("_advance", "_abort"):
+        monkeypatch.setattr(member, work, run)
     in_a_foreign_thread(lambda: member.run_phase(phase, pb.Round(round_id="r")))
     assert seen == [GPU.index]
     assert threads.current() == 0  # of this thread
@@ -123,8 +124,8 @@ def test_what_is_no_phase_runs_there_too(
         seen.append(torch.cuda.current_device())
         raise InterruptedError
 
-    for name in ("tensor_checksums", "poison_tensors", "open_latest", "check_folder"):
-        monkeypatch.setattr(f"weightsync.transfer.session.{name}", look)
+    for name in ("shard.tensor_checksums", "shard.poison_tensors", "transfer.open_latest", "transfer.check_folder"):
+        monkeypatch.setattr(f"weightsync.transfer.{name}", look)
     for action in (member.checksums, member.poison, lambda: member.load_published(tmp_path, at_least=1)):
         with pytest.raises(InterruptedError):
             in_a_foreign_thread(action)
@@ -132,7 +133,7 @@ def test_what_is_no_phase_runs_there_too(
 
 
 def test_a_commit_waits_for_the_ranks_gpu(threads: Threads, member: SyncMember) -> None:
-    in_a_foreign_thread(member._commit)
+    in_a_foreign_thread(lambda: member._transfer.run(pb.ROUND_PHASE_COMMIT, pb.Round()))
     assert set(threads.waited) == {f"device {GPU.index}"}
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from servicekit.errors import ConfigError
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.transfer.hf_files import gather_tensors, load_shards, write_folder

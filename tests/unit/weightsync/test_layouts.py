@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
-from tests.weight_stores import canonical_tensors, cut, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from trainer_service.megatron_engine import cpu_shim
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout

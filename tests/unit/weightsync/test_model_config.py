@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from servicekit.errors import ConfigError
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.model.config import UnsupportedModel
 
 LLAMA3 = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from servicekit.errors import ConfigError
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 
 ROPE = {
     "rope_type": "llama3",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout

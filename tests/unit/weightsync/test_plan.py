@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servicekit.errors import ConfigError, Internal
-from tests.weight_stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.megatron import megatron_layout

@@ -98,6 +98,7 @@ def test_whoever_waits_for_another_waits_longer(phase: Phase, formation_s: float
     round_ = pb.Round(formation_timeout_s=formation_s, transfer_timeout_s=transfer_s)
     chain = [
         deadlines.work_s(phase, round_),
+        deadlines.work_s(phase, round_) + deadlines.WATCH_MARGIN_S,
         deadlines.rank_s(phase, round_),
         deadlines.host_s(phase, round_),
         deadlines.call_s(round_),
@@ -105,6 +106,8 @@ def test_whoever_waits_for_another_waits_longer(phase: Phase, formation_s: float
     ]
     assert all(longer > shorter for shorter, longer in pairwise(chain))
     assert deadlines.work_s(phase, round_) < deadlines.command_s(round_) < deadlines.call_s(round_)
+    assert deadlines.drain_s(round_) + deadlines.END_CALLS_S < deadlines.call_s(round_)
+    assert deadlines.DRAIN_S + deadlines.END_CALLS_S < deadlines.CALL_PAUSE_S
     assert deadlines.RANK_LOAD_S < deadlines.HOST_LOAD_S < deadlines.CALL_LOAD_S
     assert deadlines.RANK_CHECKSUM_S < deadlines.HOST_CHECKSUM_S
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
@@ -102,7 +102,7 @@ def test_a_slow_replica_slows_itself_and_those_behind_it() -> None:
 
 @pytest.mark.parametrize("at", ["prepare", "pause", "transfer", "verify", 0.05])
 def test_a_death_before_commit_costs_the_others_a_second_round(at: str | float) -> None:
-    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at=at), lease_s=5.0, formation_s=0.25))  # type: ignore[arg-type]
+    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at=at), lease_s=5.0, formation_s=0.25))
     assert result.attempts == 2
     assert result.commits_s[1] is None
     others = [seconds for seconds in result.commits_s if seconds is not None]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.weight_stores import tiny_spec
+from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.cost import MessageSizes, Speeds
 from weightsync.plans.messages import Message

@@ -23,9 +23,11 @@ from launcher.run.processes import Launch, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
+from servicekit.life.tasks import first_of
 from servicekit.redis.records import COORDINATOR
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -79,6 +81,20 @@ class StruckRounds(RoundClient):
         call = asyncio.create_task(self._rounds.run_phase(phase, round_), name="struck phase")
         await strike.during()
         return await call
+
+
+class NoRival:
+    """The lead (coordinator/lead.py) of rounds that no other coordinator can begin: Redis is this process's own."""
+
+    fence = CoordinatorFence()
+    left_s = float("inf")
+    is_held = True
+
+    def confirm(self, epoch: int) -> None:
+        """Always."""
+
+    def hold(self) -> None:
+        """Always."""
 
 
 class ServiceFleet:
@@ -139,17 +155,9 @@ class ServiceFleet:
 
     async def wait_up(self) -> None:
         """Until every service is announced and the trainer answers."""
-        ended = asyncio.create_task(self.supervisor.wait_any(), name="end of a service")
-        up = asyncio.create_task(self._announced(), name="services")
-        try:
-            await asyncio.wait([ended, up], return_when=asyncio.FIRST_COMPLETED)
-            if not up.done():
-                raise RuntimeError(f"while the services started, {ended.result().describe()}")
-            await up
-        finally:
-            for task in (ended, up):
-                task.cancel()
-            await asyncio.gather(ended, up, return_exceptions=True)
+        first = await first_of({"up": self._announced(), "ended": self.supervisor.wait_any()})
+        if first.name == "ended":
+            raise RuntimeError(f"while the services started, {first.value.describe()}")
 
     async def _announced(self) -> None:
         async with asyncio.timeout(START_S):
@@ -243,7 +251,9 @@ class ServiceFleet:
     async def publish(self, version: int, **sync: Any) -> SyncResult:
         """A round as a coordinator makes it, with rounds after it if it fails. sync: changes of that section."""
         settings = self.config.sync.model_copy(update=sync)
-        weights = WeightSync(trainer=self.trainer, fleet=self.watched, group=self.group, settings=settings)
+        weights = WeightSync(
+            trainer=self.trainer, fleet=self.watched, group=self.group, settings=settings, lead=NoRival()
+        )
         return await weights.publish(version)
 
     async def checksums(self, names: Sequence[str] | None = None) -> Checksums:

@@ -64,9 +64,9 @@ async def generate(
     ]
 
 
-def micro_batch(samples: Sequence[Sample], update: int = 0) -> trainer_pb2.MicroBatch:
+def chunk(samples: Sequence[Sample], update: int = 0) -> trainer_pb2.SampleChunk:
     """The samples as the trainer takes them; every second one is better than the others."""
-    return trainer_pb2.MicroBatch(
+    return trainer_pb2.SampleChunk(
         update_index=update,
         sample_ids=[f"u{update}-s{index}" for index in range(len(samples))],
         prompt_lengths=[len(each.prompt) for each in samples],
@@ -87,14 +87,14 @@ async def train_step(fleet: ServiceFleet, step_id: str, samples: Sequence[Sample
         policy_version=version,
         num_samples=len(samples),
         num_updates=2,
-        micro_batches=(micro_batch(samples[:half], 0), micro_batch(samples[half:], 1)),
+        chunks=(chunk(samples[:half], 0), chunk(samples[half:], 1)),
     )
     return (await fleet.trainer.train_step(batch)).policy_version
 
 
 async def trainer_logprobs(fleet: ServiceFleet, samples: Sequence[Sample]) -> Floats:
     """[T] The trainer's log-probs of the samples' tokens under its policy of now."""
-    request = trainer_pb2.ComputeLogprobsRequest(micro_batch=micro_batch(samples))
+    request = trainer_pb2.ComputeLogprobsRequest(chunk=chunk(samples))
     call: Any = fleet.trainer_stub().ComputeLogprobs(iter([request]), timeout=CALL_S)
     async with asyncio.timeout(CALL_S):
         replies = [reply async for reply in call]

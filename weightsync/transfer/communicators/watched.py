@@ -16,14 +16,13 @@ from typing import TypeVar
 import torch
 
 from servicekit.errors import PeerLost
+from weightsync.round import deadlines
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.devices import on_device
 
 # Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
 # peer is posted.
 LOOK_S = 0.1
-# After the deadline, so that waits that keep it say for whom they waited.
-GRACE_S = 1.0
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ def run_watched(communicator: Communicator, work: Callable[[], T], deadline: flo
     try:
         while not wait([result], LOOK_S).done:
             communicator.probe(LOOK_S)
-            if time.monotonic() >= deadline + GRACE_S and not communicator.closed:
+            if time.monotonic() >= deadline + deadlines.WATCH_MARGIN_S and not communicator.closed:
                 communicator.abort(late())
             if communicator.give_up():
                 raise PeerLost(f"{communicator.slots[communicator.rank]}: {communicator.closed}")

@@ -26,7 +26,7 @@ import xxhash
 
 from servicekit.errors import ConfigError, DigestMismatch, NotReady, StaleVersion
 from tandem_files.atomic import SCRATCH_SUFFIX, write_bytes_atomic
-from tandem_files.run_paths import Written
+from tandem_files.run_paths import FolderKind
 from tandem_files.safetensors_header import DamagedFile, TensorInfo, parse_header
 from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
 
@@ -34,7 +34,7 @@ FORMAT = 1
 BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
 VERSION = re.compile(r"v\d+-[\w.-]+")  # of one round: its version and its id
 # A version that a round has not finished has no manifest.
-PUBLISHED = Written(
+PUBLISHED = FolderKind(
     name="published weights",
     mark="",
     entry=re.compile(rf"\.?(rank-\d+\.(json|safetensors)|manifest\.json)({SCRATCH_SUFFIX})?"),

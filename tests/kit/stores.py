@@ -9,6 +9,8 @@ from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
 
+Tensors = dict[str, torch.Tensor]
+
 
 def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
     """4 layers, GQA 4/2, head_dim != hidden / heads, a vocabulary that needs padding on both sides."""
@@ -27,7 +29,7 @@ def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
     return ModelSpec.from_config({**config, **changes})
 
 
-def canonical_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+def canonical_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
     """Every canonical tensor, random float32."""
     layout = hf_layout(spec)
     generator = torch.Generator().manual_seed(seed)
@@ -37,9 +39,7 @@ def canonical_tensors(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]
     }
 
 
-def cut(
-    layout: Layout, rank: int, canonical: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def cut(layout: Layout, rank: int, canonical: Tensors, dtype: torch.dtype = torch.float32) -> Tensors:
     """One rank's parameters; padding is zero."""
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
     for shard in layout.shards[layout.shards["rank"] == rank]:
@@ -51,12 +51,12 @@ def cut(
     return tensors
 
 
-def empty_like_rank(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def empty_like_rank(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> Tensors:
     """One rank's parameters, all NaN."""
     return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
 
 
-def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def same(got: Tensors, expected: Tensors) -> list[str]:
     """Names of tensors that are not bitwise equal."""
     return [name for name, tensor in expected.items() if not np.array_equal(_bits(got[name]), _bits(tensor))]
 

@@ -6,16 +6,26 @@ from collections.abc import Callable
 _INTERVAL_S = 0.01
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0, *, interval_s: float = _INTERVAL_S) -> None:
-    """Returns once the condition holds. Raises: AssertionError: it does not within the time.
+def until(
+    condition: Callable[[], object],
+    timeout_s: float = 10.0,
+    what: str = "the condition",
+    *,
+    interval_s: float = _INTERVAL_S,
+) -> None:
+    """Return once the condition holds.
 
     Args:
+        what: what the error says that did not come about.
         interval_s: between looks; longer where a look starts a process, to leave the cores to what is waited for.
+
+    Raises:
+        AssertionError: it does not hold within the time.
     """
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"the condition did not come true within {timeout_s:g} s")
+            raise AssertionError(f"{what} did not come true within {timeout_s:g} s")
         time.sleep(interval_s)
 
 

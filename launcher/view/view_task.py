@@ -1,4 +1,4 @@
-"""The view of a run: a task that follows it, and that is not worth the run."""
+"""The task that shows a run; if it fails, the run continues."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ from tandem_files.run_folder import LauncherNotes, read_token, write_notes
 _LAST_EVENTS_S = 3.0
 
 
-class Watching:
-    """Shows a run while it goes on; notes in its folder where `tandem status` finds it.
+class ViewTask:
+    """Shows a running run, and notes the coordinator's address in the run's folder, for `tandem status`.
 
     Args:
-        launch_id: the run's name in Redis.
+        launch_id: name of the run in Redis.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, launch_id: str, redis_url: str, view: RunView) -> None:
@@ -34,32 +34,32 @@ class Watching:
         self._found_coordinator = False
 
     async def begin(self) -> None:
-        """From the run's first event on; anew after another coordinator has begun, whose events are others."""
-        await self.drop()
+        """Show the run from its first event on; call it again when another coordinator starts."""
+        await self.cancel()
         write_notes(self._run_dir, self._notes)
         self._task = asyncio.create_task(self._watch(), name="watch the run")
 
-    async def end(self) -> None:
-        """The run is over: its last events are still shown."""
+    async def finish(self) -> None:
+        """Show the last events of a run that is over, and stop."""
         if self._task is not None and self._found_coordinator:
             await asyncio.wait([self._task], timeout=_LAST_EVENTS_S)
-        await self.drop()
+        await self.cancel()
 
-    async def drop(self) -> None:
-        """Show no more."""
+    async def cancel(self) -> None:
+        """Stop showing the run."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Whatever goes wrong with the view is said, and the run goes on."""
+        """Follow the run; a failure of the view becomes a warning."""
         try:
             token = read_token(self._run_dir)
             await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator, token)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong with the view is not worth the run
+        except Exception as error:  # noqa: BLE001 - a failure of the view must not end the run
             rows = self._run_dir / METRICS_FILE
-            self._view.warning(f"the progress view ended ({error}); the run goes on, see {rows}")
+            self._view.warning(f"the progress view failed: {error}; the run continues, see {rows}")
 
     def _note_coordinator(self, address: str) -> None:
         self._found_coordinator = True

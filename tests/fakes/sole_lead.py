@@ -1,0 +1,17 @@
+"""A lead without a rival, for tests of what a coordinator does while it leads."""
+
+from tandem_api.common.v1.common_pb2 import CoordinatorFence
+
+
+class SoleLead:
+    """The claim of a coordinator that cannot have a rival (coordinator.lead.Lead)."""
+
+    fence = CoordinatorFence()
+    left_s = float("inf")
+    is_held = True
+
+    def confirm(self, epoch: int) -> None:
+        """Always."""
+
+    def hold(self) -> None:
+        """Always."""

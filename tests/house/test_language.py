@@ -1,0 +1,173 @@
+"""Holds the page "The language of the house" of CONTRIBUTING.md, as far as a machine can: words, mood, completeness."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tests.house.repository import REPO, name_of, parse, python_files
+
+# Packages and files that follow the page; the list grows until it is the whole product.
+FOLLOWS = (
+    "launcher",
+    "tandem_config",
+    "tandem_files",
+    "tools",
+)
+
+# Parts of them that others are changing now.
+NOT_YET = ("tools/bench_sync/rig.py", "tools/gpu_check/services")
+
+# Words of this house only, and what to write instead. Whole words, in docstrings, comments and texts.
+DIALECT = {
+    r"(?:is|are|was|were|be|been|being|as) told|told (?:by|of|to|which|what)": "gets, is called with, is asked to",
+    r"nobody|somebody|anybody|everybody": "name the service, or: no replica, another process",
+    r"who (?:is|are|was) there|(?:is|are|was|were) (?:there any ?more|around)": "present, announced",
+    r"takes? (?:its|their|our) leave": "withdraws, leaves the group",
+    r"la(?:ys?|id|ying) open": "reports",
+    r"in words": "as text",
+    r"hop(?:es?|ed|ing)": "expects, waits for",
+    r"at once": "immediately; concurrently; together",
+    r"(?:is|are|was|were|be|been) away": "unreachable, lost",
+    r"without a word": "without a message",
+}
+
+# Docstrings of functions begin with an imperative, or with a noun. Nouns that end as the third person does:
+PLURALS = {"Arguments", "Bytes", "Files", "Ids", "Names", "Ranks", "Rows", "Seconds", "Tokens", "Tensors"}
+
+
+def texts(path: Path) -> list[tuple[int, str]]:
+    """The docstrings, other texts with a space in them, and comments of a file, with their lines."""
+    found = [
+        (node.lineno, node.value)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
+    ]
+    source = io.StringIO(path.read_text(encoding="utf-8"))
+    comments = [token for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.COMMENT]
+    return found + [(comment.start[0], comment.string) for comment in comments]
+
+
+def dialect(text: str) -> list[str]:
+    """The house's own words in a text; what stands in backticks is code."""
+    prose = " ".join(re.sub(r"`[^`]*`", "", text).split())
+    return [
+        f"{match[0]!r}, say: {instead}"
+        for words, instead in DIALECT.items()
+        for match in re.finditer(rf"\b(?:{words})\b", prose, re.IGNORECASE)
+    ]
+
+
+def definitions(tree: ast.AST, *, private: bool = False) -> list[tuple[ast.AST, bool]]:
+    """Classes, methods and functions that are not inside a function, and whether each is public."""
+    found: list[tuple[ast.AST, bool]] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            hidden = private or node.name.startswith("_")
+            found.append((node, not hidden))
+            if isinstance(node, ast.ClassDef):
+                found += definitions(node, private=hidden)
+    return found
+
+
+def third_person(docstring: str) -> bool:
+    """Whether a function's docstring begins with "Returns ..." instead of "Return ..."."""
+    word = docstring.split()[0]
+    return re.fullmatch(r"[A-Z][a-z]*[^s'\W]s", word) is not None and word not in PLURALS
+
+
+def mood(tree: ast.AST) -> list[str]:
+    """Functions of a file, private ones too, whose docstrings do not begin as the page says."""
+    functions = [node for node, _ in definitions(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        f"{node.lineno}: {docstring.splitlines()[0]}"
+        for node in functions
+        if (docstring := ast.get_docstring(node)) and third_person(docstring)
+    ]
+
+
+def silent(tree: ast.AST) -> list[str]:
+    """Public classes, methods and functions of a file without a docstring."""
+    return [
+        f"{node.lineno}: {node.name}"
+        for node, public in definitions(tree)
+        if public
+        and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and not ast.get_docstring(node)
+        and not any(decorator in ("overload", "override") for decorator in map(ast.unparse, node.decorator_list))
+    ]
+
+
+def nameless(tree: ast.AST) -> list[str]:
+    """Variables called `each`: what they hold has a name."""
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return [f"{node.lineno}: {node.id}" for node in names if node.id == "each"]
+
+
+def followers() -> list[Path]:
+    missing = [name for name in (*FOLLOWS, *NOT_YET) if not (REPO / name).exists()]
+    assert missing == [], f"these do not exist: {missing}"
+    return [path for path in python_files() if _is_in(path, FOLLOWS) and not _is_in(path, NOT_YET)]
+
+
+def _is_in(path: Path, names: tuple[str, ...]) -> bool:
+    return any(name_of(path) == name or name_of(path).startswith(f"{name}/") for name in names)
+
+
+def test_texts_use_the_terms_of_the_field() -> None:
+    assert [
+        f"{name_of(path)}:{line}: {what}"
+        for path in followers()
+        for line, text in texts(path)
+        for what in dialect(text)
+    ] == []
+
+
+def test_docstrings_of_functions_are_imperative() -> None:
+    assert [f"{name_of(path)}:{what}" for path in followers() for what in mood(parse(path))] == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    assert [f"{name_of(path)}:{what}" for path in followers() for what in silent(parse(path))] == []
+
+
+def test_variables_are_named_for_what_they_hold() -> None:
+    assert [f"{name_of(path)}:{what}" for path in followers() for what in nameless(parse(path))] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Told of every sync.", "Nobody can be looked for.", "if too few are there any more", "what is wrong, in words"],
+)
+def test_dialect_is_recognised(text: str) -> None:
+    assert len(dialect(text)) == 1
+
+
+@pytest.mark.parametrize("text", ["`nobody`", "an untold number", "in other words", "Show hopping counts."])
+def test_other_words_are_not(text: str) -> None:
+    assert dialect(text) == []
+
+
+def test_a_bad_file_is_recognised() -> None:
+    bad = ast.parse(
+        'class A:\n    def b(self):\n        """Returns it."""\n    def c(self): ...\n    def _d(self): ...'
+    )
+    assert (mood(bad), silent(bad)) == (["2: Returns it."], ["1: A", "4: c"])
+    assert nameless(ast.parse("for each in []: ...")) == ["1: each"]
+
+
+@pytest.mark.parametrize(
+    ("first_line", "is_third_person"),
+    [
+        ("Sends it.", True),
+        ("Passes it on.", True),
+        ("Pass it on.", False),
+        ("Bytes of it.", False),
+        ("SGLang's own.", False),
+    ],
+)
+def test_the_third_person_is_recognised(first_line: str, is_third_person: bool) -> None:
+    assert third_person(first_line) == is_third_person

@@ -1,0 +1,112 @@
+"""Tiny random Hugging Face models, with every weight away from its default, so that a weight that was missed shows."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # importing it takes seconds, which processes that need the sizes only do not spend
+    from transformers import PreTrainedModel
+
+Sizes = dict[str, Any]
+VOCABULARY = 97  # no multiple of anything: padded by SGLang, and by a trainer of TP 2
+CONTEXT = 512
+STOP = 5
+_SERVED: Sizes = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": None,  # a completion ends where a test says
+    "bos_token_id": None,
+}
+_HEAD: Sizes = {"head_dim": 16}
+_EXPERTS: Sizes = _HEAD | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# No mlp_only_layers: SGLang 0.5.23 gives every layer of a mixture experts.
+_SERVED_OF: dict[str, Sizes] = {"qwen3": _HEAD, "qwen3_moe": _EXPERTS | {"num_experts": 8}}
+
+TRAINED_VOCABULARY = 127  # odd: padded under TP 2
+# With head_dim 16 it is twice hidden / heads.
+_TRAINED: Sizes = {
+    "vocab_size": TRAINED_VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+}
+# Llama 3's own constants; at 64 positions the stretched frequencies still change every log-prob
+ROPE: Sizes = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_TIED: Sizes = {"tie_word_embeddings": True}
+_FOUR_EXPERTS = _EXPERTS | {"num_experts": 4}
+# What the trainer's tests train: family, and what differs from _TRAINED.
+KINDS: dict[str, tuple[str, Sizes]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", _TIED),
+    # other numbers of layers, which leave places for the embedding, or for embedding and loss
+    "qwen2-1-layer": ("qwen2", {"num_hidden_layers": 1}),
+    "qwen2-5-layers": ("qwen2", {"num_hidden_layers": 5}),
+    "qwen2-tied-6-layers": ("qwen2", _TIED | {"num_hidden_layers": 6}),
+    "qwen3": ("qwen3", _HEAD),
+    "qwen2-kv1": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen3-kv1": ("qwen3", _HEAD | {"num_key_value_heads": 1}),
+    "qwen3-moe": ("qwen3_moe", _FOUR_EXPERTS),
+    # the second layer is dense, and the chosen experts' weights do not add up to 1
+    "qwen3-moe-mixed": ("qwen3_moe", _FOUR_EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "llama": ("llama", _HEAD | {"rope_parameters": ROPE}),
+    "llama-tied": ("llama", _TIED),
+}
+
+
+def _build(family: str, seed: int, sizes: Sizes) -> "PreTrainedModel":
+    """4 heads and 2 KV heads, random float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **heads | sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1, which would hide a mix-up
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.float().eval()
+
+
+def make_model(folder: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, **changes: object) -> Path:
+    """A checkpoint for an engine, by default with two layers."""
+    sizes = _SERVED | {"tie_word_embeddings": tied} | _SERVED_OF.get(family, {}) | changes
+    _build(family, seed, sizes).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0"}), encoding="utf-8")
+    return folder
+
+
+def trained_model(kind: str) -> "PreTrainedModel":
+    """A model of KINDS."""
+    family, changes = KINDS[kind]
+    return _build(family, 0, _TRAINED | changes)
+
+
+def save_model(kind: str, folder: Path) -> "PreTrainedModel":
+    """The same, written to a folder."""
+    model = trained_model(kind)
+    model.save_pretrained(folder)
+    return model
+
+
+def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """transformers' [T, vocabulary] log softmax(logits / temperature) at the completion's positions."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0].float()
+    return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)

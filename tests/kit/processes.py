@@ -1,0 +1,172 @@
+"""Real service processes for tests: started as the launcher does, logs in files, ended by pid."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
+from tandem_config.loading import dump_resolved
+from tandem_config.schema import RunConfig
+from tests.kit.waiting import until
+
+START_S = 240.0  # engines import for 10 to 20 s on two idle cores, several times that on busy ones
+END_S = 60.0
+
+
+def free_port() -> int:
+    """For what cannot say which port it was given for 0; another process may take it in between."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Services:
+    """Service processes of one run, around a `with` block; `variables` are of all of them."""
+
+    redis_url: str
+    folder: Path
+    run_id: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.redis_url, self.run_id)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def start_rollout(self, name: str, config: RunConfig, module: str = "rollout_service") -> None:
+        """Starts a replica; its temporary files, receiver sockets included, go to `sockets_of(name)`.
+
+        module: what runs it; another one than the service's own changes something and then runs that.
+        """
+        scratch = self.folder / name
+        scratch.mkdir(exist_ok=True)
+        self.start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
+
+    def start_trainer(self, config: RunConfig, *arguments: str) -> list[str]:
+        """Starts every rank. Returns: the processes' names."""
+        world = config.trainer.world_size
+        for rank in range(world):
+            env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+            self.start(f"trainer-{rank}", ["trainer_service", *arguments], config, env)
+        return [f"trainer-{rank}" for rank in range(world)]
+
+    def start(
+        self,
+        name: str,
+        module: Sequence[str],
+        config: RunConfig,
+        variables: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        """Starts `python -m module`, with its arguments; `within`: a command that runs its own."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(dump_resolved(config), encoding="utf-8")
+        self.run_dir.mkdir(exist_ok=True)
+        common = {
+            "REDIS_URL": self.redis_url,
+            "TANDEM_RUN_ID": self.run_id,
+            "TANDEM_RUN_DIR": str(self.run_dir),
+            "TANDEM_BIND_HOST": "127.0.0.1",
+            "TANDEM_TEST_HOOKS": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",  # the last line of a log is a service's own
+        }
+        with self.log(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*within, sys.executable, "-m", module[0], "--config", str(path), *module[1:]],
+                env={**os.environ, **common, **self.variables, **(variables or {})},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def sockets_of(self, replica: str) -> list[str]:
+        """gRPC addresses of a replica's receivers, in rank order."""
+        return [f"unix:{path}" for path in sorted((self.folder / replica).glob("**/rank*.sock"))]
+
+    def record_of(self, role: str, name: str) -> ServiceRecord:
+        """Waits until the service is announced. Raises: RuntimeError: a process has ended instead; its log."""
+        registry = self.registry
+        found: list[ServiceRecord] = []
+
+        def announced() -> bool:
+            found.extend(record for record in registry.list(role) if record.name == name)
+            if not found and any(each.startswith(name) and p.poll() is not None for each, p in self.processes.items()):
+                raise RuntimeError(f"{name} has ended:\n{self.tail(name)}")
+            return bool(found)
+
+        try:
+            until(announced, START_S, f"{name} announced", interval_s=0.05)
+        except AssertionError as error:
+            raise RuntimeError(f"{error}\n{self.tail(name)}") from error
+        finally:
+            registry.close()
+        return found[0]
+
+    def address_of(self, role: str, name: str) -> str:
+        """The same, for its address."""
+        return self.record_of(role, name).address
+
+    def tail(self, name: str) -> str:
+        """The end of the logs of this service's processes."""
+        logs = sorted(self.folder.glob(f"{name}*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
+
+    def family(self, name: str) -> list[psutil.Process]:
+        """A process's children, and theirs."""
+        children: list[psutil.Process] = psutil.Process(self.processes[name].pid).children(recursive=True)
+        return children
+
+    def stop(self, names: Sequence[str]) -> list[int]:
+        """SIGTERM, then the exit codes."""
+        for name in names:
+            self.processes[name].send_signal(signal.SIGTERM)
+        return self.exit_codes(names)
+
+    def exit_codes(self, names: Sequence[str]) -> list[int]:
+        """Waits for them."""
+        codes = [self.processes[name].wait(timeout=END_S) for name in names]
+        for name in names:
+            del self.processes[name]
+        return codes
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a service and all that it has started, as when its pod or its host goes."""
+        process = self.processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Ends what is left; with patience it is asked first, so that it removes its temporary files."""
+        for process in self.processes.values() if patience_s else ():
+            process.terminate()
+        for name, process in list(self.processes.items()):
+            try:
+                process.wait(timeout=patience_s)
+            except subprocess.TimeoutExpired:
+                self.kill(name)
+        self.processes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

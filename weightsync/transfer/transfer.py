@@ -1,0 +1,192 @@
+"""What the phases of a round do to one rank's shard; which of them may run, guard.py decides.
+
+PREPARE    plan, coverage, room for a staged shard, communicator, cards
+PAUSE      nothing here (the service pauses its engine)
+TRANSFER   sends; or receives into staging (staged) or parameters (in place)
+VERIFY     digests of what was installed
+COMMIT     staging and parameters change places; the round is over
+ABORT      drops the communicator; what was staged is not used; the round is over
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from servicekit.errors import ConfigError, NotReady, PhaseOrder, TandemError
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.plans.limits import largest_message
+from weightsync.plans.participants import Participants
+from weightsync.plans.round_plan import RoundPlan, plan_round
+from weightsync.round.phases import COMMIT, PREPARE, TRANSFER, VERIFY, Phase
+from weightsync.transfer.communicators.cache import CommunicatorCache
+from weightsync.transfer.communicators.communicator import Communicator
+from weightsync.transfer.communicators.watched import run_watched
+from weightsync.transfer.devices import wait_for_device
+from weightsync.transfer.shard import OwnShard
+from weightsync.transfer.transports.disk import check_folder, open_latest
+from weightsync.transfer.transports.links import Links, Terms
+from weightsync.transfer.transports.transport import TransferJob, TransferStats, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What PREPARE has come to."""
+
+    plan: RoundPlan
+    participants: Participants
+    communicator: Communicator
+    transport: Transport
+
+
+class Transfer:
+    """Plan, memory and transport of one rank, from round to round; one phase at a time.
+
+    disk_folder: where the transport disk may write and read; None: nowhere.
+    """
+
+    def __init__(self, shard: OwnShard, communicators: CommunicatorCache, disk_folder: Path | None) -> None:
+        self._shard = shard
+        self._communicators = communicators
+        self._disk_folder = disk_folder
+        self._links = Links(shard.slot)
+        self._plan: RoundPlan | None = None
+        self._prepared: Prepared | None = None
+        self._written = shard.tensors
+        self._stats = TransferStats()
+
+    def run(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
+        """Do any phase but ABORT. Raises: TandemError: of a peer, a digest, a deadline; give_up() is due then."""
+        work = {PREPARE: self._prepare, TRANSFER: self._transfer, VERIFY: self._verify, COMMIT: self._commit}.get(phase)
+        return pb.PhaseReport() if work is None else work(round_)
+
+    def give_up(self) -> None:
+        """End the open round, and its communicator: the next round counts one more that has failed."""
+        self._drop()
+        self._rest()
+
+    def describe(self, report: pb.PhaseReport) -> None:
+        """Write down by what plan and transport."""
+        report.plan_digest = self._plan.digest if self._plan is not None else ""
+        report.transport = self._prepared.transport.name if self._prepared is not None else ""
+
+    def interrupt(self, round_id: str) -> None:
+        """See SyncMember.interrupt."""
+        self._communicators.interrupt(round_id)
+
+    def load_published(self, folder: Path, *, at_least: int, round_id: str) -> int:
+        """See SyncMember.load_published."""
+        check_folder(str(folder), self._disk_folder)
+        published = open_latest(folder, self._shard.spec.fingerprint(), at_least)
+        if round_id not in ("", published.round_id):
+            raise NotReady(f"{published.folder} was published by round {published.round_id}, not {round_id}")
+        self._shard.read(published)
+        return published.policy_version
+
+    def close(self) -> None:
+        """Close transport and communicator."""
+        self._links.close()
+        self._communicators.close()
+
+    def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
+        self._communicators.under_way = round_.round_id
+        started = time.monotonic()
+        try:
+            terms = self._terms(round_)
+        except TandemError:
+            self._drop()  # the others wait for this rank's card: now they hear that it does not come
+            raise
+        planned = time.monotonic()
+        participants = terms.participants
+        rank = participants.slots.index(self._shard.slot)
+        communicator = self._communicators.get(round_, participants, rank)
+        try:
+            transport = self._links.agree(communicator, terms, planned + round_.formation_timeout_s)
+        except TandemError:
+            self._drop()
+            raise
+        self._plan = terms.plan
+        self._prepared = Prepared(
+            plan=terms.plan, participants=participants, communicator=communicator, transport=transport
+        )
+        report = pb.PhaseReport(shard_bytes=self._shard.num_bytes)
+        report.seconds["prepare"] = planned - started
+        report.seconds["rendezvous"] = time.monotonic() - planned
+        return report
+
+    def _transfer(self, round_: pb.Round) -> pb.PhaseReport:
+        shard, prepared = self._shard, self._prepared
+        if prepared is None:
+            raise PhaseOrder(f"{shard.slot}: no round is prepared")
+        wait_for_device(shard.device)  # what the engine has queued may still read or write the parameters
+        self._written = shard.memory(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
+        job = TransferJob(
+            model=shard.spec.fingerprint(),
+            round_id=round_.round_id,
+            plan=prepared.plan,
+            participants=prepared.participants,
+            packer=shard.packer(self._written, round_),
+            policy_version=round_.policy_version,
+            bucket_bytes=self._bucket_bytes(round_, prepared.participants),
+            deadline=time.monotonic() + round_.transfer_timeout_s,
+            timeout_s=round_.transfer_timeout_s,
+        )
+        late = f"transfer not finished in {job.timeout_s:g} s"
+        run = prepared.transport.run
+        self._stats = run_watched(prepared.communicator, lambda: run(job), job.deadline, lambda: late)
+        shard.complete(self._written)
+        return self._stats.report(shard.num_bytes)
+
+    def _verify(self, round_: pb.Round) -> pb.PhaseReport:
+        if self._shard.is_receiver:
+            self._shard.verify(self._written, self._stats.received)
+        return pb.PhaseReport(shard_bytes=self._shard.num_bytes)
+
+    def _commit(self, round_: pb.Round) -> pb.PhaseReport:
+        start = time.monotonic()
+        self._shard.install(self._written)
+        self._rest()
+        report = pb.PhaseReport()
+        report.seconds["install"] = time.monotonic() - start
+        return report
+
+    def _rest(self) -> None:
+        self._communicators.under_way = ""
+        self._written = self._shard.tensors
+        self._stats = TransferStats()
+
+    def _drop(self) -> None:
+        self._links.close()
+        self._communicators.drop()
+        self._prepared = None
+
+    def _bucket_bytes(self, round_: pb.Round, participants: Participants) -> int:
+        """All ranks of a round know its chains and are of one device (facts.py), and so come to the same size."""
+        return largest_message(int(round_.bucket_bytes), self._shard.device.type, participants.longest_chain)
+
+    def _terms(self, round_: pb.Round) -> Terms:
+        """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
+        shard, participants = self._shard, Participants.of_round(round_)
+        if not participants.replicas:
+            raise ConfigError(f"{shard.slot}: round {round_.round_id} has no replicas, so nobody to send to")
+        if shard.slot not in participants.slots:
+            raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
+        expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
+        if expected != shard.parallel:
+            raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {shard.parallel}")
+        shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
+        if round_.transport == pb.SYNC_TRANSPORT_DISK:
+            check_folder(round_.disk_folder, self._disk_folder)
+        dtype = shard.wire_dtype(round_)
+        largest = max(1, self._bucket_bytes(round_, participants) // dtype.itemsize)
+        plan = plan_round(shard.spec, participants.trainer, tuple(participants.chains()), largest)
+        if self._plan is not None and plan is not self._plan:
+            shard.packers.forget()
+        return Terms(
+            round_=round_,
+            plan=plan,
+            participants=participants,
+            tensors=shard.tensors,
+            packer=shard.packer(shard.tensors, round_),
+            wire_dtype=str(dtype).removeprefix("torch."),
+            is_trainer=not shard.is_receiver,
+        )
