@@ -19,6 +19,7 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
@@ -29,12 +30,6 @@ PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEU
 PARTNER_S = 1.0
 Partner = Callable[[pb.RoundPhase.ValueType, pb.Round], object]
 NewValue = Callable[[FieldDescriptor], Any]
-SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
-
-
-def parallel_sizes(**changes: Any) -> pb.ParallelSizes:
-    """One of everything, but for `changes`."""
-    return pb.ParallelSizes(**dict[str, Any].fromkeys(SIZES, 1) | changes)
 
 
 def changed(message: Message, chance: random.Random, new_value: NewValue) -> Message:
@@ -135,7 +130,7 @@ class Rounds:
             policy_version=version,
             group=self._group,
             epoch=self._epoch(),
-            trainer=parallel_sizes(tensor=2),
+            trainer=Parallel(tensor=2).to_proto(),
             replicas=self._replicas,
             install_mode=pb.INSTALL_MODE_STAGED,
             pause_mode=pb.PAUSE_MODE_DRAIN,

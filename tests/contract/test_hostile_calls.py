@@ -15,7 +15,8 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.hostile_requests import Attack, Hostile, Usage
-from tests.near_valid_requests import ForRollout, ForTrainer, Near, Rounds, parallel_sizes
+from tests.near_valid_requests import ForRollout, ForTrainer, Near, Rounds
+from weightsync.layouts.layout import Parallel
 
 SERVICES = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
@@ -52,7 +53,7 @@ class Target:
 
 def right_requests(name: str, target: Target) -> Near | None:
     """None: the coordinator's have no field that could be nearly right."""
-    sizes = parallel_sizes(tensor=2)
+    sizes = Parallel(tensor=2).to_proto()
     replicas = (weights_pb2.ReplicaSpec(name="rollout-0", parallel=sizes),)
     rounds = Rounds("tandem:run", lambda: 1, target.folder / "weights", replicas)
     if name == "trainer":

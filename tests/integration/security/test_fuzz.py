@@ -28,10 +28,10 @@ from tests.near_valid_requests import (
     Near,
     Partner,
     Rounds,
-    parallel_sizes,
     taking_part,
 )
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
 
@@ -124,7 +124,7 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     trainer_at, rollout_at = services.address_of("trainer", "trainer"), services.address_of("rollout", "rollout-0")
     group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
     run_dir = services.folder / "run"
-    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=parallel_sizes())
+    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=Parallel().to_proto())
 
     def rounds(name: str, partner: Partner) -> Rounds:
         return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)
