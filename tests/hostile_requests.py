@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
@@ -23,7 +23,7 @@ from servicekit.errors import REASON_KEY
 from servicekit.rpc.bounds import Items, Number, Text
 from servicekit.rpc.limits import CHANNEL_OPTIONS
 from servicekit.rpc.request_bounds import BOUNDS
-from tests.near_valid_requests import changed
+from tests.near_valid_requests import Near, changed
 
 CALL_S = 10.0
 # Of many fields: one that is out of bounds in each would keep all of them from the handlers.
@@ -47,14 +47,6 @@ class Usage:
         return cls(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-class RightRequests(Protocol):
-    """What a service would do now (near_valid_requests.ForTrainer, ForRollout)."""
-
-    def requests(self, method: str, chance: random.Random) -> list[Message]:
-        """The messages of one call."""
-        ...
-
-
 class Hostile:
     """Draws requests from a seed.
 
@@ -63,7 +55,7 @@ class Hostile:
         rounds_s: longest timeout of a round that is within bounds.
     """
 
-    def __init__(self, seed: int, near: RightRequests | None = None, rounds_s: float = 1.0) -> None:
+    def __init__(self, seed: int, near: Near | None = None, rounds_s: float = 1.0) -> None:
         self.random = random.Random(seed)
         self._near = near
         self._rounds_s = rounds_s

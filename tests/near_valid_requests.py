@@ -19,6 +19,7 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
@@ -29,12 +30,6 @@ PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEU
 PARTNER_S = 1.0
 Partner = Callable[[pb.RoundPhase.ValueType, pb.Round], object]
 NewValue = Callable[[FieldDescriptor], Any]
-SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
-
-
-def parallel_sizes(**changes: Any) -> pb.ParallelSizes:
-    """One of everything, but for `changes`."""
-    return pb.ParallelSizes(**dict[str, Any].fromkeys(SIZES, 1) | changes)
 
 
 def changed(message: Message, chance: random.Random, new_value: NewValue) -> Message:
@@ -127,10 +122,6 @@ class Rounds:
             own(phase, round_)
             theirs.result(timeout=CALL_S)
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._beside.shutdown()
-
     def begun(self, version: int, transport: pb.SyncTransport.ValueType) -> pb.Round:
         """Another round."""
         self._count += 1
@@ -139,7 +130,7 @@ class Rounds:
             policy_version=version,
             group=self._group,
             epoch=self._epoch(),
-            trainer=parallel_sizes(tensor=2),
+            trainer=Parallel(tensor=2).to_proto(),
             replicas=self._replicas,
             install_mode=pb.INSTALL_MODE_STAGED,
             pause_mode=pb.PAUSE_MODE_DRAIN,
@@ -152,31 +143,46 @@ class Rounds:
         )
 
 
-class ForTrainer:
-    """Requests of a TrainerService at this address. run_dir: where it may write."""
+class Near:
+    """Right requests of a service, which asks it for its policy version first."""
 
-    def __init__(self, address: str, run_dir: Path, rounds: Rounds) -> None:
-        self._channel = grpc.insecure_channel(address)
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        self._run_dir, self._rounds = run_dir, rounds
-        self._count = 0
+    published_version = 0
+
+    def __init__(self, stub: Any, status: Message, rounds: Rounds) -> None:
+        self._stub, self._status, self._rounds = stub, status, rounds
 
     def requests(self, method: str, chance: random.Random) -> list[Message]:
         """The messages of one call."""
-        version = self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
+        version = self._stub.GetStatus(self._status, timeout=CALL_S).policy_version
+        if method == "GetStatus":
+            return [self._status]
+        if method == "RunPhase":
+            phase, round_ = self._rounds.next(max(version, self.published_version), chance)
+            return [pb.RunPhaseRequest(phase=phase, round=round_)]
+        return self.own(method, version, chance)
+
+    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
+        """Of a method that only this service has."""
+        raise NotImplementedError
+
+
+class ForTrainer(Near):
+    """Requests of a TrainerService at this address. run_dir: where it may write."""
+
+    def __init__(self, address: str, run_dir: Path, rounds: Rounds) -> None:
+        stub = trainer_pb2_grpc.TrainerServiceStub(grpc.insecure_channel(address))
+        super().__init__(stub, trainer_pb2.GetStatusRequest(), rounds)
+        self._run_dir, self._count = run_dir, 0
+
+    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
         path = str(self._run_dir / f"near-{method}-{chance.randrange(2)}")
         if method == "TrainStep":
             self._count += 1
             header = trainer_pb2.TrainStepHeader(
                 step_id=f"near-{self._count}", policy_version=version, num_updates=1, num_samples=2, fence=FENCE
             )
-            return [
-                trainer_pb2.TrainStepRequest(header=header),
-                trainer_pb2.TrainStepRequest(chunk=_samples()),
-            ]
-        if method == "RunPhase":
-            phase, round_ = self._rounds.next(version, chance)
-            return [pb.RunPhaseRequest(phase=phase, round=round_)]
+            batch = trainer_pb2.TrainStepRequest(chunk=_samples())
+            return [trainer_pb2.TrainStepRequest(header=header), batch]
         saved = self._run_dir / "near-SaveCheckpoint-0"
         others: dict[str, Message] = {
             "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
@@ -186,13 +192,8 @@ class ForTrainer:
             "RestorePolicy": trainer_pb2.RestorePolicyRequest(
                 path=str(saved) if saved.exists() else "", policy_version=version, fence=FENCE
             ),
-            "GetStatus": trainer_pb2.GetStatusRequest(),
         }
         return [others[method]]
-
-    def close(self) -> None:
-        """Ends the channel."""
-        self._channel.close()
 
 
 def _samples() -> trainer_pb2.SampleChunk:
@@ -207,7 +208,7 @@ def _samples() -> trainer_pb2.SampleChunk:
     )
 
 
-class ForRollout:
+class ForRollout(Near):
     """Requests of a RolloutService at this address.
 
     Args:
@@ -217,41 +218,26 @@ class ForRollout:
     def __init__(
         self, address: str, rounds: Rounds, published: tuple[Path, int, str] = (Path("/nowhere"), 1, "r-1")
     ) -> None:
-        self._channel = grpc.insecure_channel(address)
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self._rounds = rounds
-        self._published = published
+        stub = rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(address))
+        super().__init__(stub, rollout_pb2.GetStatusRequest(), rounds)
+        self._folder, self.published_version, self._round_id = published
 
-    def requests(self, method: str, chance: random.Random) -> list[Message]:
-        """The messages of one call."""
-        version = self._stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
-        if method == "RunPhase":
-            version = max(version, self._published[1])
-            phase, round_ = self._rounds.next(version, chance)
-            return [pb.RunPhaseRequest(phase=phase, round=round_)]
-        folder, published, round_id = self._published
+    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
+        groups = [rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)]
+        sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
         others: dict[str, Message] = {
             "TakeOver": rollout_pb2.TakeOverRequest(fence=FENCE),
             "GenerateGroups": rollout_pb2.GenerateGroupsRequest(
-                groups=[
-                    rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)
-                ],
-                sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4),
-                policy_version=version,
+                groups=groups, sampling=sampling, policy_version=version
             ),
             "LoadPublishedWeights": rollout_pb2.LoadPublishedWeightsRequest(
-                folder=str(folder), policy_version=published, round_id=round_id, fence=FENCE
+                folder=str(self._folder), policy_version=self.published_version, round_id=self._round_id, fence=FENCE
             ),
             "PauseGeneration": rollout_pb2.PauseGenerationRequest(mode=chance.choice(PAUSES), fence=FENCE),
             "ResumeGeneration": rollout_pb2.ResumeGenerationRequest(fence=FENCE),
-            "GetStatus": rollout_pb2.GetStatusRequest(),
             "GetChecksums": rollout_pb2.GetChecksumsRequest(),
         }
         return [others[method]]
-
-    def close(self) -> None:
-        """Ends the channel."""
-        self._channel.close()
 
 
 def taking_part(address: str) -> Partner:

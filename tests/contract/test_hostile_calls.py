@@ -14,8 +14,9 @@ from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
-from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
-from tests.near_valid_requests import ForRollout, ForTrainer, Rounds, parallel_sizes
+from tests.hostile_requests import Attack, Hostile, Usage
+from tests.near_valid_requests import ForRollout, ForTrainer, Near, Rounds
+from weightsync.layouts.layout import Parallel
 
 SERVICES = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
@@ -50,9 +51,9 @@ class Target:
         assert self.address, self.log.read_text()
 
 
-def right_requests(name: str, target: Target) -> RightRequests | None:
+def right_requests(name: str, target: Target) -> Near | None:
     """None: the coordinator's have no field that could be nearly right."""
-    sizes = parallel_sizes(tensor=2)
+    sizes = Parallel(tensor=2).to_proto()
     replicas = (weights_pb2.ReplicaSpec(name="rollout-0", parallel=sizes),)
     rounds = Rounds("tandem:run", lambda: 1, target.folder / "weights", replicas)
     if name == "trainer":
@@ -61,7 +62,7 @@ def right_requests(name: str, target: Target) -> RightRequests | None:
 
 
 @pytest.fixture(params=list(SERVICES))
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Target, Any, RightRequests | None]]:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Target, Any, Near | None]]:
     made = Target(request.param, tmp_path)
     try:
         yield made, SERVICES[request.param], right_requests(request.param, made)
@@ -73,7 +74,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tar
         made.process.wait(timeout=10)
 
 
-def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any, RightRequests | None]) -> None:
+def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any, Near | None]) -> None:
     served, service, near = target
     also = [] if service is SERVICES["coordinator"] else [ROUNDS]
     attack = Attack(served.address, service, also=also, leave_out=("WatchEvents",))  # which waits for what comes

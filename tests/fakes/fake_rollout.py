@@ -19,6 +19,7 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
 from tests.kit.folders import EOS, NUM_PARAMETERS, answer_of, encode
+from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Role
 
 
@@ -134,15 +135,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             name=self.name,
             state=self.state,
             policy_version=self.policy_version,
-            parallel=weights_pb2.ParallelSizes(
-                tensor=self.tensor_parallel,
-                pipeline=1,
-                data=1,
-                context=1,
-                expert=1,
-                expert_tensor=1,
-                virtual_pipeline=1,
-            ),
+            parallel=Parallel(tensor=self.tensor_parallel).to_proto(),
             versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
         )
 

@@ -17,7 +17,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tests.contract.test_hostile_calls import Target
-from tests.hostile_requests import Attack, Hostile, RightRequests, Usage
+from tests.hostile_requests import Attack, Hostile, Usage
 from tests.kit.models import make_model
 from tests.kit.processes import Services
 from tests.kit.replicas import configuration
@@ -25,12 +25,13 @@ from tests.near_valid_requests import (
     CALL_S,
     ForRollout,
     ForTrainer,
+    Near,
     Partner,
     Rounds,
-    parallel_sizes,
     taking_part,
 )
 from weightsync.group.rendezvous import Rendezvous
+from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
 
@@ -49,7 +50,7 @@ def under_attack(
     address: str,
     service: Any,
     pids: list[int],
-    near: RightRequests | None = None,
+    near: Near | None = None,
     leave_out: tuple[str, ...] = (),
     also: Sequence[Any] = (ROUNDS,),
 ) -> None:
@@ -123,7 +124,7 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     trainer_at, rollout_at = services.address_of("trainer", "trainer"), services.address_of("rollout", "rollout-0")
     group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
     run_dir = services.folder / "run"
-    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=parallel_sizes())
+    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=Parallel().to_proto())
 
     def rounds(name: str, partner: Partner) -> Rounds:
         return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)
