@@ -5,7 +5,6 @@ cell has killed it starts again.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -26,6 +25,7 @@ from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.chaos.gates import Gate
 from tests.chaos.policy import expected_checksums
+from tests.kit.processes import fork_server
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
@@ -39,8 +39,7 @@ CALL_S = 10.0
 # A publication may take three rounds, each with its deadlines (of seconds here), and the wait for those who are lost.
 PUBLISH_S = 60.0
 
-_fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["tests.chaos.trainer", "tests.chaos.replica"])
+_fork_server = fork_server("tests.chaos.trainer", "tests.chaos.replica")
 
 
 class ChaosFleet:

@@ -15,6 +15,7 @@ import torch
 
 from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tests.kit.processes import fork_server
 from tests.kit.round import RunPhase, new_round, outcomes, run_round
 from tests.kit.stores import Tensors, canonical_tensors, cut, empty_like_rank
 from weightsync.group.rendezvous import Rendezvous
@@ -31,8 +32,7 @@ GROUP = "tandem:test"
 ANSWER_S = 60.0
 _ERROR = b"!error "
 
-_fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["tests.kit.fleet"])
+_fork_server = fork_server("tests.kit.fleet")
 
 
 def own_tensors(spec: ModelSpec, slot: str, parallel: Parallel, weights: Tensors | None = None) -> Tensors:

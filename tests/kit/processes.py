@@ -1,6 +1,7 @@
 """Real service processes for tests: started as the launcher does, logs in files, ended by pid."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +29,17 @@ def free_port() -> int:
     """For what cannot say which port it was given for 0; another process may take it in between."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+_preloaded: list[str] = []
+
+
+def fork_server(*modules: str) -> ForkServerContext:
+    """Makes processes by forking one that has imported these modules once, and those of the other callers."""
+    context = multiprocessing.get_context("forkserver")
+    _preloaded.extend(modules)
+    context.set_forkserver_preload(_preloaded)
+    return context
 
 
 @dataclass

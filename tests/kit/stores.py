@@ -70,8 +70,10 @@ def empty_like_rank(layout: Layout, rank: int, dtype: torch.dtype = torch.float3
 
 
 def same(got: Tensors, expected: Tensors) -> list[str]:
-    """Names of tensors that are not bitwise equal."""
-    return [name for name, tensor in expected.items() if not np.array_equal(_bits(got[name]), _bits(tensor))]
+    """Names of tensors that are not bitwise equal, or that only one of the two has."""
+    both = set(got) & set(expected)
+    differ = {name for name in both if not np.array_equal(_bits(got[name]), _bits(expected[name]))}
+    return sorted(differ | (set(got) ^ set(expected)))
 
 
 def _bits(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tests.kit.processes import free_port
 from tests.kit.waiting import until
 from tests.monitoring.boards import Query
 from tests.monitoring.tools import MONITORING, RULES, tool
@@ -64,7 +64,7 @@ class Prometheus(PrometheusApi):
     """One server; `targets` is by job, then by replica name ("" for none): host:port."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Mapping[str, str]]) -> None:
-        super().__init__(f"http://127.0.0.1:{_free_port()}")
+        super().__init__(f"http://127.0.0.1:{free_port()}")
         self._folder = folder
         self._start_s = time.time()
         config = folder / "prometheus.yml"
@@ -123,10 +123,3 @@ def _config(targets: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         configs.append({"job_name": job, "static_configs": labelled})
     times = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     return {"global": times, "rule_files": [str(RULES)], "scrape_configs": configs}
-
-
-def _free_port() -> int:
-    """Prometheus cannot say which port it was given for 0; another process may take this one in between."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

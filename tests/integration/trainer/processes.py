@@ -1,16 +1,28 @@
-"""The ranks of a trainer as real processes, and the steps that tests ask of them."""
+"""The ranks of a trainer as real processes, the steps that tests ask of them, and who takes their weights."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
+import torch
 
 from servicekit.redis.records import ServiceRecord
 from tandem_api.trainer.v1 import trainer_pb2 as pb
+from tandem_api.trainer.v1 import trainer_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
+from tests.kit.fleet import Fleet
 from tests.kit.models import TRAINED_VOCABULARY
 from tests.kit.processes import Services
+from tests.kit.round import service_at
+from tests.kit.stores import Tensors
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.sglang import sglang_layout
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.hf_files import load_shards
 
 RUN_ID = "trainer-test"
 
@@ -43,6 +55,33 @@ class TrainerProcesses(Services):
     def ready(self) -> ServiceRecord:
         """Waits for the announcement."""
         return self.record_of("trainer", "trainer")
+
+    async def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+        """A whole round to a rollout rank without an engine.
+
+        Returns: what arrived, and the trainer ranks' reports of TRANSFER.
+        """
+        return await asyncio.to_thread(self._receive, layout)
+
+    def _receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+        spec, group = ModelSpec.from_folder(self.config.model.path), f"tandem:{RUN_ID}"
+        with grpc.insecure_channel(self.ready().address) as channel:
+            status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+            replicas, services = {"rollout-0": Parallel()}, {"trainer": service_at(channel)}
+            with Fleet(self.redis_url, spec, layout, replicas, group=group, services=services) as fleet:
+                times = {"formation_timeout_s": 20.0, "transfer_timeout_s": 20.0}
+                reports = fleet.sync(fleet.round(status.policy_version, wait_s=10.0, **times))["trainer"].reports
+                return fleet.stores["rollout-0/0"], reports
+
+    async def exported(self, stub: Any, folder: Path) -> Tensors:
+        """What must have arrived: the same parameters, read from the folder that the trainer exports."""
+        await stub.ExportModel(pb.ExportModelRequest(path=str(folder)), timeout=60)
+        spec = ModelSpec.from_folder(self.config.model.path)
+        layout = sglang_layout(spec, Parallel())
+        # Not NaN, as what receives is at first: what neither has written would be equal.
+        tensors = {name: torch.zeros(shape) for name, shape in layout.parameters_of(0).items()}
+        load_shards(folder, spec, layout, 0, tensors)
+        return tensors
 
 
 def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) -> pb.SampleChunk:

@@ -10,8 +10,8 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
-from tests.integration.trainer.receiver import differing, exported, receive
 from tests.kit.models import save_model
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,7 @@ def trainer(module_redis: str, model: Path, tmp_path_factory: pytest.TempPathFac
         yield processes.begin()
 
 
-async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, module_redis: str, model: Path) -> None:
+async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses) -> None:
     address = trainer.ready().address
     async with open_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
@@ -39,8 +39,8 @@ async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses, mod
         assert (status.world_size, status.parallel.data, status.parallel.expert) == (2, 2, 2)
         step = step_requests("step-1", status.policy_version, [chunk(num_samples=8)])
         await stub.TrainStep(iter(step), timeout=60)
-        tensors, reports = await receive(address, module_redis, model, Parallel(data=2, expert=2))
-        assert differing(tensors, await exported(stub, model, trainer.folder / "hf")) == []
+        tensors, reports = await trainer.receive(Parallel(data=2, expert=2))
+        assert same(tensors, await trainer.exported(stub, trainer.folder / "hf")) == []
     sent = [report.bytes_sent for report in reports]
     weights = load_file(trainer.folder / "hf" / "model.safetensors").values()  # without the engine's padding
     assert sum(sent) == sum(tensor.nbytes for tensor in weights)

@@ -22,8 +22,8 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
-from tests.integration.trainer.receiver import differing, exported, receive
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
+from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
@@ -220,16 +220,16 @@ async def test_what_is_no_checkpoint_of_this_run_is_refused_before_a_weight_chan
 
 
 async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
-    stub: Any, tiny_model: Path, folder: Path
+    stub: Any, shared_trainer: TrainerProcesses, folder: Path
 ) -> None:
     saved_at, saved = await version(stub), folder / "checkpoint"
     await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(saved)), timeout=TIMEOUT_S)
-    before = await exported(stub, tiny_model, folder / "before")
+    before = await shared_trainer.exported(stub, folder / "before")
     first = await stub.TrainStep(iter(step_requests("old", saved_at, [chunk(0)])), timeout=TIMEOUT_S)
     restore = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at + 5)
     for _ in range(2):
         assert (await stub.RestorePolicy(restore, timeout=TIMEOUT_S)).policy_version == saved_at + 5
-    assert differing(before, await exported(stub, tiny_model, folder / "restored")) == []
+    assert same(before, await shared_trainer.exported(stub, folder / "restored")) == []
     again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [chunk(0)])), timeout=TIMEOUT_S)
     assert again.policy_version == saved_at + 6
     assert again.metrics == first.metrics  # optimizer and step size too
@@ -242,7 +242,7 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
     for attempt in range(2):
         at = await version(stub) + 2
         await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
-        assert differing(load_file(tiny_model / "model.safetensors"), await initial(stub, folder / str(attempt))) == []
+        assert same(load_file(tiny_model / "model.safetensors"), await initial(stub, folder / str(attempt))) == []
         for step in range(2):
             requests = step_requests(f"fresh-{attempt}-{step}", at + step, [chunk(0)])
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
@@ -258,11 +258,11 @@ async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tin
         await stub.RestorePolicy(pb.RestorePolicyRequest(policy_version=at), timeout=TIMEOUT_S)
         reply = await stub.TrainStep(iter(step_requests(name, at, chunks)), timeout=TIMEOUT_S)
         done.append((dict(reply.metrics), await initial(stub, folder / name)))
-    (metrics, weights), (again, same) = done
+    (metrics, weights), (again, other) = done
     assert metrics["samples"] == 16
     assert metrics == again
-    assert differing(weights, same) == []
-    assert differing(load_file(tiny_model / "model.safetensors"), weights) != []
+    assert same(weights, other) == []
+    assert same(load_file(tiny_model / "model.safetensors"), weights) != []
 
 
 async def initial(stub: Any, folder: Path) -> dict[str, Any]:
@@ -272,11 +272,11 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 
 
 async def test_published_weights_are_the_exported_ones(
-    stub: Any, record: ServiceRecord, module_redis: str, tiny_model: Path, folder: Path
+    stub: Any, shared_trainer: TrainerProcesses, folder: Path
 ) -> None:
-    tensors, reports = await receive(record.address, module_redis, tiny_model, Parallel(tensor=2))
+    tensors, reports = await shared_trainer.receive(Parallel(tensor=2))
     assert len(reports) == 2
-    assert differing(tensors, await exported(stub, tiny_model, folder / "hf")) == []
+    assert same(tensors, await shared_trainer.exported(stub, folder / "hf")) == []
 
 
 async def test_round_of_another_version_is_refused(stub: Any, rounds: Any) -> None:
