@@ -1,1 +1,1 @@
-"""Step 1: prompts, in an order that resumes exactly."""
+"""Step 1: prompts, in an order that can be resumed exactly."""

@@ -1,4 +1,4 @@
-"""Step 1: prompts. Tokenized rows, and a data cursor that shuffles by epoch and resumes exactly."""
+"""Step 1: prompts. Tokenizes rows; a data cursor shuffles them by epoch and can be resumed exactly."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from tandem_config.schema import DataSection
 from tandem_files.data_rows import DataError, Row, RowProblem, read_rows
 from tandem_files.tokenizer import TextCodec
 
-# Rows tokenized at once: bounds memory, keeps the tokenizer's threads busy.
+# Rows tokenized in one batch: bounds memory, keeps the tokenizer's threads busy.
 _ENCODE_BATCH = 4096
 
 
@@ -27,7 +27,7 @@ class PromptSet:
     num_dropped: int
 
     def digest(self) -> str:
-        """xxh3-128 in hex of every prompt's tokens and answer, in order: equal data, whatever file it came from."""
+        """Compute the xxh3-128, in hex, of all prompts' tokens and answers in order; the file does not matter."""
         digest = xxhash.xxh3_128()
         for prompt in self.prompts:
             digest.update(json.dumps([list(prompt.token_ids), prompt.answer]).encode())
@@ -37,8 +37,8 @@ class PromptSet:
 def load_prompts(section: DataSection, part: Literal["train", "heldout"], codec: TextCodec) -> PromptSet:
     """Read, validate and tokenize a data file.
 
-    Raises: DataError: listing the file's problems, prompts longer than data.max_prompt_tokens among them unless
-        data.overlong_prompts is "drop"; or no prompt is left.
+    Raises: DataError: with the file's problems; prompts longer than data.max_prompt_tokens are among them, unless
+        data.overlong_prompts is "drop" and others are left.
     """
     path = section.train if part == "train" else section.heldout
     if path is None:
@@ -75,7 +75,7 @@ def _overlong(prompt: Prompt, section: DataSection) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CursorState:
-    """Where a cursor stands; with the seed, all that the order of the data depends on."""
+    """The position of a cursor."""
 
     epoch: int
     position: int
@@ -83,7 +83,7 @@ class CursorState:
 
 
 class DataCursor:
-    """Walks over prompts for ever: a new seeded order in each epoch, an exact position that can be saved."""
+    """Iterates over prompts without end, in a new seeded order in each epoch; its position can be saved."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
@@ -96,7 +96,7 @@ class DataCursor:
         self._order = self._epoch_order()
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; goes on into the next epoch where this one ends."""
+        """Return the next `count` prompts, from the next epoch when this one ends."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -108,7 +108,7 @@ class DataCursor:
         return taken
 
     def state(self) -> CursorState:
-        """What `restore` needs."""
+        """Return the position, for `restore`."""
         return CursorState(epoch=self._epoch, position=self._position, num_prompts=len(self._prompts))
 
     def restore(self, state: CursorState) -> None:

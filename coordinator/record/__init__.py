@@ -1,1 +1,1 @@
-"""What a run leaves on disk: rows, state, checkpoints, summary; and what they say about its health."""
+"""Writes a run's rows, state, checkpoints and summary, and judges its health from them."""

@@ -1,8 +1,8 @@
-"""Checkpoints: the trainer's files, the coordinator's state, and a mark that says that both are there.
+"""Writes and loads checkpoints: the trainer's files, the coordinator's state, and the mark that both are complete.
 
 checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, RNG
                           coordinator.json   RunState after iteration 12
-                          complete.json      written last; names the model, holds digests
+                          complete.json      written last; has the model and digests
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Checkpointer:
     """Writes the checkpoints of one run.
 
     Args:
-        model: name of the model for messages (its folder).
-        keep: newest checkpoints kept.
+        model: folder of the model, for messages.
+        keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, *, run_dir: Path, model: str, trainer: Trainer, keep: int) -> None:
@@ -45,15 +45,15 @@ class Checkpointer:
         self._keep = keep
 
     async def save_trainer(self, iteration: int) -> None:
-        """Let the trainer write its part; the checkpoint does not count before `complete`."""
+        """Let the trainer write its part; the checkpoint is unfinished until `complete`."""
         folder = step_folder(self._run_dir, iteration)
-        # What a crash left half-written under this number is worth nothing and must not mix with the new files.
+        # Files that a crash left under this number must not mix with the new ones.
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(parents=True)
         await self._trainer.save_checkpoint(self.trainer_folder(iteration))
 
     def trainer_folder(self, iteration: int) -> Path:
-        """Where the trainer's part of a checkpoint is, or will be."""
+        """Return the folder of the trainer's part of a checkpoint, whether it exists or not."""
         return (step_folder(self._run_dir, iteration) / TRAINER_FOLDER).absolute()
 
     async def complete(
@@ -64,8 +64,9 @@ class Checkpointer:
     ) -> None:
         """Add the coordinator's state, mark the checkpoint complete, remove the oldest.
 
-        check_lead, last_look: called before each file is written, the latter in the moment before; they raise what says
-            that the checkpoint is not ours to write.
+        Args:
+            check_lead: called before each file is written; raises if this coordinator no longer leads the run.
+            last_look: the same, called immediately before a file is replaced.
         """
         folder = step_folder(self._run_dir, state.iteration)
         await check_lead()
@@ -87,18 +88,19 @@ class Checkpointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Newest:
-    """The checkpoint to go on from: its state, and what was stepped over to find it."""
+    """The checkpoint to resume from: its state, and the damaged ones that were skipped."""
 
     state: RunState
     sound: Sound
 
 
 def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None:
-    """The newest checkpoint that is as it was written; None if there is none.
+    """Load the newest undamaged checkpoint; None if there is none.
 
     Args:
-        model, fingerprint: the model of this run.
-    Raises: ConfigError: the checkpoint is of another model (both are named); DamagedCheckpoint: all are damaged.
+        model: folder of this run's model.
+        fingerprint: fingerprint of this run's model.
+    Raises: ConfigError: the checkpoint is of another model; DamagedCheckpoint: all are damaged.
     """
     sound = newest_sound(run_dir)
     if sound is None:
@@ -114,7 +116,7 @@ def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None
 
 
 def marks(run_dir: Path) -> dict[str, int]:
-    """When each complete checkpoint was marked (ns): equal as long as no process of the run has gone on."""
+    """Return when each complete checkpoint was marked (ns), to notice that another process continued the run."""
     found = {}
     for _, folder in list_complete(run_dir):
         with contextlib.suppress(FileNotFoundError):  # pruned just now

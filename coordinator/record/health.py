@@ -1,9 +1,8 @@
-"""Whether a run learns, from the rows of metrics.jsonl: the one source for `tandem run`, `status`, `top`, the page, the
-summary and the last line. Pure.
+"""Judges from the rows of metrics.jsonl whether a run learns, for `tandem run`, `status`, `top`, page and summary.
 
-Thresholds are those of deploy/monitoring/rules, where those have the alert too; Prometheus also looks at the past and
-at the other services. Curves are averaged over a third of the run, 2 to 10 iterations: short runs are told too, and
-long ones have no alarm for a single bad iteration.
+Thresholds are those of deploy/monitoring/rules, if these have the alert; Prometheus also has the past and the other
+services. Curves are averaged over a third of the run, 2 to 10 iterations, so that short runs have warnings too and a
+single bad iteration of a long run gives none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,26 +17,26 @@ ALL_TRUNCATED = 0.9
 # and 25 % of one batch) the run ends.
 REWARD_ERRORS = 0.01
 REWARD_TIMEOUTS = 0.05
-# Of held-out accuracy: more than the noise of a few hundred prompts.
+# Loss of held-out accuracy, above the noise of a few hundred prompts.
 ACCURACY_LOST = 0.05
-# Of the best: a reward that has risen to about there says that the task is solved, not that the policy is lost.
+# Share of the best reward: a reward that has risen to about that means a solved task, not a collapsed policy.
 _ABOUT_BEST = 0.9
 _RISEN = 1.1
 _LONGEST = 10
 _SHORTEST = 2
-# This is worked out in every iteration, and for every look at the page.
-_LOOKS = 500
+# Windows that are averaged in a long run: this is computed in every iteration, and for every snapshot of the page.
+_MAX_WINDOWS = 500
 
 Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """Something that needs a person.
+    """A problem of the training.
 
     Attributes:
-        kind: one word per kind of trouble.
-        name: its entry in docs/runbook.md and its alert's name.
+        kind: identifies the kind of trouble.
+        name: name of its alert and of its entry in docs/runbook.md.
     """
 
     kind: str
@@ -46,11 +45,12 @@ class Trouble:
 
 
 def troubles(rows: Sequence[Row], initial_accuracy: float | None, logprob_diff_limit: float) -> list[Trouble]:
-    """What is wrong with the training now, the worst first.
+    """List the troubles of the training now, the worst first.
 
     Args:
-        rows: iterations, the newest last; what was not measured is left out of a row.
+        rows: iterations, the newest last; a row lacks what was not measured.
         initial_accuracy: on held-out prompts before the first iteration.
+        logprob_diff_limit: grpo.logprob_diff_limit.
     """
     return [trouble for find in _FINDERS for trouble in find(_Curves(rows, initial_accuracy, logprob_diff_limit))]
 
@@ -63,26 +63,26 @@ class _Curves:
 
     @property
     def window(self) -> int:
-        """Iterations that are averaged."""
+        """Number of iterations that are averaged."""
         return min(_LONGEST, max(_SHORTEST, len(self.rows) // 3))
 
     def recent(self, field: str) -> float | None:
-        """The field's mean over the newest iterations; None if there are too few."""
+        """Return the field's mean over the newest iterations; None if there are too few."""
         return _mean(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
 
     def last(self, field: str) -> float | None:
-        """The field's newest value: of what is not measured in every iteration."""
+        """Return the field's newest value, for what is not measured in every iteration."""
         return next((row[field] for row in reversed(self.rows) if field in row), None)
 
     def best(self, field: str) -> float | None:
-        """The largest mean over as many iterations in a row, at any time (of long runs at _LOOKS times)."""
-        starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _LOOKS))
+        """Return the field's largest mean over a window (in long runs over _MAX_WINDOWS of the windows)."""
+        starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _MAX_WINDOWS))
         means = [_mean(self.rows[start : start + self.window], field) for start in starts]
         return max((mean for mean in means if mean is not None), default=None)
 
     @property
     def solved(self) -> bool:
-        """The reward has risen, and is about what it was at best: then it is no wonder that little is left to learn."""
+        """Whether the reward has risen and is near its best, so that little is left to learn."""
         recent, best, first = self.recent("reward_mean"), self.best("reward_mean"), self.rows[0].get("reward_mean")
         if recent is None or best is None or first is None:
             return False
@@ -139,7 +139,7 @@ def _truncated(now: _Curves) -> Iterator[Trouble]:
             kind="truncated",
             name="TandemCompletionsTruncated",
             text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens: none of them ends by itself, and "
-            "with reward.require_stop none is paid.",
+            "with reward.require_stop none is rewarded.",
         )
 
 
@@ -163,8 +163,8 @@ def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
     if equal == 1.0 and spread == 0.0:
         reward = now.rows[-1].get("reward_mean", 0.0)
         text = (
-            f"Every completion of the last {now.window} iterations got the reward {reward:g}, so nothing is learnt: "
-            "look at reward.kind, its settings, the answers and grpo.max_new_tokens."
+            f"Every completion of the last {now.window} iterations got the reward {reward:g}, so the policy does "
+            "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."
         )
     yield Trouble(kind="equal_rewards", name="TandemNothingToLearn", text=text)
 
@@ -195,13 +195,13 @@ _FINDERS: tuple[Callable[[_Curves], Iterator[Trouble]], ...] = (
 
 
 class Watch:
-    """Tells each trouble of a run when it begins."""
+    """Finds the troubles of a run that are new."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def begun(self, now: Sequence[Trouble]) -> list[Trouble]:
-        """Those that were not there at the last call; one that has gone is told again when it comes back."""
+        """Return the troubles that were not in the last call; one that ended and returns is new again."""
         kinds = {trouble.kind for trouble in now}
         new = [trouble for trouble in now if trouble.kind not in self._known]
         self._known = kinds

@@ -1,4 +1,4 @@
-"""What is odd about one iteration by itself: warnings with their kinds."""
+"""Warnings about a single iteration."""
 
 from collections.abc import Iterator
 
@@ -11,15 +11,15 @@ _NAMED_ROWS = 5
 
 
 def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
-    """Refuse to go on when trainer and engine do not compute the same model.
+    """Check that trainer and engine compute the same model.
 
     Args:
-        stop_at: grpo.logprob_diff_stop.
+        stop_at: grpo.logprob_diff_stop; None: no limit.
     Raises: Internal: their mean difference is larger.
     """
     metrics = {} if record.step is None else record.step.metrics
     mean = metrics.get("logprob_abs_diff_mean")
-    # NaN is no agreement either.
+    # NaN does not pass either.
     if stop_at is None or mean is None or mean <= stop_at:
         return
     raise Internal(
@@ -32,7 +32,7 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
 
 
 def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tuple[str, str]]:
-    """(kind, message) of each warning but those of the scores."""
+    """Yield (kind, message) of each warning, except those about scores."""
     difference = None if record.step is None else record.step.metrics.get("logprob_abs_diff_max")
     if difference is not None and difference > logprob_diff_limit:
         yield (
@@ -43,14 +43,14 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
     if record.step is None:
         yield "nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step"
     if record.generation.retried_calls:
-        yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were made up for"
+        yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were repeated"
 
 
 def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
-    """(kind, message) of each warning about the scores of a batch.
+    """Yield (kind, message) of each warning about the scores of a batch.
 
     Args:
-        known_rows: rows of that file that have been warned about; those that are new are added.
+        known_rows: rows of that file that have been warned about; new ones are added.
     """
     if scored.num_errors:
         yield (

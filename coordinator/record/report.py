@@ -1,4 +1,4 @@
-"""The last step: report. An iteration as a row of metrics.jsonl: what it learnt, and where its time went.
+"""The last step: report. Makes an iteration's row of metrics.jsonl: results and times.
 
 The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - engine_s - trainer_compute_s`, i.e. all
 that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync, waiting).
@@ -15,7 +15,7 @@ from coordinator.clients.trainer import TrainResult
 from coordinator.flow import Generation, Scored, SyncResult
 from tandem_files.metrics_file import Row
 
-# What the trainer reports under the same name in a row; null when it does not, or when the step was skipped.
+# The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped.
 _TRAINER_FIELDS = (
     "entropy",
     "logprob_abs_diff_max",
@@ -36,7 +36,7 @@ _PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "evaluat
 
 @dataclass(frozen=True, kw_only=True)
 class IterationRecord:
-    """Everything that an iteration produced."""
+    """The results of an iteration."""
 
     iteration: int
     # After the iteration.
@@ -55,7 +55,7 @@ class IterationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where an iteration's time went."""
+    """The times of an iteration."""
 
     # Seconds by part.
     parts: Mapping[str, float]
@@ -64,12 +64,12 @@ class Timing:
 
     @property
     def busy_s(self) -> float:
-        """The iteration without evaluation and checkpoint."""
+        """Seconds of the iteration without evaluation and checkpoint."""
         return self.total_s - self.parts.get("evaluate", 0.0) - self.parts.get("checkpoint", 0.0)
 
 
 def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -> Row:
-    """The row of metrics.jsonl; `heldout` is None when the iteration had no evaluation."""
+    """Make the row of metrics.jsonl. heldout: None if the iteration had no evaluation."""
     completions = [completion for group in record.generation.groups for completion in group.completions]
     num_tokens = record.generation.num_tokens
     metrics = {} if record.step is None else record.step.metrics
@@ -98,7 +98,7 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
 
 
 def _scores_row(prefix: str, scored: Scored | None) -> Row:
-    """How many completions were scored, and which of their zeros say nothing about the policy."""
+    """Count the scored completions, and those whose score of 0 is not the policy's fault."""
     return {
         f"{prefix}scored_completions": None if scored is None else scored.rewards_PG.size,
         f"{prefix}reward_errors": None if scored is None else scored.num_errors,
@@ -126,15 +126,15 @@ def _num_trained(record: IterationRecord) -> int:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a metric without a value is null."""
+    """Turn NaN and infinity, which JSON does not have, into None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def numeric(row: Row) -> dict[str, float]:
-    """A row's values for an event: those that are there."""
+    """Return the values of a row, for an event, without missing ones."""
     return {name: float(value) for name, value in row.items() if value is not None}
 
 
 def median(values: Sequence[float]) -> float | None:
-    """Median; None of nothing."""
+    """Compute the median; None of no values."""
     return float(np.median(values)) if values else None

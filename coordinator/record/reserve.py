@@ -1,4 +1,4 @@
-"""A piece of the disk that a run keeps, so that there is room for its last words when the disk is full."""
+"""Reserves disk space, so that a run can write its last state and log lines when the disk is full."""
 
 from pathlib import Path
 
@@ -13,16 +13,16 @@ log = get_logger(__name__)
 
 
 def take_reserve(run_dir: Path) -> None:
-    """Write it. A disk that has no room for it has none for the run either, which will say so."""
+    """Write the reserve file; a failure is only logged, since the run fails on a full disk anyway."""
     try:
-        # Bytes that a file system cannot leave out or compress to nothing would be random; zeros do on those in use.
+        # Zeros suffice on common file systems; one that compresses would need random bytes.
         write_bytes_atomic(run_dir / RESERVE_FILE, bytes(RESERVE_BYTES))
     except OSError as error:
         log.warning("disk reserve not taken", error=str(error))
 
 
 def release_reserve(run_dir: Path) -> None:
-    """Give it back; call before the run's last words."""
+    """Remove the reserve file; call it before the last state is written."""
     try:
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a restart needs, saved atomically after every iteration and with every checkpoint."""
+"""The coordinator's state, written after every iteration and with every checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from coordinator.flow import Scored
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more, write_bytes_atomic
 
-# Weight syncs whose times are kept: the file is written anew in every iteration.
+# Weight syncs whose times are kept; bounded, since the file is written in every iteration.
 KEPT_SYNCS = 256
 
 
@@ -26,7 +26,7 @@ class ScoreCounts(BaseModel):
     unreadable_answers: int = 0
 
     def note_scores(self, scored: Scored) -> None:
-        """Another batch."""
+        """Add the counts of a batch."""
         self.reward_errors += scored.num_errors
         self.reward_timeouts += scored.num_timeouts
         self.unreadable_answers += scored.num_unreadable
@@ -53,21 +53,21 @@ class Totals(ScoreCounts):
 
     @model_validator(mode="after")
     def _count_syncs(self) -> "Totals":
-        """A state of a release that kept the times of all syncs does not say how many there were."""
+        """Count the syncs in a state of an older release, which kept the times of all instead of their number."""
         if self.weight_sync_s and not self.num_weight_syncs:
             self.num_weight_syncs, self.weight_sync_max_s = len(self.weight_sync_s), max(self.weight_sync_s)
             self.weight_sync_s = self.weight_sync_s[-KEPT_SYNCS:]
         return self
 
     def note_sync(self, seconds: float) -> None:
-        """Another weight sync."""
+        """Add a weight sync."""
         self.num_weight_syncs += 1
         self.weight_sync_max_s = max(seconds, self.weight_sync_max_s or 0.0)
         self.weight_sync_s = [*self.weight_sync_s, seconds][-KEPT_SYNCS:]
 
 
 class DataOrder(BaseModel):
-    """What the order of the prompts depends on; a position in it means nothing in another one."""
+    """What the order of the prompts depends on; a position is valid only in the same order."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -78,11 +78,11 @@ class DataOrder(BaseModel):
 
 
 class RunState(BaseModel):
-    """The run so far. Changed by the run only, between awaits; everything else reads it."""
+    """The state of the run; only the run changes it, between awaits."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # What the process did last: running, finished, failed, interrupted.
+    # Status of the process: running, finished, failed, interrupted.
     status: str = "running"
     error: str = ""
     # Iterations completed.
@@ -96,29 +96,30 @@ class RunState(BaseModel):
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None
-    # Checkpoints that were found damaged and stepped over, in words.
+    # Descriptions of checkpoints that were found damaged and skipped.
     damaged_checkpoints: list[str] = Field(default_factory=list)
-    # What was wrong with the training after the last iteration, in words (health.py).
+    # Troubles of the training after the last iteration, as sentences (health.py).
     troubles: list[str] = Field(default_factory=list)
-    # Iterations in a row that had nothing to train on.
+    # Consecutive iterations without anything to train on.
     skipped_in_a_row: int = 0
-    # Seconds that the run has worked, restarts included, time between them not.
+    # Seconds that the run has worked, over all restarts, without the time between them.
     wall_s: float = 0.0
-    # Unix time of the last step that began or ended.
+    # Unix time at which a step last began or ended.
     last_progress_s: float = Field(default_factory=time.time)
     totals: Totals = Field(default_factory=Totals)
 
     def save(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
-        """Write the state for good; a reader, also one after a power cut, sees the old or the new file.
+        """Write the state durably; a reader, even after a power cut, sees the old or the new file.
 
-        last_look: called in the moment before; what it raises leaves the old file.
+        Args:
+            last_look: called immediately before the replacement; if it raises, the old file stays.
         """
         write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look)
 
     def note(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
-        """Write the state for watchers: atomic, but not forced to disk, which costs 5-10 ms an iteration.
+        """Write the state for watchers: atomically, but not durably, which saves 5-10 ms an iteration.
 
-        A restart goes on from a checkpoint, whose copy is written with `save`.
+        A restart resumes from a checkpoint, whose copy is written with `save`.
         """
         write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look, durable=False)
 
@@ -138,12 +139,12 @@ class RunState(BaseModel):
             raise ConfigError(f"{path} is not a coordinator state: {place}: {first['msg']}") from error
 
     def become(self, other: "RunState") -> None:
-        """Go back to what another state says; whoever reads this one sees it."""
+        """Copy another state into this object, so that all readers of this object see it."""
         for name in type(self).model_fields:
             setattr(self, name, getattr(other, name))
 
     def note_accuracy(self, accuracy: float) -> None:
-        """A held-out measurement."""
+        """Record a held-out accuracy."""
         if self.initial_accuracy is None:
             self.initial_accuracy = accuracy
         self.last_accuracy = accuracy

@@ -1,4 +1,4 @@
-"""summary.json: the run in one object, made from its state, its rows and what the services say about themselves."""
+"""Makes summary.json from the run's state, its rows and the software of its services."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from coordinator.record.report import median
 from coordinator.record.state import RunState
 from tandem_files.metrics_file import Row
 
-# Where an iteration's time goes: medians over the iterations of this run.
+# Times of an iteration; the summary has their medians.
 _TIMES = (
     "iteration_s",
     "generate_s",
@@ -23,7 +23,7 @@ _TIMES = (
 
 
 def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
-    """What summary.json holds.
+    """Make the content of summary.json.
 
     Args:
         rows: all rows of metrics.jsonl.

@@ -1,1 +1,1 @@
-"""What happens in a run, for those who watch and steer it: events, control, metrics."""
+"""Observes and controls a run: events, state, metrics."""

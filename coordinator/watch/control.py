@@ -1,9 +1,9 @@
-"""The run's state and the requests that steer it.
+"""The run's state and the requests that change it.
 
 state      pause asked           resume asked     stop asked           ends by
 STARTING   PAUSED at first gate  -                ends at first gate   FAILED, INTERRUPTED
 RUNNING    PAUSED at next gate   -                ends at next gate    FINISHED, FAILED, INTERRUPTED
-PAUSED     -                     RUNNING          ends at once         INTERRUPTED
+PAUSED     -                     RUNNING          ends immediately     INTERRUPTED
 FINISHED, FAILED, INTERRUPTED: final; requests change nothing
 """
 
@@ -15,7 +15,7 @@ from coordinator.watch.events import EventKind, EventLog
 
 
 class State(Enum):
-    """Where the run stands."""
+    """A state of the run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -26,24 +26,24 @@ class State(Enum):
 
     @property
     def final(self) -> bool:
-        """Nothing follows."""
+        """Whether no other state can follow."""
         return self in (State.FINISHED, State.FAILED, State.INTERRUPTED)
 
 
 class RunControl:
-    """Holds the state; announces every change as an event."""
+    """Holds the state and appends every change to the events."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
-        self._go_on = asyncio.Event()
-        self._go_on.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self.state = State.STARTING
         self.error = ""
         self.stop_requested = False
         self._show()
 
     def enter(self, state: State, why: str = "") -> None:
-        """Change the state; a final state stays."""
+        """Change the state, unless it is final. why: for the event, and the error of a failed run."""
         if self.state.final or state is self.state:
             return
         self.state = state
@@ -53,21 +53,21 @@ class RunControl:
         self._events.append(EventKind.STATE, f"{state.value}: {why}" if why else state.value)
 
     def pause(self) -> State:
-        """Hold the run before its next iteration. Returns: the state now (RUNNING until the iteration has ended)."""
-        if not self.state.final and self._go_on.is_set() and not self.stop_requested:
-            self._go_on.clear()
+        """Pause the run before its next iteration. Returns: the state now (RUNNING until the iteration has ended)."""
+        if not self.state.final and self._unpaused.is_set() and not self.stop_requested:
+            self._unpaused.clear()
             self._events.append(EventKind.PROGRESS, "pause requested: holding before the next iteration")
         return self.state
 
     def resume(self) -> State:
-        """Go on."""
-        self._go_on.set()
+        """Continue a paused run. Returns: the state now."""
+        self._unpaused.set()
         if self.state is State.PAUSED:
             self.enter(State.RUNNING, "resumed")
         return self.state
 
     def stop_after_step(self) -> None:
-        """End the run after the current iteration, at once if it is held."""
+        """End the run after the current iteration, immediately if it is paused."""
         if not self.state.final and not self.stop_requested:
             self.stop_requested = True
             self._events.append(EventKind.PROGRESS, "stop requested: ending after the current iteration")
@@ -77,8 +77,8 @@ class RunControl:
         metrics.observe_state(self.state.value, [state.value for state in State])
 
     async def gate(self) -> None:
-        """Between iterations: returns when the run may go on. Waits as long as a person holds the run."""
-        if not self._go_on.is_set():
+        """Wait, between iterations, until the run is not paused."""
+        if not self._unpaused.is_set():
             self.enter(State.PAUSED, "by request")
-            await self._go_on.wait()
+            await self._unpaused.wait()
         self.enter(State.RUNNING)

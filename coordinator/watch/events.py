@@ -1,4 +1,4 @@
-"""What happens in a run, as a numbered stream that watchers can join late and replay."""
+"""The events of a run, as a numbered stream that watchers can join late and replay."""
 
 import asyncio
 import time
@@ -9,12 +9,12 @@ from enum import Enum
 
 from servicekit.errors import InvalidRequest
 
-# A thousand iterations' worth; older events are gone for late watchers (metrics.jsonl has every iteration).
+# About a thousand iterations; late watchers miss older events (metrics.jsonl has every iteration).
 CAPACITY = 10_000
 
 
 class EventKind(Enum):
-    """What an event is about."""
+    """The kind of an event."""
 
     STATE = "state"
     ITERATION = "iteration"
@@ -25,7 +25,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One thing that happened."""
+    """An event of the run."""
 
     # From 1, without gaps.
     sequence: int
@@ -56,14 +56,14 @@ class EventLog:
         return event
 
     def close(self) -> None:
-        """Nothing more will happen: watchers end after the last event."""
+        """End the stream: watchers end after the last event."""
         self._closed = True
         self._wake()
 
     def watch(self, after: int) -> AsyncIterator[Event]:
-        """Every retained event after a sequence number, then new ones as they come, until the log is closed.
+        """Yield the retained events after sequence number `after`, then new ones, until the log is closed.
 
-        Raises: InvalidRequest: there is no event of that number yet (the coordinator was restarted, say).
+        Raises: InvalidRequest: there is no event of that number yet, e.g. since the coordinator was restarted.
         """
         if after > self._last:
             raise InvalidRequest(f"after_sequence {after} is beyond the last event {self._last}: watch from 0")
@@ -71,7 +71,7 @@ class EventLog:
 
     async def _follow(self, after: int) -> AsyncIterator[Event]:
         while True:
-            # Taken before the look, so that an event between the look and the wait is not missed.
+            # Taken before the events are read, so that an event between reading and waiting is not missed.
             changed, closed = self._changed, self._closed
             for event in self._newer(after):
                 after = event.sequence
@@ -83,7 +83,7 @@ class EventLog:
             await changed.wait()
 
     def _newer(self, after: int) -> list[Event]:
-        """A copy: the log grows while a slow watcher reads."""
+        """Copy the newer events, since the log grows while a slow watcher reads."""
         skip = max(0, len(self._events) - (self._last - after))
         return list(self._events)[skip:]
 

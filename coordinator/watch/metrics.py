@@ -1,4 +1,4 @@
-"""Prometheus metrics of the coordinator: declared here, once; base units; names are part of the interface."""
+"""Prometheus metrics of the coordinator, in base units; their names are part of the interface."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ _PART_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 100
 
 
 class LateGauge:
-    """A gauge that is exported from its first value on: until then its 0 would be taken for a measurement."""
+    """A gauge that is exported from its first value on, since the 0 before it is not a measurement."""
 
     def __init__(self, name: str, documentation: str) -> None:
         self._gauge = Gauge(name, documentation, registry=None)
@@ -59,17 +59,17 @@ SYNC_OUTCOMES = Counter(
 SYNC_EPOCH = LateGauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last committed weight sync.")
 SYNC_RENDEZVOUS_SECONDS = Histogram(
     "tandem_weight_sync_rendezvous_wait_seconds",
-    "Seconds that a round waited for its participants to be there.",
+    "Seconds that a round waited until its participants were present.",
     buckets=_SYNC_BUCKETS,
 )
 SYNC_VERIFY_FAILURES = Counter(
-    "tandem_weight_sync_verify_failures_total", "Rounds that ended because bytes were not those that were sent."
+    "tandem_weight_sync_verify_failures_total", "Rounds that failed because a digest did not match the bytes."
 )
 SERVING_REPLICAS = Gauge("tandem_serving_replicas", "Replicas that committed the current policy and get work.")
-ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas", "Replicas that are there, whether they serve or not.")
+ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas", "Replicas that are announced, whether they serve or not.")
 REPLICA_STARTS = Counter(
     "tandem_replica_starts_total",
-    "Processes of a replica that have been found: one more than its restarts during the coordinator's life.",
+    "Processes of a replica that the coordinator has found: one more than the replica's restarts.",
     ["replica"],
 )
 REPLICA_SYNC_SECONDS = Gauge(
@@ -93,7 +93,7 @@ SYNC_PREDICTED_GOODPUT = LateGauge(
     "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds.",
 )
 LOGPROB_DIFF_LIMIT = LateGauge(
-    "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference that is no reason to worry."
+    "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference without a warning."
 )
 INITIAL_ACCURACY = LateGauge(
     "tandem_heldout_initial_accuracy_ratio", "Held-out greedy accuracy before the first iteration."
@@ -114,12 +114,12 @@ DROPPED_PROMPTS = Gauge(
     "tandem_dropped_prompts", "Prompts left out of the data, longer than data.max_prompt_tokens.", ["data"]
 )
 DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
-RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were made up for.")
+RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were repeated.")
 DISPATCH_STALLS = Counter(
-    "tandem_dispatch_stalls_total", "Times that no replica was left to generate groups, so that one was waited for."
+    "tandem_dispatch_stalls_total", "Times that dispatch waited for a replica because none was left."
 )
 DISPATCH_JOINERS = Counter(
-    "tandem_dispatch_joiners_total", "Replicas that came, were seeded and got work while groups were being generated."
+    "tandem_dispatch_joiners_total", "Replicas that joined and were seeded while groups were being generated."
 )
 SCORED_COMPLETIONS = Counter(
     "tandem_scored_completions_total", "Completions that were scored, by data file (train, heldout).", ["data"]
@@ -164,7 +164,7 @@ _ROW_GAUGES = {
     ),
 }
 
-# From 0: a counter that appears with its first event has no increase that an alert could see.
+# Exported from 0 on: for a counter that appears with its first event, an alert would see no increase.
 for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
 for _data in get_args(DataKey):
@@ -188,18 +188,18 @@ for _kind in (
 
 
 def observe_state(current: str, states: Iterable[str]) -> None:
-    """Shows the run's state as one 1 among zeros."""
+    """Set the gauge of the current state to 1, those of all other states to 0."""
     for state in states:
         RUN_STATE.labels(state=state).set(1.0 if state == current else 0.0)
 
 
 def progress() -> None:
-    """Something has moved: the gauge behind the alert for silent hangs."""
+    """Set the time of the last progress, for the alert TandemNoProgress."""
     LAST_PROGRESS.set(time.time())
 
 
 def observe_sync(result: SyncResult) -> None:
-    """Record a publication that succeeded; its rounds' outcomes are recorded as they end."""
+    """Record a weight sync that succeeded; the outcomes of its rounds are recorded when these end."""
     SYNC_ROUNDS.labels(result="committed").inc()
     for stage, seconds in {**result.stages, "total": result.total_s}.items():
         SYNC_SECONDS.labels(stage=stage).observe(seconds)
@@ -217,7 +217,7 @@ def observe_sync(result: SyncResult) -> None:
 
 
 def forget_replica(replica: str) -> None:
-    """End the series of a replica that is gone."""
+    """Remove the series of a replica that is lost."""
     REPLICA_VERSION.remove(replica)
     REPLICA_SYNC_SECONDS.remove(replica)
 
@@ -245,7 +245,12 @@ def observe_scores(data: DataKey, scored: Scored) -> None:
 
 
 def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:
-    """Record an iteration: its metrics.jsonl row and the seconds of its parts."""
+    """Record an iteration.
+
+    Args:
+        row: its row of metrics.jsonl.
+        parts: seconds by part.
+    """
     for field, gauge in _ROW_GAUGES.items():
         value = row.get(field)
         if value is not None:

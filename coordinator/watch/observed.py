@@ -1,4 +1,4 @@
-"""What a run has shown of its weight syncs and its fleet lately: for the metrics and for the web page."""
+"""Records recent weight syncs and the fleet, for the metrics and the web page."""
 
 import time
 import weakref
@@ -16,7 +16,7 @@ ROUNDS_KEPT = 24
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedSync:
-    """One weight sync, or one round that was given up (`error` says why; it has no stages)."""
+    """A weight sync, or a round that was given up, which has an `error` and no stages."""
 
     # Unix time of its end.
     time_s: float
@@ -32,12 +32,13 @@ class ObservedSync:
 
 @dataclass(kw_only=True)
 class ObservedReplica:
-    """What is known of one replica.
+    """The state of a replica.
 
     Attributes:
+        there: it is announced.
         starts: processes of it that have been found.
         sync_s: seconds of its slowest rank in its last sync; None before one.
-        outcome: how the last round that it was in ended for it.
+        outcome: its outcome of the last round in which it took part.
     """
 
     name: str
@@ -58,14 +59,14 @@ class Observed:
         self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
 
     def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:
-        """One look. Metrics of replicas that are gone end, so that nobody waits for their version to advance."""
+        """Record a snapshot of the fleet; the series of lost replicas end, so that alerts ignore their version."""
         for replica in announced:
             row = self._row(replica.name)
             if replica not in self._seen:
                 self._seen.add(replica)
                 row.starts += 1
                 metrics.REPLICA_STARTS.labels(replica=replica.name).inc()
-        names, serving_names = {each.name for each in announced}, {each.name for each in serving}
+        names, serving_names = {replica.name for replica in announced}, {replica.name for replica in serving}
         for name, row in self.replicas.items():
             if row.there and name not in names:
                 metrics.forget_replica(name)
@@ -74,7 +75,7 @@ class Observed:
         metrics.SERVING_REPLICAS.set(len(serving))
 
     def sync(self, result: SyncResult) -> None:
-        """A publication that succeeded; rounds of it that failed were told as they ended."""
+        """Record a weight sync that succeeded; its failed rounds were recorded when they ended."""
         metrics.observe_sync(result)
         for name, outcome in result.outcomes.items():
             row = self._row(name)
@@ -95,13 +96,13 @@ class Observed:
         )
 
     def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, ReplicaOutcome]) -> None:
-        """A round that was given up."""
+        """Record a round that was given up."""
         metrics.observe_failed_round(error, outcomes)
-        told = {name: outcome.value for name, outcome in outcomes.items()}
-        for name, outcome in told.items():
+        outcome_names = {name: outcome.value for name, outcome in outcomes.items()}
+        for name, outcome in outcome_names.items():
             self._row(name).outcome = outcome
         self.rounds.append(
-            ObservedSync(time_s=time.time(), policy_version=policy_version, outcomes=told, error=str(error))
+            ObservedSync(time_s=time.time(), policy_version=policy_version, outcomes=outcome_names, error=str(error))
         )
 
     def _row(self, name: str) -> ObservedReplica:

@@ -1,1 +1,1 @@
-"""The coordinator's web page: the run at a glance, read only, without anything from elsewhere."""
+"""The coordinator's web page: an overview of the run, read-only, without files from other servers."""

@@ -1,7 +1,7 @@
-"""Alerts that the coordinator can see by itself, with the thresholds of deploy/monitoring/rules. Pure.
+"""Alerts that the coordinator finds by itself, with the thresholds of deploy/monitoring/rules.
 
-Prometheus also looks at the past and at the other services; a page without Prometheus shows at least these. Names are
-those of the alerts, so that docs/runbook.md has an entry for each.
+Prometheus also has the past and the other services. The names are those of its alerts, so docs/runbook.md has an entry
+for each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _AVERAGED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """Something that needs a person; `name` is its entry in the runbook, "" for none."""
+    """An alert; `name` is its entry in the runbook, "" if it has none."""
 
     name: str
     text: str
@@ -26,16 +26,17 @@ class Alert:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What is looked at.
+    """The figures from which alerts follow.
 
     Attributes:
         state: of the run.
-        standstill_s: since a part of an iteration began or ended.
-        rows: newest iterations last.
-        announced, serving: replicas by name.
-        poisoned: replicas whose last round left them so.
-        failed_rounds: among the last rounds.
-        disk_free: share of the run folder's disk.
+        standstill_s: seconds since a part of an iteration began or ended.
+        rows: iterations, the newest last.
+        announced: names of announced replicas.
+        serving: names of serving replicas.
+        poisoned: names of replicas that their last round poisoned.
+        failed_rounds: number of failed ones among the last rounds.
+        disk_free: free share of the run folder's disk.
         initial_accuracy: on held-out prompts, before the first iteration.
     """
 
@@ -53,7 +54,7 @@ class Conditions:
 
 
 def alerts(now: Conditions) -> list[Alert]:
-    """What is wrong now, the worst first."""
+    """List the alerts that hold now, the worst first."""
     return [*_of_the_run(now), *_of_the_fleet(now), *_of_the_training(now)]
 
 
@@ -62,7 +63,7 @@ def _of_the_run(now: Conditions) -> Iterator[Alert]:
         yield Alert(name="TandemServiceDown", text=f"The run has failed: {now.error}")
     usual_s = _mean(now.rows, "iteration_s") or 0.0
     if now.state == "running" and now.standstill_s > max(NO_PROGRESS_S, NO_PROGRESS_ITERATIONS * usual_s):
-        yield Alert(name="TandemNoProgress", text=f"Nothing has moved for {now.standstill_s / 60:.0f} minutes.")
+        yield Alert(name="TandemNoProgress", text=f"No progress for {now.standstill_s / 60:.0f} minutes.")
     if now.disk_free < DISK_FULL:
         yield Alert(name="TandemDiskFull", text=f"{now.disk_free:.1%} of the run folder's disk is free.")
 
@@ -72,7 +73,7 @@ def _of_the_fleet(now: Conditions) -> Iterator[Alert]:
         yield Alert(name="TandemReplicaPoisoned", text=f"{name} holds partly written weights and does not serve.")
     idle = [name for name in now.announced if name not in now.serving and name not in now.poisoned]
     if idle and now.state == "running":
-        yield Alert(name="TandemReplicaNotServing", text=f"{', '.join(idle)}: there, but gets no work.")
+        yield Alert(name="TandemReplicaNotServing", text=f"{', '.join(idle)}: announced, but not serving.")
     if now.failed_rounds:
         yield Alert(name="TandemWeightSyncFailing", text=f"{now.failed_rounds} of the last rounds were given up.")
 
@@ -83,6 +84,6 @@ def _of_the_training(now: Conditions) -> Iterator[Alert]:
 
 
 def _mean(rows: Sequence[Mapping[str, float]], field: str) -> float | None:
-    """Over the newest iterations."""
+    """Average a field over the newest iterations; None if none has it."""
     values = [row[field] for row in rows[-_AVERAGED:] if field in row]
     return sum(values) / len(values) if values else None

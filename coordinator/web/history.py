@@ -1,4 +1,4 @@
-"""The run's events as a page needs them: rows of its curves, the part that it is in, its last warnings."""
+"""Collects from the events what the page shows: curves, the current part of the iteration, recent messages."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Something that was said; `kind` is state, warning or evaluation."""
+    """A message of the run; `kind` is state, warning or evaluation."""
 
     time_s: float
     kind: str
@@ -40,12 +40,12 @@ class History:
         self._curves: dict[str, list[tuple[float, float]]] = {}
 
     async def follow(self, events: EventLog) -> None:
-        """Until the log is closed."""
+        """Add events until the log is closed."""
         async for event in events.watch(0):
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """One event."""
+        """Add an event."""
         if event.kind is EventKind.ITERATION:
             self.rows.append(event.values)
             self._curves.clear()
@@ -56,19 +56,19 @@ class History:
             self.messages.append(Notice(time_s=event.time_s, kind=event.kind.value, text=event.message))
 
     def curve(self, field: str) -> list[tuple[float, float]]:
-        """At most POINTS points (iteration, mean value) of a field of the rows, evenly spread."""
+        """Return at most POINTS points (iteration, mean value) of a field of the rows."""
         if field not in self._curves:
             points = [(row["iteration"], row[field]) for row in self.rows if field in row]
             self._curves[field] = thin(points, POINTS)
         return self._curves[field]
 
     def last(self, field: str) -> float | None:
-        """The field's value in the newest row that has one."""
+        """Return the field's value in the newest row that has one."""
         return next((row[field] for row in reversed(self.rows) if field in row), None)
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
-    """Means of at most `limit` runs of neighbouring points, each at its last x, so that the newest stays in place.
+    """Average at most `limit` runs of neighbouring points; a mean is at the last x of its run, so the newest x stays.
 
     >>> thin([(1, 10), (2, 20), (3, 30), (4, 50)], 2)
     [(2, 15.0), (4, 40.0)]

@@ -1,8 +1,7 @@
-"""The page's HTTP server: four fixed answers to GET, from a daemon thread, and nothing else.
+"""The page's HTTP server: answers GET for four paths from a daemon thread.
 
-A request for data asks the event loop for a snapshot: it is taken between the run's steps, and a loop that is stuck
-cannot answer, which the page then says. Nothing is read from the request but its method, its path and
-whom it thinks it talks to.
+A request for data gets a snapshot from the event loop, which takes it between the run's steps; the page reports a loop
+that is stuck. Of a request only the method, the path and the host are read.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from servicekit.logs import get_logger
 
 # A snapshot takes milliseconds; a loop that has not taken one by then is stuck.
 SNAPSHOT_S = 5.0
-# Scripts and styles from our own files only, data from ourselves only, no frames, no forms, nothing from elsewhere.
+# Scripts, styles and data from this server only; no frames, no forms.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,7 +42,12 @@ log = get_logger(__name__)
 
 
 class Page:
-    """The WSGI application. bound: host that it is served on."""
+    """The WSGI application.
+
+    Args:
+        snapshot: returns the page's data; called on `loop`.
+        bound: host on which the page is served.
+    """
 
     def __init__(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop, bound: str = "0.0.0.0") -> None:
         self._snapshot, self._loop, self._bound = snapshot, loop, bound
@@ -51,7 +55,7 @@ class Page:
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answers one request."""
+        """Answer one request."""
         if is_own_name(environ.get("HTTP_HOST", ""), self._bound):
             status, kind, body = self._answer(environ["REQUEST_METHOD"], environ.get("PATH_INFO", "/"))
         else:
@@ -68,7 +72,7 @@ class Page:
         if path in self._files:
             body, kind = self._files[path]
             return "200 OK", kind, body
-        return "404 Not Found", "text/plain", b"there is no such page\n"
+        return "404 Not Found", "text/plain", b"not found\n"
 
     def _data(self) -> tuple[str, str, bytes]:
         async def take() -> dict[str, Any]:
@@ -77,7 +81,7 @@ class Page:
         try:
             taken = asyncio.run_coroutine_threadsafe(take(), self._loop).result(SNAPSHOT_S)
         except (TimeoutError, RuntimeError) as error:
-            log.warning("no snapshot for the page", error=str(error) or type(error).__name__)
+            log.warning("page snapshot failed", error=str(error) or type(error).__name__)
             return "503 Service Unavailable", "text/plain", b"the coordinator does not answer\n"
         return "200 OK", "application/json", json.dumps(taken, allow_nan=False).encode()
 
@@ -100,6 +104,6 @@ class PageServer:
         self._server.start("web page")
 
     def close(self) -> None:
-        """Ends the server; blocks for half a second at most."""
+        """End the server; blocks for half a second at most."""
         self._server.shutdown()
         self._server.server_close()

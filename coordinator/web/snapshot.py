@@ -1,4 +1,4 @@
-"""What the page shows, as one JSON object: made from the run's own data, between its steps."""
+"""Makes the page's data, one JSON object, from the run's state."""
 
 import shutil
 import time
@@ -27,12 +27,12 @@ CURVES = (
     ("sync_s", "Weight sync", "s"),
 )
 _CURRENT = ("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
-_FAILURES_LOOKED_AT = 5
+_ROUNDS_CHECKED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a snapshot comes from; `troubles` are those of the fleet, in words."""
+    """The sources of a snapshot; `troubles` returns those of the fleet, as sentences."""
 
     run: str
     total_iterations: int
@@ -45,7 +45,7 @@ class Source:
     troubles: Callable[[], Sequence[str]]
 
     def snapshot(self) -> dict[str, Any]:
-        """The page's data; numbers, strings, lists and objects of these only."""
+        """Make the page's data: numbers, strings, lists and objects of these."""
         now_s = time.time()
         return {
             "now_s": now_s,
@@ -65,7 +65,7 @@ class Source:
                 for field, title, unit in CURVES
             ],
             "replicas": [asdict(row) for _, row in sorted(self.observed.replicas.items())],
-            "syncs": [asdict(each) for each in self.observed.rounds],
+            "syncs": [asdict(sync) for sync in self.observed.rounds],
             "alerts": [asdict(alert) for alert in self._alerts(now_s)],
             "messages": [asdict(message) for message in self.history.messages],
         }
@@ -81,7 +81,7 @@ class Source:
             announced=[row.name for row in rows if row.there],
             serving=[row.name for row in rows if row.serving],
             poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
-            failed_rounds=sum(each.error != "" for each in rounds[-_FAILURES_LOOKED_AT:]),
+            failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             disk_free=_disk_free(self.run_dir),
             initial_accuracy=self.state.initial_accuracy,
         )
@@ -89,7 +89,7 @@ class Source:
 
 
 def _disk_free(folder: Path) -> float:
-    """Share of the disk that is free; 1 where it cannot be asked."""
+    """Return the free share of the disk; 1 if it is unknown."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:

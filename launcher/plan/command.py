@@ -60,19 +60,9 @@ def plan_command(
             speeds=speeds,
             notes=notes,
         )
-        check_effort(
-            spec,
-            request.trainer,
-            request.rollout,
-            message_bytes=request.bucket_bytes,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            values={
-                "--model": model,
-                "--trainer": trainer,
-                "--rollout": rollout,
-                "--bucket-mib": f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}",
-            },
-        )
+        bucket_text = f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}"
+        values = {"--model": model, "--trainer": trainer, "--rollout": rollout, "--bucket-mib": bucket_text}
+        _check_effort(request, values)
         planned = PlannedSync.of(request)
         figures = planned.as_json()
         if simulate or faults:
@@ -86,6 +76,18 @@ def plan_command(
     else:
         _print_table(make_console(), planned, figures)
     return EXIT_OK
+
+
+def _check_effort(request: PlanRequest, values: dict[str, str]) -> None:
+    """Raises: ConfigErrors: the plan is too large to be made here; it names the option and its value from `values`."""
+    check_effort(
+        request.spec,
+        request.trainer,
+        request.rollout,
+        message_bytes=request.bucket_bytes,
+        dtype_bytes=DTYPE_BYTES[request.dtype],
+        values=values,
+    )
 
 
 def _print_table(console: Console, planned: PlannedSync, figures: dict[str, Any]) -> None:

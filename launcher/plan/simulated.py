@@ -37,7 +37,7 @@ def simulated(planned: PlannedSync, faults: Sequence[str]) -> dict[str, Any]:
         speeds=request.speeds,
         slow=tuple(slow),
     )
-    return _as_json(simulate(RoundScenario(stage=fleet, dies=deaths[0] if deaths else None)))
+    return _as_json(simulate(RoundScenario(fleet=fleet, death=deaths[0] if deaths else None)))
 
 
 def simulation_table(figures: dict[str, Any]) -> Table:

@@ -115,7 +115,7 @@ async def test_an_expired_watch_lists_again_and_misses_nothing(
     await soon(lambda: names(cluster) == ["rollout-1"])
     assert api.seen["list pods"] == lists + 1
     assert "pod watch expired" in caplog.text
-    assert "pods are not watched" not in caplog.text  # that is for troubles
+    assert "pod watch lost" not in caplog.text  # that is for troubles
     assert cluster.troubles() == []
 
 
@@ -553,7 +553,7 @@ async def test_troubles_of_pods_are_told_while_they_last(api: FakeKubeApi, start
     api.put("pods", pod("rollout-0", ready=False, phase="Pending", conditions=[unschedulable]))
     events = EventLog()
     cluster = await start(events)
-    assert cluster.troubles() == ["pod rollout-0: no node takes it: 0/3 nodes: insufficient nvidia.com/gpu"]
+    assert cluster.troubles() == ["pod rollout-0: unschedulable: 0/3 nodes: insufficient nvidia.com/gpu"]
     cluster.look()
     api.put("pods", pod("rollout-0"))
     await soon(lambda: cluster.troubles() == [])
@@ -628,5 +628,5 @@ async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
 ) -> None:
     api.put("pods", pod("trainer-0", component="trainer"))
     cluster = await start()
-    with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 1 replicas .*; there: nobody"):
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 1 replicas .*; announced: none"):
         await asyncio.wait_for(arrival(kube_config, environment, cluster), DEADLINE_S)

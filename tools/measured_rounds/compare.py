@@ -192,7 +192,7 @@ def _scene(stage: SimulatedFleet, speeds: Speeds, measured: dict[str, float]) ->
     """A call costs what PAUSE takes, which does nothing else; planning and agreeing, what PREPARE takes beyond."""
     rpc_s = measured["pause"]
     prepare_s = max(0.0, measured["prepare"] - rpc_s)
-    return RoundScenario(stage=replace(stage, speeds=replace(speeds, rpc_s=rpc_s), prepare_s=prepare_s))
+    return RoundScenario(fleet=replace(stage, speeds=replace(speeds, rpc_s=rpc_s), prepare_s=prepare_s))
 
 
 def _medians(samples: list[dict[str, float]]) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""NCCL's environment variables that both ends of a connection act by, and what NCCL does not promise; no imports."""
+"""NCCL's environment variables that must be equal at both ends of a connection, and limits of NCCL."""
 
 import os
 from collections.abc import MutableMapping
 
-# Not here: what is of one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA) or changes no behaviour (NCCL_DEBUG).
+# Without variables of one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA) and those that change no behaviour (NCCL_DEBUG).
 NCCL_SETTINGS = (
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
@@ -38,14 +38,13 @@ _FABRIC_GPUS = ("GB200", "GB300")
 def settle_nccl_settings(
     environ: MutableMapping[str, str] = os.environ, *, gpu_name: str, engine_hosts: int = 1
 ) -> None:
-    """Gives a trainer rank what SGLang gives the ranks of its engines; before NCCL starts.
+    """Set, on a trainer rank, the variables that SGLang sets on the ranks of its engines; call it before NCCL starts.
 
-    What is set stays, in trainers and rollouts alike: SGLang respects it too, and ranks that differ in the end are
-    named when they meet.
+    Variables that are set already stay, as in SGLang; ranks that differ are reported at their rendezvous.
 
     Args:
-        gpu_name: as CUDA says it; "" without one, which needs no settings.
-        engine_hosts: over which an engine spans (rollout.nodes): SGLang uses a fabric for more than one.
+        gpu_name: CUDA's name of the GPU; "": there is none, and nothing is set.
+        engine_hosts: hosts of an engine (rollout.nodes); SGLang uses a fabric for more than one.
 
     >>> settle_nccl_settings(environ := {"NCCL_CUMEM_ENABLE": "1"}, gpu_name="NVIDIA H100 80GB HBM3")
     >>> environ
@@ -53,7 +52,7 @@ def settle_nccl_settings(
     """
     if not gpu_name:
         return
-    on_fabric = engine_hosts > 1 and any(each in gpu_name.upper() for each in _FABRIC_GPUS)
+    on_fabric = engine_hosts > 1 and any(name in gpu_name.upper() for name in _FABRIC_GPUS)
     if on_fabric:
         environ.setdefault("NCCL_MNNVL_ENABLE", "1")
     environ.setdefault("NCCL_CUMEM_ENABLE", str(int(on_fabric)))
@@ -62,10 +61,10 @@ def settle_nccl_settings(
 
 
 def settle_containers(environ: MutableMapping[str, str] = os.environ) -> None:
-    """For every rank on a GPU, of trainer and rollouts, before NCCL starts.
+    """Set the variables that containers with a common NCCL_HOSTID need, on any rank with a GPU, before NCCL starts.
 
-    NCCL_HOSTID makes one host of several containers. Their host memory is shared by files in /dev/shm then: what cuMem
-    allocates would be shared by file descriptors over a socket, which needs one network namespace, too.
+    NCCL_HOSTID makes several containers one host for NCCL. Then they must share host memory by files in /dev/shm:
+    cuMem's allocations are shared by file descriptors over a socket, which needs a common network namespace.
 
     >>> settle_containers(environ := {"NCCL_HOSTID": "compose"})
     >>> environ["NCCL_CUMEM_HOST_ENABLE"]

@@ -1,4 +1,4 @@
-"""Who is in a weight group: slots, leases and epochs in Redis, changed by one Lua script."""
+"""The members of a weight group: slots, leases and epochs in Redis, changed by one Lua script."""
 
 import threading
 import time
@@ -23,7 +23,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """A group at one moment. endpoint: "host:port" of the epoch's TCP store, None until it is bound."""
+    """A snapshot of a group; `members` are worker ids by slot.
+
+    Attributes:
+        endpoint: "host:port" of the epoch's TCP store; None until it is bound.
+    """
 
     epoch: int
     members: dict[str, str]
@@ -31,11 +35,11 @@ class Membership:
 
 
 class Evicted(SlotTaken):
-    """This worker's slot was taken by another incarnation; it must not act in the group. Its callers hear SlotTaken."""
+    """Another worker has this worker's slot, so this one must not act in the group; on the wire it is a SlotTaken."""
 
 
 class LeaseExpired(Aborted):
-    """Nobody holds this worker's slot: its lease ran out, or Redis lost its data. It may take the slot again."""
+    """This worker's slot is free: its lease expired, or Redis lost its data. It may take the slot again."""
 
     reason = "LEASE_EXPIRED"
 
@@ -57,20 +61,26 @@ class Rendezvous:
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
     def join(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
-        """Takes a slot (from an older incarnation too). facts: what the others may read of us. Returns: the epoch."""
+        """Take a slot, even from another worker.
+
+        Args:
+            ttl_s: seconds of the lease.
+            facts: JSON that the other members can read.
+        Returns: the epoch.
+        """
         return int(self._call("join", slot, worker_id, int(ttl_s * 1000), facts)[1])
 
     def claim(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
-        """Takes a slot that is empty (or ours). Returns: the epoch. Raises: AlreadyExists: naming the holder."""
+        """Take a slot that is free or this worker's. Returns: the epoch. Raises: AlreadyExists: with the holder."""
         return int(self._taken(slot, self._call("claim", slot, worker_id, int(ttl_s * 1000), facts))[1])
 
     def lead(self, slot: str, worker_id: str, ttl_s: float, token: int = 0) -> int:
-        """Takes the coordinator's slot if it is empty (or ours).
+        """Take the coordinator's slot if it is free or this worker's.
 
         Args:
             token: that of an earlier claim of this worker, which it keeps; 0: it had none.
         Returns: the token, greater than those of all workers that had the slot before.
-        Raises: AlreadyExists: naming the holder; Evicted: another worker has had the slot since.
+        Raises: AlreadyExists: with the holder; Evicted: another worker has had the slot since.
         """
         answer = self._taken(slot, self._call("lead", slot, worker_id, int(ttl_s * 1000), token))
         if answer[0] == "evicted":
@@ -78,7 +88,7 @@ class Rendezvous:
         return int(answer[2])
 
     def leader(self) -> common_pb2.CoordinatorFence:
-        """The newest coordinator, alive or not: what a service that starts must not forget. Token 0: there was none."""
+        """Return the fence of the newest coordinator, running or not; token 0: there was none."""
         token, worker_id = self._call("leader")[2:]
         return common_pb2.CoordinatorFence(worker_id=str(worker_id), token=int(token))
 
@@ -88,21 +98,21 @@ class Rendezvous:
         return answer
 
     def heartbeat(self, slot: str, worker_id: str, ttl_s: float) -> str:
-        """Renews the lease. Returns: "ok", "unknown" (the lease ran out) or "evicted" (another worker has the slot)."""
+        """Renew the lease. Returns: "ok", "unknown" (it has expired) or "evicted" (another worker has the slot)."""
         return str(self._call("heartbeat", slot, worker_id, int(ttl_s * 1000))[0])
 
     def leave(self, slot: str, worker_id: str) -> None:
-        """Gives the slot up; does nothing if another worker has it."""
+        """Give the slot up; does nothing if another worker has it."""
         self._call("leave", slot, worker_id)
 
     def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
-        """Publishes the TCP store of an epoch. Raises: as confirm()."""
+        """Publish the TCP store of an epoch. Raises: as confirm()."""
         self._check(slot, worker_id, epoch, self._call("bind", slot, worker_id, epoch, endpoint))
 
     def confirm(self, slot: str, worker_id: str, epoch: int) -> None:
-        """Asks whether the worker may act in the epoch.
+        """Ask whether the worker may act in the epoch.
 
-        Raises: Evicted: another one has its slot; LeaseExpired: nobody has; Aborted: the epoch is over.
+        Raises: Evicted: another one has its slot; LeaseExpired: the slot is free; Aborted: the epoch is over.
         """
         self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch))
 
@@ -116,7 +126,7 @@ class Rendezvous:
             raise Aborted(f"{slot}: epoch {epoch} of {self.group} is over, it is {now}")
 
     def snapshot(self) -> Membership:
-        """The group now; expired leases are swept first."""
+        """Return the group as it is now, after removing expired leases."""
         _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
         bound = endpoint_epoch != "" and int(endpoint_epoch) == int(epoch)
         return Membership(
@@ -126,18 +136,18 @@ class Rendezvous:
         )
 
     def facts(self) -> dict[str, str]:
-        """What the members have told of themselves when they came, by slot."""
+        """Read the facts that the members gave when they joined, by slot."""
         return _pairs(self._call("facts")[2])
 
     def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
-        """Waits until all slots are taken, but no longer. Returns: the group then, complete or not."""
+        """Wait until all slots are taken, or for `timeout_s`. Returns: the group then, complete or not."""
         wanted, deadline = set(slots), time.monotonic() + timeout_s
         while not wanted <= set((now := self.snapshot()).members) and time.monotonic() < deadline:
             threading.Event().wait(POLL_S)
         return now
 
     def wait_for(self, slots: Iterable[str], timeout_s: float) -> Membership:
-        """Waits until all slots are taken. Raises: DeadlineExceeded, naming the missing slots."""
+        """Wait until all slots are taken. Raises: DeadlineExceeded: with the missing slots."""
         wanted = set(slots)
         return self.wait_until(
             lambda now: wanted <= set(now.members),
@@ -151,7 +161,7 @@ class Rendezvous:
         timeout_s: float,
         complaint: Callable[[Membership], str],
     ) -> Membership:
-        """Polls until the condition holds. Raises: DeadlineExceeded with the complaint."""
+        """Poll until the condition holds. Raises: DeadlineExceeded: with the complaint."""
         deadline = time.monotonic() + timeout_s
         while not condition(now := self.snapshot()):
             if time.monotonic() >= deadline:

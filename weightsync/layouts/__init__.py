@@ -1,1 +1,1 @@
-"""Where each engine keeps which slice of which parameter, as data. NumPy, no torch."""
+"""Layouts: the slices of parameters that each rank of an engine holds, as data. NumPy, no torch."""

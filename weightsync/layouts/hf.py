@@ -1,4 +1,4 @@
-"""The canonical tensors themselves as a layout of one rank: what a Hugging Face checkpoint holds."""
+"""The layout of a Hugging Face checkpoint: all canonical tensors, whole, on one rank."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _RANK_ZERO = np.zeros((1, 1), dtype=np.int64)
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
-    """Every canonical tensor whole, under its own name, on rank 0. A tied model has no lm_head.weight."""
+    """Make the layout with every canonical tensor whole on rank 0; a tied model has no lm_head.weight."""
     builder = LayoutBuilder(1)
     for rule in rules_for(spec):
         for layer in range(spec.num_layers if rule.stage == "layer" else 1):

@@ -1,7 +1,7 @@
-"""A layout: which slices of which canonical tensors live where, as flat numpy columns.
+"""A layout: the slices of canonical tensors that each rank holds, as flat numpy columns.
 
 Every tensor is a matrix: rows are dim 0, columns dim 1; a vector has one column. A shard is a box of a canonical tensor
-and the equally large block of a rank's parameter that holds it.
+and the block of a rank's parameter, of the same size, that holds it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
 
 # row, col: the box's start in the canonical tensor; param_row, param_col: its start in the rank's parameter.
-# An alias holds a copy that is never a source (the output layer of a tied model on its last pipeline stage).
+# An alias is a copy that is never a source (the output layer of a tied model on its last pipeline stage).
 SHARD_DTYPE = np.dtype(
     [(name, np.int64) for name in ("rank", "tensor", "param", "row", "rows", "col", "cols", "param_row", "param_col")]
     + [("alias", np.bool_)]
@@ -30,9 +30,13 @@ _SIZES = frozenset(("tensor", "pipeline", "data", "context", "expert", "expert_t
 class Parallel:
     """Parallel sizes of one side; a size that does not apply is 1.
 
-    The last four are the trainer's unequal pipeline splits: layers of the first and last stage (0: as many as the
-    others), and whether the embedding and the loss count as a layer (megatron-core's
-    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
+    The last four are the trainer's unequal pipeline splits.
+
+    Attributes:
+        first_stage_layers: layers of the first stage; 0: as many as the others.
+        last_stage_layers: layers of the last stage; 0: as many as the others.
+        embedding_counts: megatron-core's account_for_embedding_in_pipeline_split.
+        loss_counts: megatron-core's account_for_loss_in_pipeline_split.
     """
 
     tensor: int = 1
@@ -49,23 +53,23 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: experts and virtual stages share them."""
+        """Number of ranks; expert parallelism and virtual stages use the same ranks."""
         return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tensor * self.data * self.context
 
     @classmethod
     def from_proto(cls, sizes: weights_pb2.ParallelSizes) -> "Parallel":
-        """Reads the wire form; an unset size (0) is 1."""
+        """Read the wire form; an unset size (0) is 1."""
         values: dict[str, Any] = {name: getattr(sizes, name) for name in cls.__dataclass_fields__}
         values |= {name: max(1, values[name]) for name in _SIZES}
         return cls(**values)
 
     def to_proto(self) -> weights_pb2.ParallelSizes:
-        """The wire form."""
+        """Make the wire form."""
         return weights_pb2.ParallelSizes(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
 
@@ -73,9 +77,13 @@ class Parallel:
 class Layout:
     """All shards of one side.
 
-    tensors / tensor_shapes: canonical names and their [rows, cols]. params / param_shapes: parameter names and local
-    shapes (padding included; 1 or 2 dimensions), the same on every rank that has the parameter. rank_params: (rank,
-    param) pairs, a parameter that is all padding included.
+    Attributes:
+        tensors: canonical names.
+        tensor_shapes: [tensors, 2] rows and columns.
+        params: parameter names.
+        param_shapes: local shapes with padding, of 1 or 2 dimensions, equal on all ranks that have the parameter.
+        rank_params: [pairs, 2] (rank, param), also of a parameter that is all padding.
+        shards: see SHARD_DTYPE.
     """
 
     num_ranks: int
@@ -87,12 +95,12 @@ class Layout:
     shards: ShardArray
 
     def parameters_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Local shape by parameter name of one rank."""
+        """Return the local shapes of one rank's parameters, by name."""
         held = self.rank_params[self.rank_params[:, 0] == rank, 1]
         return {self.params[p]: self.param_shapes[p] for p in held}
 
     def elements_of(self, rank: int) -> int:
-        """Elements of canonical tensors (no padding) that one rank holds."""
+        """Count the elements of canonical tensors (no padding) that one rank holds."""
         mine = self.shards[self.shards["rank"] == rank]
         return int((mine["rows"] * mine["cols"]).sum())
 
@@ -117,7 +125,7 @@ PieceArray = npt.NDArray[np.void]
 
 
 def piece_array(pieces: Iterable[Piece]) -> PieceArray:
-    """Pieces as columns; empty ones (a rank with padding only) are left out."""
+    """Turn pieces into columns, without empty ones (of a rank with padding only)."""
     rows = [tuple(getattr(p, name) for name in PIECE_FIELDS) for p in pieces if p.rows > 0 and p.cols > 0]
     return np.array(rows, dtype=PIECE_DTYPE)
 
@@ -135,14 +143,14 @@ class LayoutBuilder:
     _shards: list[ShardArray] = field(default_factory=list)
 
     def tensor(self, name: str, rows: int, cols: int) -> int:
-        """The id of a canonical tensor; a new name is added."""
+        """Return the id of a canonical tensor; add a new name."""
         if name not in self.tensors:
             self.tensors[name] = len(self.tensors)
             self.shapes.append((rows, cols))
         return self.tensors[name]
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> int:
-        """The id of a parameter name; its shape must be the same on all its ranks."""
+        """Return the id of a parameter; add a new name. Raises: ConfigError: it has another shape on another rank."""
         if name not in self.params:
             self.params[name] = len(self.params)
             self.param_shapes.append(shape)
@@ -159,12 +167,14 @@ class LayoutBuilder:
         ranks_by_tp: npt.NDArray[np.int64],
         alias: bool = False,
     ) -> None:
-        """Puts a parameter on ranks.
+        """Place a parameter on ranks.
 
         Args:
+            param: id of the parameter.
             tensor_ids: canonical tensor of each part.
             pieces: boxes by tensor-parallel rank (a row of ranks_by_tp).
             ranks_by_tp: [TP, copies] global ranks of each tensor-parallel rank.
+            alias: the parameter is a copy that is never a source.
         """
         flat = ranks_by_tp.reshape(-1)
         self._rank_params.append(np.stack([flat, np.full_like(flat, param)], axis=1))
@@ -179,7 +189,7 @@ class LayoutBuilder:
         self._shards.append(block)
 
     def build(self) -> Layout:
-        """The finished layout."""
+        """Make the layout."""
         return Layout(
             num_ranks=self.num_ranks,
             tensors=tuple(self.tensors),
@@ -192,12 +202,18 @@ class LayoutBuilder:
 
 
 def local_shape(rows: int, cols: int, *, vector: bool) -> tuple[int, ...]:
-    """The shape that an engine gives a parameter: vectors have one dimension."""
+    """Return the shape that an engine gives a parameter: vectors have one dimension."""
     return (rows,) if vector else (rows, cols)
 
 
 def exact_share(total: int, ranks: int, what: str, by: str = "tensor parallel size") -> int:
-    """total / ranks. Raises: ConfigError: it does not divide."""
+    """Compute total / ranks.
+
+    Args:
+        what: name of the total, for the error.
+        by: name of the divisor, for the error.
+    Raises: ConfigError: it does not divide.
+    """
     if total % ranks != 0:
         raise ConfigError(f"{what} = {total} does not divide by {by} {ranks}")
     return total // ranks

@@ -1,4 +1,4 @@
-"""Where Megatron-core keeps each slice, as a pure function of the model and the parallel sizes."""
+"""Megatron-core's layout, as a pure function of the model and the parallel sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ Ranks = npt.NDArray[np.int64]
 
 
 def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
-    """Rows of the trainer's embedding: the smallest multiple of the tensor-parallel size."""
+    """Return the rows of the trainer's embedding: the smallest multiple of the tensor-parallel size."""
     return -(-spec.vocab_size // tp) * tp
 
 
 def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
-    """The trainer's layout, in mcore's local spelling; parameters of chunk i > 0 are called "chunk<i>.<name>".
+    """Make the trainer's layout, in mcore's local spelling; parameters of chunk i > 0 are named "chunk<i>.<name>".
 
     Raises: ConfigError: a size does not divide.
     """
@@ -38,16 +38,16 @@ def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     grid = _Grid(spec, parallel)
     chunks = chunks_of(spec.num_layers, parallel)
     for rule in rules_for(spec):
-        home = _Home(rule=rule, grid=grid)
+        placed = _PlacedRule(rule=rule, grid=grid)
         if rule.stage == "layer":
             for chunk, layer in _layers(chunks):
                 if rule_applies(rule, spec, layer):
-                    home.place(builder, chunk, layer)
+                    placed.place(builder, chunk, layer)
         else:
-            home.place(builder, chunks[0] if rule.stage == "first" else chunks[-1], chunks[-1].first_layer)
+            placed.place(builder, chunks[0] if rule.stage == "first" else chunks[-1], chunks[-1].first_layer)
     if spec.tied and parallel.pipeline > 1:
         embedding = next(rule for rule in rules_for(spec) if rule.stage == "first")
-        _Home(rule=embedding, grid=grid).place(builder, chunks[-1], 0, alias=OUTPUT_LAYER)
+        _PlacedRule(rule=embedding, grid=grid).place(builder, chunks[-1], 0, alias=OUTPUT_LAYER)
     return builder.build()
 
 
@@ -58,12 +58,17 @@ def _layers(chunks: list[ModelChunk]) -> Iterator[tuple[ModelChunk, int]]:
 
 
 class _Grid:
-    """Ranks by coordinate. Megatron's order is tensor, context, data within a stage, stages outermost; experts divide
-    the same ranks anew: expert tensor, expert, the rest."""
+    """Ranks by coordinate.
+
+    Megatron's order is tensor, context, data within a stage, stages outermost. Expert parallelism divides the same
+    ranks in another way: expert tensor, expert, the rest.
+    """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         self.spec, self.parallel = spec, parallel
-        self.experts_each = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
+        self.experts_per_rank = exact_share(
+            spec.num_experts, parallel.expert, "number of experts", "expert parallel size"
+        )
         sharers = parallel.expert * parallel.expert_tensor
         if spec.num_experts > 0 and parallel.stage_size % sharers != 0:
             raise ConfigError(
@@ -73,11 +78,11 @@ class _Grid:
             raise ConfigError("expert parallel sizes must be 1: the model has no experts")
 
     def dense(self, stage: int) -> Ranks:
-        """[TP, copies] ranks of a stage."""
+        """Return the ranks of a stage, [TP, copies]."""
         return self._stage(stage).reshape(-1, self.parallel.tensor).T
 
     def expert(self, stage: int) -> Ranks:
-        """[EP x ETP, copies] ranks of a stage; the row of (e, t) is e * ETP + t."""
+        """Return the ranks of a stage, [EP x ETP, copies]; the row of (e, t) is e * ETP + t."""
         return self._stage(stage).reshape(-1, self.parallel.expert * self.parallel.expert_tensor).T
 
     def _stage(self, stage: int) -> Ranks:
@@ -85,23 +90,23 @@ class _Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Home:
-    """A rule and where its parameters go."""
+class _PlacedRule:
+    """A rule and the ranks of its parameters."""
 
     rule: Rule
     grid: _Grid
 
     def place(self, builder: LayoutBuilder, chunk: ModelChunk, layer: int, alias: str | None = None) -> None:
-        """The rule's parameter of one layer; the parameters of its experts, if it has any."""
+        """Place the rule's parameter of one layer, or the parameters of its experts."""
         prefix = f"chunk{chunk.index}." if chunk.index > 0 else ""
         name = prefix + (alias if alias is not None else self.rule.megatron[0])
         local = layer - chunk.first_layer
         if not self.rule.per_expert:
             self._place_one(builder, name.format(layer=local), layer, [0], self.grid.dense(chunk.stage), alias)
             return
-        each = self.grid.experts_each
-        for expert in range(each):
-            numbers = [ep * each + expert for ep in range(self.grid.parallel.expert)]
+        per_rank = self.grid.experts_per_rank
+        for expert in range(per_rank):
+            numbers = [ep * per_rank + expert for ep in range(self.grid.parallel.expert)]
             local_name = name.format(layer=local, expert=expert)
             self._place_one(builder, local_name, layer, numbers, self.grid.expert(chunk.stage), alias)
 
@@ -123,7 +128,7 @@ class _Home:
 
 
 def _on_each_expert_rank(pieces: PieceArray, rule: Rule, parallel: Parallel) -> PieceArray:
-    """The pieces of one expert, repeated for the expert of every expert-parallel rank."""
+    """Repeat the pieces of one expert for the expert of every expert-parallel rank."""
     if not rule.per_expert:
         return pieces
     repeated = np.tile(pieces, parallel.expert)
@@ -145,10 +150,10 @@ def _cut(rule: Rule, grid: _Grid) -> Cut:
 
 
 def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """Rows by query group, [its q heads | its k head | its v head], cut evenly over the ranks.
+    """Cut the rows, which are in order of query group [its q heads | its k head | its v head], evenly over the ranks.
 
-    With more ranks than groups, each of which some ranks then share, a cut falls where it falls, across q, k and v:
-    mcore gathers the ranks' outputs before it takes heads from them (attention.py, get_query_key_value_tensors).
+    With more ranks than groups, several ranks share a group, and a cut may be anywhere in q, k or v: mcore gathers the
+    ranks' outputs before it separates the heads (attention.py, get_query_key_value_tensors).
     """
     check_kv_heads(spec, tp)
     exact_share(spec.num_heads, tp, "number of attention heads")
@@ -176,7 +181,7 @@ def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
 
 
 def _parts_on_ranks(tp: int, share: int, group_rows: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, part, query group) of the groups that a rank's rows touch; of the parts it may have none."""
+    """Yield (rank, part, query group) for the groups that a rank's rows overlap; its share of a part may be empty."""
     for rank in range(tp):
         for group in range(rank * share // group_rows, -(-(rank + 1) * share // group_rows)):
             for part in range(3):

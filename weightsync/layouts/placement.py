@@ -1,4 +1,4 @@
-"""How a rule's parts are cut over tensor-parallel ranks: what both engines do alike."""
+"""Cuts a rule's parts over tensor-parallel ranks, in the ways that both engines have in common."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ class Cut:
     pieces: PieceArray
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
-        """The shape that an engine gives the local parameter."""
+        """Return the shape that an engine gives the local parameter."""
         return local_shape(self.rows, self.cols, vector=rule.parts[0].cols == "one")
 
 
 def part_shape(rule: Rule, part: int, spec: ModelSpec) -> tuple[int, int]:
-    """[rows, cols] of a canonical tensor. Raises: ConfigError: a symbol that ModelSpec.size does not know."""
-    one = rule.parts[part]
+    """Return (rows, cols) of a canonical tensor. Raises: ConfigError: a symbol that ModelSpec.size does not know."""
+    tensor = rule.parts[part]
     try:
-        return spec.size(one.rows), spec.size(one.cols)
+        return spec.size(tensor.rows), spec.size(tensor.cols)
     except KeyError as unknown:
-        raise ConfigError(f"the rule of {one.name} has a size {unknown} that ModelSpec.size does not know") from None
+        raise ConfigError(f"the rule of {tensor.name} has a size {unknown} that ModelSpec.size does not know") from None
 
 
 def rule_applies(rule: Rule, spec: ModelSpec, layer: int) -> bool:
@@ -36,7 +36,7 @@ def rule_applies(rule: Rule, spec: ModelSpec, layer: int) -> bool:
 
 
 def check_kv_heads(spec: ModelSpec, tp: int) -> None:
-    """Raises: ConfigError: ranks neither divide the KV heads nor share each of them evenly; both engines want that."""
+    """Check that the ranks divide the KV heads, or share each evenly, as both engines require. Raises: ConfigError."""
     if spec.num_kv_heads % tp != 0 and tp % spec.num_kv_heads != 0:
         raise ConfigError(
             f"number of KV heads = {spec.num_kv_heads} and tensor parallel size {tp}: one must divide the other"
@@ -44,14 +44,14 @@ def check_kv_heads(spec: ModelSpec, tp: int) -> None:
 
 
 def replicated(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """A parameter that every rank has whole."""
+    """Put the whole parameter on every rank."""
     rows, cols = part_shape(rule, 0, spec)
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=0, cols=cols, param_row=0) for r in range(tp)]
     return Cut(rows=rows, cols=cols, pieces=piece_array(pieces))
 
 
 def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """Each rank has a block of columns (row-parallel linear layers)."""
+    """Give each rank a block of columns (row-parallel linear layers)."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(cols, tp, f"{rule.parts[0].cols} size of {rule.parts[0].name}")
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=r * share, cols=share, param_row=0) for r in range(tp)]
@@ -59,7 +59,7 @@ def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
 
 
 def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """[gate shard | up shard] on each rank."""
+    """Give each rank [gate shard | up shard]."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(rows, tp, "FFN size")
     pieces = [
@@ -71,7 +71,13 @@ def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
 
 
 def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> Cut:
-    """Blocks of rows of a padded vocabulary; padding is not canonical, so the last pieces may be short or empty."""
+    """Give each rank a block of rows of the padded vocabulary.
+
+    Padding is not canonical, so the last pieces may be short or empty.
+
+    Args:
+        padded_rows: rows of the embedding with padding.
+    """
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(padded_rows, tp, "padded vocabulary size")
     pieces = [

@@ -1,4 +1,4 @@
-"""Where SGLang keeps each slice, as a pure function of the model and the parallel sizes of a replica."""
+"""SGLang's layout, as a pure function of the model and the parallel sizes of a replica."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ VOCABULARY_PADDING = 64
 
 
 def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
-    """Rows of SGLang's embedding: a multiple of 64, or of 64 x TP where the former does not divide."""
+    """Return the rows of SGLang's embedding: a multiple of 64, or of 64 x TP if TP does not divide the former."""
     padded = -(-spec.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING
     if padded % tp == 0:
         return padded
@@ -29,7 +29,7 @@ def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
 
 
 def sglang_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
-    """A rollout replica's layout. `expert` of its `tensor` ranks divide the experts, the rest each expert's FFN.
+    """Make a replica's layout: `expert` groups of its ranks divide the experts, the ranks of a group their FFN.
 
     Raises: ConfigError: a size does not divide.
     """
@@ -40,7 +40,7 @@ def sglang_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     builder = LayoutBuilder(parallel.tensor)
     for rule in rules_for(spec):
         layers = _layers(rule, spec)
-        if layers:  # a rule that no layer has (the dense MLP of a mixture) need not divide
+        if layers:  # the sizes of a rule that no layer has (the dense MLP of a mixture) need not divide
             cut = _cut(rule, spec, parallel)
             for layer in layers:
                 _place(builder, rule, spec, parallel, cut, layer)
@@ -73,14 +73,14 @@ def _place(builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parall
 
 
 def _stacked(cut: Cut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> PieceArray:
-    """The pieces of every expert in the stacked parameter, whose rows are [experts of the rank x rows of one]."""
-    each = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
+    """Return the pieces of all experts in the stacked parameter, whose rows are [experts of the rank x rows of one]."""
+    per_rank = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
     expert = np.repeat(np.arange(spec.num_experts), len(cut.pieces))
     pieces = np.tile(cut.pieces, spec.num_experts)
     # Rank of the replica: expert-parallel groups are neighbours that share an expert's FFN.
-    pieces["tp_rank"] += expert // each * (parallel.tensor // parallel.expert)
+    pieces["tp_rank"] += expert // per_rank * (parallel.tensor // parallel.expert)
     pieces["part"] += expert * len(rule.parts)
-    pieces["param_row"] += expert % each * cut.rows
+    pieces["param_row"] += expert % per_rank * cut.rows
     return pieces
 
 
@@ -97,7 +97,7 @@ def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> Cut:
 
 
 def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
-    """[q shard | k shard | v shard]; with fewer KV heads than ranks, neighbouring ranks hold the same head."""
+    """Give each rank [q shard | k shard | v shard]; with fewer KV heads than ranks, neighbouring ranks share a head."""
     check_kv_heads(spec, tp)
     q_heads = exact_share(spec.num_heads, tp, "number of attention heads")
     kv_heads, sharers = max(1, spec.num_kv_heads // tp), max(1, tp // spec.num_kv_heads)

@@ -1,4 +1,4 @@
-"""Which pipeline stage, and which of its virtual chunks, holds which layers. The arithmetic is megatron-core's."""
+"""Assigns layers to pipeline stages and their virtual chunks, as megatron-core does."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class ModelChunk:
 
 
 def chunks_of(num_layers: int, parallel: Parallel) -> list[ModelChunk]:
-    """Every chunk, in model order.
+    """List every chunk, in model order.
 
     Raises: ConfigError: the layers do not divide by the stages, or a stage's by its chunks.
     """
@@ -28,7 +28,7 @@ def chunks_of(num_layers: int, parallel: Parallel) -> list[ModelChunk]:
     for index in range(virtual):
         for stage, total in enumerate(per_stage):
             count = _share(total, virtual, f"layers of pipeline stage {stage}", "virtual chunks")
-            # The embedding and the loss take the place of a layer in the very first and the very last chunk.
+            # The embedding and the loss count as a layer of the first and the last chunk.
             count -= int(parallel.embedding_counts and stage == 0 and index == 0)
             count -= int(parallel.loss_counts and stage == parallel.pipeline - 1 and index == virtual - 1)
             chunks.append(ModelChunk(stage=stage, index=index, first_layer=first, num_layers=count))
@@ -37,7 +37,7 @@ def chunks_of(num_layers: int, parallel: Parallel) -> list[ModelChunk]:
 
 
 def _layers_per_stage(num_layers: int, parallel: Parallel) -> list[int]:
-    """Places for layers on each stage, with those that the embedding and the loss take."""
+    """Count the layers of each stage; embedding and loss are counted if they count as layers."""
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     if first == 0 and last == 0:
         places = num_layers + int(parallel.embedding_counts) + int(parallel.loss_counts)
@@ -48,8 +48,8 @@ def _layers_per_stage(num_layers: int, parallel: Parallel) -> list[int]:
     rest = num_layers - first - last
     if rest < 0 or (middle == 0 and rest != 0):
         raise ConfigError(f"{num_layers} layers are not first_stage_layers {first} + last_stage_layers {last}")
-    each = _share(rest, middle, "layers of the middle stages", "stages") if middle > 0 else 0
-    return [*([first] if first > 0 else []), *[each] * middle, *([last] if last > 0 else [])]
+    per_stage = _share(rest, middle, "layers of the middle stages", "stages") if middle > 0 else 0
+    return [*([first] if first > 0 else []), *[per_stage] * middle, *([last] if last > 0 else [])]
 
 
 def _share(total: int, parts: int, what: str, parts_name: str) -> int:

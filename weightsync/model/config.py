@@ -1,7 +1,7 @@
-"""Reads config.json entry by entry, and refuses by name what our engines would compute otherwise than transformers.
+"""Reads the entries of a config.json, and refuses those that the engines do not compute as transformers does.
 
-Transformers 5 decides what a config.json means. What Megatron or SGLang cannot compute so is refused here, in the one
-place that checks, planner, trainer and rollouts all read a model through: a switch that is ignored is another model.
+Transformers 5 defines what a config.json means. An entry that Megatron or SGLang ignores would make another model of
+it, so it is refused here, where check, planner, trainer and rollouts all read a model.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from servicekit.errors import ConfigError
 
-# Beyond any model, and small enough that no product of two of them overflows.
+# Larger than in any model, and small enough that the product of two does not overflow.
 _LARGEST = 2**30
 _SLIDING = "sliding_attention"
 # Qwen's own defaults (transformers' Qwen2Config)
@@ -18,7 +18,7 @@ _WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
 
 
 class UnsupportedModel(ConfigError):
-    """A config.json that is understood and cannot be trained. `problem` and `advice` are the message's two halves."""
+    """A valid config.json of a model that cannot be trained; `problem` and `advice` are the halves of the message."""
 
     def __init__(self, problem: str, advice: str) -> None:
         super().__init__(f"config.json: {problem}; {advice}")
@@ -26,7 +26,7 @@ class UnsupportedModel(ConfigError):
 
 
 class UntiedHead(UnsupportedModel):
-    """A tied model whose file holds another output layer: transformers would compute with it, SGLang without it."""
+    """A tied model whose file has another output layer: transformers would use it, SGLang would not."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class UntiedHead(UnsupportedModel):
 def whole(
     config: Mapping[str, Any], key: str, *, least: int = 1, most: int = _LARGEST, default: int | None = None
 ) -> int:
-    """A size. Raises: KeyError: it is missing and has no default; ConfigError: it is no such number, with its value."""
+    """Read a whole number. Raises: KeyError: it is missing without a default; ConfigError: it is not such a number."""
     value = config[key] if default is None else config.get(key, default)
     if not is_whole(value) or not least <= value <= most:
         raise ConfigError(f"config.json: {key} is {_short(value)}, not a whole number from {least} to {most}")
@@ -46,19 +46,19 @@ def whole(
 
 
 def _short(value: Any) -> str:
-    # Python refuses to print a number of thousands of digits
+    # Python refuses to format a number of thousands of digits.
     if is_whole(value) and abs(value) > 10**40:
         return "a number of more than 40 digits"
     return repr(value)[:80]
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether JSON wrote it as a whole number."""
+    """Whether a JSON value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def entries(config: Mapping[str, Any], key: str) -> list[Any]:
-    """A list; a missing or null one is empty. Raises: ConfigError: it is something else."""
+    """Read a list; a missing or null one is empty. Raises: ConfigError: it is something else."""
     value = config.get(key)
     if value is not None and not isinstance(value, list):
         raise ConfigError(f"config.json: {key} is {_short(value)}, not a list")
@@ -66,11 +66,11 @@ def entries(config: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A real number. Raises: ConfigError: it is not above 0, or not finite, with its value."""
+    """Read a positive number. Raises: ConfigError: it is not above 0, or not finite."""
     value = config.get(key)
     number = default if value is None else math.nan
     if is_whole(value):
-        number = float(min(value, _LARGEST**2))  # a longer one has no float
+        number = float(min(value, _LARGEST**2))  # a larger one has no float
     elif isinstance(value, float):
         number = value
     if not 0 < number < math.inf:
@@ -79,9 +79,11 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def check_computation(config: Mapping[str, Any], *, qkv_bias: bool) -> None:
-    """Everything but rotary embeddings and experts. qkv_bias: the family's projections have biases.
+    """Check the entries that change the computation, except rotary embeddings and experts.
 
-    Raises: UnsupportedModel: by the entry's name and value.
+    Args:
+        qkv_bias: the family's projections have biases.
+    Raises: UnsupportedModel: with the entry and its value.
     """
     _check_quantization(config.get("quantization_config"))
     _check_activation(config.get("hidden_act", "silu"))
@@ -115,7 +117,7 @@ def _check_activation(name: Any) -> None:
 
 
 def _check_windows(config: Mapping[str, Any]) -> None:
-    """Sliding windows, as transformers finds them; a window that no sequence outgrows slides nowhere."""
+    """Refuse sliding windows, as transformers finds them, unless every sequence fits into the window."""
     types = entries(config, "layer_types")
     listed = [layer for layer, kind in enumerate(types) if kind == _SLIDING]
     other = sorted({str(kind) for kind in types} - {_SLIDING, "full_attention"})

@@ -1,4 +1,4 @@
-"""A Megatron trainer's parameters by the names that the layouts use, in whichever of two spellings they come.
+"""Translates a Megatron trainer's parameter names, which have two spellings, to those of the layouts.
 
 | mcore's local spec                                         | TransformerEngine's modules                             |
 |------------------------------------------------------------|---------------------------------------------------------|
@@ -6,7 +6,7 @@
 | `pre_mlp_layernorm.weight` (in both, before experts)       | `mlp.linear_fc1.layer_norm_weight`                      |
 | `mlp.experts.local_experts.7.linear_fc1.weight` (and fc2)  | `mlp.experts.linear_fc1.weight7`: of a grouped GEMM     |
 
-The pairs stand in the mapping rules (`Rule.megatron`); layouts, plans and checkpoints know the first name only.
+The pairs are in the mapping rules (`Rule.megatron`); layouts, plans and checkpoints use the first name.
 """
 
 import re
@@ -22,9 +22,9 @@ Value = TypeVar("Value")
 
 
 def in_local_spelling(spec: ModelSpec, named: Mapping[str, Value]) -> Mapping[str, Value]:
-    """The same values by their local names; other names, of an engine that is not Megatron say, stay as they are.
+    """Rename values to mcore's local spelling; other names stay as they are, e.g. those of another engine.
 
-    Raises: ConfigError: a parameter is there under both of its names.
+    Raises: ConfigError: a parameter has both of its names.
     """
     renamed = {name: local for name in named if (local := _local_name(spec, name)) is not None}
     if not renamed:
@@ -36,7 +36,7 @@ def in_local_spelling(spec: ModelSpec, named: Mapping[str, Value]) -> Mapping[st
 
 
 def _local_name(spec: ModelSpec, name: str) -> str | None:
-    """None: the name is no second spelling."""
+    """Return the local spelling of a name; None if it is not a second spelling."""
     for pattern, local in _second_spellings(spec):
         if found := pattern.fullmatch(name):
             return found["chunk"] + local.format(**found.groupdict())
@@ -45,7 +45,7 @@ def _local_name(spec: ModelSpec, name: str) -> str | None:
 
 @lru_cache(maxsize=4)
 def _second_spellings(spec: ModelSpec) -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Each further spelling as a pattern, with the first one."""
+    """Return every further spelling as a pattern, with the local one."""
     return tuple((_pattern(other), rule.megatron[0]) for rule in rules_for(spec) for other in rule.megatron[1:])
 
 

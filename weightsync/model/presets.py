@@ -1,4 +1,4 @@
-"""Published models by name: what `tandem plan` needs of their config.json (sizes only)."""
+"""Published models by name, with the sizes of their config.json that `tandem plan` needs."""
 
 from typing import Any
 
@@ -19,7 +19,6 @@ _QWEN3_MOE: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
-# name: (base, layers, hidden, FFN, heads, KV heads, the rest)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": {
         **_QWEN2,
@@ -81,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    # Not DeepSeek-V3 itself, whose attention has no rules here: a Qwen3-MoE of its size, for scale.
+    # A Qwen3-MoE of the size of DeepSeek-V3, whose own attention has no mapping rules.
     "deepseek-v3-sized": {
         **_QWEN3_MOE,
         "vocab_size": 129280,
@@ -98,5 +97,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> ModelSpec:
-    """The sizes of a published model. Raises: KeyError: the name is not listed."""
+    """Return the sizes of a published model. Raises: KeyError: the name is unknown."""
     return ModelSpec.from_config(CONFIGS[name])

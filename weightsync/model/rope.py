@@ -1,4 +1,4 @@
-"""Rotary embeddings of a config.json, read as transformers 5 reads them."""
+"""Reads the rotary embeddings of a config.json as transformers 5 does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from servicekit.errors import ConfigError
 from weightsync.model.config import UnsupportedModel, positive, whole
 
 _DEFAULT_THETA = 10000.0
-# megatron-core has them built in
+# built into megatron-core
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
 _ADVICE = (
     "remove the entry if the model was not trained with it (Qwen's cards add YaRN only for prompts beyond the trained "
@@ -16,11 +16,12 @@ _ADVICE = (
 
 
 def read_rope(config: Mapping[str, Any]) -> tuple[float, float]:
-    """The base (theta), and the factor of Llama 3's scaling; 1.0 is no scaling.
+    """Read the base (theta) and the factor of Llama 3's scaling.
 
-    rope_scaling, if there, replaces rope_parameters whole; its `rope_type` goes before an older `type`; its rope_theta
-    goes before the top-level one, which goes before 10000.
+    If there is a rope_scaling, it replaces rope_parameters as a whole. `rope_type` has precedence over the older
+    `type`, and its rope_theta over the top-level one, whose default is 10000.
 
+    Returns: base and factor; a factor of 1.0 is no scaling.
     Raises: UnsupportedModel: another scaling; two bases that differ; parameters by layer type.
     """
     entries = {name: _entry(config, name) for name in ("rope_scaling", "rope_parameters")}
@@ -29,8 +30,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, float]:
     for holder in (config, *entries.values()):
         if holder.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedModel(
-                f"partial_rotary_factor {holder['partial_rotary_factor']} is not supported (SGLang heeds it in some "
-                "models, transformers does not)",
+                f"partial_rotary_factor {holder['partial_rotary_factor']} is not supported (SGLang applies it in "
+                "some models, transformers does not)",
                 "use a model that rotates whole heads",
             )
     return _theta(config, name, entries), factor
@@ -40,7 +41,7 @@ def _entry(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     entry = config.get(name) or {}
     if not isinstance(entry, Mapping):
         raise ConfigError(f"config.json: {name} is {entry!r}, not a table")
-    # transformers takes a key for a layer type only where the config lists it in layer_types, and fails otherwise
+    # transformers accepts a layer type as a key only if layer_types lists it, and fails otherwise
     nested = [key for key, value in entry.items() if isinstance(value, Mapping)]
     if nested:
         raise UnsupportedModel(
@@ -56,7 +57,7 @@ def _theta(config: Mapping[str, Any], name: str, entries: dict[str, Mapping[str,
     theta = stated.get(f"{name}.rope_theta", stated.get("rope_theta", _DEFAULT_THETA))
     if any(value != theta for value in stated.values()):
         listed = ", ".join(f"{where} {value:.10g}" for where, value in stated.items())
-        problem = f"{listed} differ" if len(stated) > 1 else f"{listed} is not heeded: {name} replaces it and has none"
+        problem = f"{listed} differ" if len(stated) > 1 else f"{listed} is ignored: {name} replaces it and has none"
         raise UnsupportedModel(problem, "state the base that the model was trained with, once")
     return theta
 

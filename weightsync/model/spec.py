@@ -1,4 +1,4 @@
-"""What weight sync must know of a model: the sizes that its parameters' shapes are made of."""
+"""The sizes of a model, from which the shapes of its parameters follow."""
 
 import json
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from servicekit.errors import ConfigError
 from weightsync.model.config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
 from weightsync.model.rope import read_rope
 
-# Beyond any model; what is tried or listed one by one stays short.
+# Larger than in any model; loops over layers, heads and experts stay short.
 _MOST_LAYERS, _MOST_HEADS, _MOST_EXPERTS = 2**14, 2**14, 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a model_type says of its parameters that its config.json does not."""
+    """Properties of a model_type's parameters that are not in config.json."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -36,10 +36,12 @@ FAMILIES: dict[str, Family] = {
 class ModelSpec:
     """Sizes and switches of a decoder, from its Hugging Face config.json.
 
-    `head_dim` is stated, not derived: it need not be hidden_size / num_heads (Qwen3-0.6B: 128, not 64).
-    num_experts is 0 for a dense model; dense_layers are a mixture-of-experts model's layers without experts;
-    norm_topk_prob: the chosen experts' weights of a token add up to 1. rope_factor: how much Llama 3's rope scaling
-    stretches the low frequencies; 1.0 is no scaling.
+    Attributes:
+        head_dim: need not be hidden_size / num_heads (Qwen3-0.6B: 128, not 64).
+        num_experts: 0 for a dense model.
+        dense_layers: layers of a mixture of experts that have no experts.
+        norm_topk_prob: the weights of a token's chosen experts are normalised to sum 1.
+        rope_factor: stretch of the low frequencies by Llama 3's rope scaling; 1.0 is no scaling.
     """
 
     family: str
@@ -65,10 +67,10 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
-        """Reads a config.json.
+        """Read a config.json.
 
-        Raises: ConfigError: the model_type is not supported, a size is missing or none, or the model computes something
-            that our engines do not (UnsupportedModel).
+        Raises: ConfigError: a size is missing or invalid; UnsupportedModel: the model_type is not supported, or the
+            engines cannot compute the model.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json holds a {type(config).__name__}, not a table")
@@ -115,7 +117,7 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "ModelSpec":
-        """Reads `folder`/config.json. Raises: ConfigError: it is missing, no JSON, or not supported."""
+        """Read `folder`/config.json. Raises: ConfigError: it is missing, not JSON, or not supported."""
         path = Path(folder) / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +128,7 @@ class ModelSpec:
         return cls.from_config(config)
 
     def size(self, symbol: str) -> int:
-        """The number behind a symbol of the mapping rules: hidden, q, ... (see the table below)."""
+        """Return the size for a symbol of the mapping rules, e.g. "hidden" or "q"."""
         sizes = {
             "hidden": self.hidden_size,
             "ffn": self.ffn_size,
@@ -146,7 +148,7 @@ class ModelSpec:
 
     @property
     def num_elements(self) -> int:
-        """Parameters of the model, without norms and biases."""
+        """Number of parameters, without norms and biases."""
         hidden = self.hidden_size
         attention = 2 * hidden * (self.size("q") + self.size("kv"))
         dense = 3 * hidden * self.ffn_size
@@ -156,7 +158,7 @@ class ModelSpec:
         return layers + self.vocab_size * hidden * (1 if self.tied else 2)
 
     def fingerprint(self) -> str:
-        """A canonical text of everything above; equal texts have equal layouts."""
+        """Return a canonical text of all fields; models with equal texts have equal layouts."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -173,7 +175,7 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer has experts unless it is listed, or is left out by the step (every step-th layer has them)."""
+    """Read the experts' sizes; every decoder_sparse_step-th layer has experts unless mlp_only_layers lists it."""
     step = whole(config, "decoder_sparse_step", default=1)
     listed = [layer for layer in entries(config, "mlp_only_layers") if is_whole(layer)]
     layers = range(whole(config, "num_hidden_layers", most=_MOST_LAYERS))
@@ -186,7 +188,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     if chosen == 1 and norm_topk_prob:
         raise UnsupportedModel(
             "num_experts_per_tok 1 with norm_topk_prob: true is not supported (the one expert's weight is always 1, so "
-            "nothing trains the router)",
+            "the router gets no gradient)",
             "use a model that chooses several experts, or does not normalise",
         )
     return {

@@ -1,1 +1,1 @@
-"""Which bytes go from which rank to which, in which messages, and what that costs. NumPy, no torch."""
+"""Transfer plans: the bytes that move between ranks, the messages, and their cost. NumPy, no torch."""

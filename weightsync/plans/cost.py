@@ -1,4 +1,4 @@
-"""What a round costs: figures of a plan, speeds of the machines, and the seconds that follow from both."""
+"""The cost of a round: sizes of a plan's messages, speeds of the machines, and the seconds that follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +22,17 @@ Seconds = npt.NDArray[np.floating[Any]]
 class Speeds:
     """Speeds of the machines; bytes and seconds. The defaults are round numbers for one 400 Gbit/s port per GPU.
 
-    trainer_link, rollout_link: each rank's link, each way, in bytes/s. latency_s: from both ends ready to the first
-    byte. rpc_s: one call of a phase, there and back. copy: packing and unpacking of what needs a buffer, in bytes/s.
-    digest: of a payload, in bytes/s. op_s: per block that is copied. segment_s: core time per piece of a message, at
-    each end. cores: cores that all ranks share (they run on one host); None: every rank has its own. link_cores: cores
-    that a message in flight keeps busy, where the link is the host's memory.
+    Attributes:
+        trainer_link: a trainer rank's link in each direction, in bytes/s.
+        rollout_link: a rollout rank's link in each direction, in bytes/s.
+        latency_s: from both ends ready to the first byte.
+        rpc_s: one call of a phase with its reply.
+        copy: packing and unpacking of what needs a buffer, in bytes/s.
+        digest: digest of a payload, in bytes/s.
+        op_s: per block that is copied.
+        segment_s: core time per segment of a message, at each end.
+        cores: cores that all ranks of a host share; None: every rank has its own.
+        link_cores: cores that a message in flight keeps busy, if the link is the host's memory.
     """
 
     trainer_link: float = 400 * GIGABIT
@@ -43,7 +49,13 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSizes:
-    """[messages] columns. staged: what goes through a buffer at that end, because it is not one block of memory."""
+    """Columns of a plan's messages, [messages] each.
+
+    Attributes:
+        segments: segments of a message, as `transports/packing.py` cuts it.
+        staged_src, staged_dst: bytes that go through a buffer at that end, since they are not one block of memory.
+        staged_src_ops, staged_dst_ops: ops of these bytes.
+    """
 
     src: Ids
     dst: Ids
@@ -58,9 +70,11 @@ class MessageSizes:
     def of(
         cls, plan: TransferPlan, messages: Sequence[Message], dtype_bytes: int, device: str = "cuda"
     ) -> "MessageSizes":
-        """Cuts messages into segments as `transports/packing.py` does: large ops alone, small neighbours together.
+        """Cut messages into segments as `transports/packing.py` does: large ops alone, small neighbours together.
 
-        device: "cpu" or "cuda": where both ends hold them.
+        Args:
+            dtype_bytes: size of an element.
+            device: of the parameters at both ends, "cpu" or "cuda".
         """
         ops = np.concatenate([m.ops for m in messages]) if messages else np.zeros(0, OP_DTYPE)
         counts = np.array([len(m.ops) for m in messages], dtype=np.int64)
@@ -80,35 +94,36 @@ class MessageSizes:
         return cls(**columns)
 
     def pack_s(self, speeds: Speeds) -> Seconds:
-        """[messages] what the sender does before a message leaves."""
+        """Return the sender's seconds before a message is sent, [messages]."""
         seconds: Seconds = (
             self.staged_src / speeds.copy + self.staged_src_ops * speeds.op_s + self.segments * speeds.segment_s
         )
         return seconds
 
     def unpack_s(self, speeds: Speeds) -> Seconds:
-        """[messages] what the receiver does with a message."""
+        """Return the receiver's seconds to unpack a message, [messages]."""
         seconds: Seconds = (
             self.staged_dst / speeds.copy + self.staged_dst_ops * speeds.op_s + self.segments * speeds.segment_s
         )
         return seconds
 
     def relay_s(self, speeds: Speeds) -> Seconds:
-        """[messages] what passing a message on takes of the passing end's core."""
+        """Return a relay's core seconds to forward a message, [messages]."""
         return self.segments * speeds.segment_s
 
     def digest_s(self, speeds: Speeds) -> Seconds:
-        """[messages] the digest: at the sender, at who passes it on, and in VERIFY at the receiver."""
+        """Return the seconds of a digest, [messages]: at the sender, at a relay, and in VERIFY at the receiver."""
         return self.num_bytes / speeds.digest
 
     def verify_s(self, speeds: Speeds) -> Seconds:
-        """[messages] VERIFY: packed again from what was installed."""
+        """Return the seconds of VERIFY, [messages]: it packs the installed weights again and computes the digest."""
         return self.digest_s(speeds) + self.staged_dst / speeds.copy + self.staged_dst_ops * speeds.op_s
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of the rank that needs most, at most."""
-        largest, out, into = (int(each.max(initial=0)) for each in (self.num_bytes, self.staged_src, self.staged_dst))
+        """Most bytes of buffers on any rank."""
+        columns = (self.num_bytes, self.staged_src, self.staged_dst)
+        largest, out, into = (int(column.max(initial=0)) for column in columns)
         return max(SENDS * out, min(number_of_buffers(into, largest), RECEIVES + SENDS) * into)
 
 
@@ -117,7 +132,7 @@ def _sums(values: npt.NDArray[np.generic], first: Ids) -> Ids:
 
 
 def _is_one_block(ops: OpArray, side: Literal["src", "dst"], layout: Layout) -> npt.NDArray[np.bool_]:
-    """Whether an op's elements are neighbours in its parameter's memory."""
+    """Return whether the elements of an op are consecutive in its parameter's memory, [ops]."""
     width = np.array([shape[-1] if len(shape) > 1 else 1 for shape in layout.param_shapes], dtype=np.int64)
     one_block: npt.NDArray[np.bool_] = (ops["rows"] == 1) | (ops["cols"] == width[ops[f"{side}_param"]])
     return one_block
@@ -125,7 +140,7 @@ def _is_one_block(ops: OpArray, side: Literal["src", "dst"], layout: Layout) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """seconds of the round, its terms, and the largest term's name."""
+    """Predicted seconds of a round, its terms, and the name of the largest term."""
 
     seconds: float
     bound_by: str
@@ -133,13 +148,13 @@ class Prediction:
 
 
 def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Speeds) -> Prediction:
-    """Seconds of a whole round in which nothing goes wrong, in closed form; `simulate` looks closer.
+    """Predict the seconds of a round without failures, in closed form; `simulate` is more exact.
 
-    The transfer takes as long as its busiest link or core, since links and cores work at the same time; the chain adds,
-    for each further replica, a message's way there and its check. Each rank is taken to have its own cores.
+    The transfer takes as long as its busiest link or core, since links and cores work concurrently. Every further
+    replica of the chain adds one hop of a message and its check. Each rank is assumed to have its own cores.
     """
     senders, receivers = plan.source.num_ranks, plan.target.num_ranks
-    hidden_s = speeds.latency_s / SENDS  # one message's latency passes while another one moves
+    hidden_s = speeds.latency_s / SENDS  # the latency of a message overlaps with the transfer of another one
     sent = np.bincount(sizes.src, np.maximum(sizes.num_bytes / speeds.trainer_link, hidden_s), senders)
     hashed = np.bincount(sizes.src, sizes.pack_s(speeds) + sizes.digest_s(speeds), senders)
     received = np.bincount(sizes.dst, np.maximum(sizes.num_bytes / speeds.rollout_link, hidden_s), receivers)

@@ -1,7 +1,7 @@
-"""A plan cut into messages: bounded, sequenced, and passed on along the chain of replicas.
+"""Cuts a plan into messages, and routes them along the chain of replicas.
 
-Every process walks its messages in the order of (sequence, hop). The order is total, so the oldest unfinished message
-always has both its ends ready and no set of processes can wait for each other in a circle.
+Every rank processes its messages in the order of (sequence, hop). The order is total, so both ends of the oldest
+unfinished message are always ready, and ranks cannot wait for each other in a circle.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +15,13 @@ from weightsync.plans.plan import TransferPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Ops from one trainer rank to one rollout rank whose elements travel as one buffer.
+    """Ops from one trainer rank to one rollout rank whose elements are sent together.
 
-    src is a rank of the source layout, dst of the target layout. sequence numbers the messages of a plan from 0.
+    Attributes:
+        sequence: number in the plan, from 0.
+        src: rank of the source layout.
+        dst: rank of the target layout.
+        elements: number of elements of all ops.
     """
 
     sequence: int
@@ -28,7 +32,7 @@ class Message:
 
 
 def cut_messages(plan: TransferPlan, max_elements: int) -> list[Message]:
-    """Cuts a plan into messages of at most max_elements (at least one row each), round-robin over rank pairs."""
+    """Cut a plan into messages of at most max_elements (at least one row each), round-robin over rank pairs."""
     ops = plan.ops
     pairs = ops["dst"] * plan.source.num_ranks + ops["src"]
     bounds = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if len(ops) > 0 else np.array([], int)
@@ -51,7 +55,7 @@ def cut_messages(plan: TransferPlan, max_elements: int) -> list[Message]:
 
 
 def _chunks(ops: OpArray, max_elements: int) -> Iterator[OpArray]:
-    """Splits ops that are too large by rows, then fills chunks in order."""
+    """Split ops that are too large by rows, then fill chunks in order."""
     pieces = _split_rows(ops, max_elements)
     ends = np.cumsum(elements(pieces))
     start = 0
@@ -63,20 +67,22 @@ def _chunks(ops: OpArray, max_elements: int) -> Iterator[OpArray]:
 
 
 def _split_rows(ops: OpArray, max_elements: int) -> OpArray:
-    rows_each = np.maximum(1, max_elements // ops["cols"])
-    counts = -(-ops["rows"] // rows_each)
+    rows_per_piece = np.maximum(1, max_elements // ops["cols"])
+    counts = -(-ops["rows"] // rows_per_piece)
     if (counts == 1).all():
         return ops
     op = np.repeat(np.arange(len(ops)), counts)
     step = np.arange(len(op)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return cut_rows(ops, counts, step * rows_each[op])[0]
+    return cut_rows(ops, counts, step * rows_per_piece[op])[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One message on one link: hop 0 is trainer -> first replica, hop h is replica h - 1 -> replica h.
+    """A message on one link: hop 0 is trainer -> first replica, hop h is replica h - 1 -> replica h.
 
-    sender and receiver are ranks of the communicator.
+    Attributes:
+        sender: rank of the communicator.
+        receiver: rank of the communicator.
     """
 
     message: Message
@@ -88,10 +94,10 @@ class Hop:
 def route(
     messages: Sequence[Message], trainer_ranks: int, first_rank_by_replica: Sequence[int], rank: int
 ) -> list[Hop]:
-    """The hops in which communicator rank `rank` takes part, in the order in which it must walk them.
+    """List the hops in which communicator rank `rank` takes part, in the order in which it must process them.
 
     Args:
-        trainer_ranks: the trainer's ranks come first in the communicator.
+        trainer_ranks: number of trainer ranks, which come first in the communicator.
         first_rank_by_replica: communicator rank of TP rank 0 of each replica of this layout, in chain order.
     """
     hops = []
@@ -107,7 +113,7 @@ def route(
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Two ranks of the communicator between which messages of one hop go, one way."""
+    """Two ranks of the communicator between which messages of one hop are sent, in one direction."""
 
     hop: int
     sender: int
@@ -115,11 +121,14 @@ class Link:
 
 
 def links_of(hops: Iterable[Hop], ranks: int) -> list[Link]:
-    """The links among hops, in an order that is the same on every rank of a communicator of so many ranks.
+    """List the links of hops, in an order that is the same on every rank.
 
-    The order is total: ranks that walk their links one by one, each waiting for the other end, cannot wait in a circle.
-    Neighbours in it have few ranks in common, so that most links are walked at the same time: those from the trainer
-    come first, sorted by distance; of a chain, every other link before those between them.
+    The order is total: ranks that connect their links one by one, each waiting for the other end, cannot wait in a
+    circle. Neighbours in it have few ranks in common, so that most links are connected concurrently: links from the
+    trainer come first, sorted by distance; of a chain, every second link before the others.
+
+    Args:
+        ranks: size of the communicator.
     """
 
     def place(link: Link) -> tuple[bool, int, int, int]:

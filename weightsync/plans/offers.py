@@ -1,4 +1,4 @@
-"""Who sends: distinct source boxes, the ranks that hold each, and an equal share of the bytes for each of them."""
+"""Chooses senders: distinct source boxes, the ranks that hold each, and equal shares of the bytes for these ranks."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,12 @@ BOX = ("tensor", "row", "rows", "col", "cols")
 class Offers:
     """Distinct source boxes, sorted by tensor.
 
-    boxes: one shard per distinct box. ranks: holders of all boxes, ascending within a box. first, count: [boxes] where
-    a box's holders are in `ranks`. holder_set: [boxes] id of the set of holders; boxes with the same
-    holders have the same id.
+    Attributes:
+        boxes: one shard per distinct box.
+        ranks: holders of all boxes, ascending within a box.
+        first: [boxes] index in `ranks` of a box's first holder.
+        count: [boxes] number of a box's holders.
+        holder_set: [boxes] id of the set of holders; boxes with the same holders have the same id.
     """
 
     boxes: ShardArray
@@ -27,7 +30,7 @@ class Offers:
 
     @classmethod
     def of(cls, shards: ShardArray) -> "Offers":
-        """Groups shards by box."""
+        """Group shards by box."""
         ordered = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(BOX))])]
         change = np.zeros(len(ordered), dtype=bool)
         change[:1] = True
@@ -36,7 +39,7 @@ class Offers:
         first = np.flatnonzero(change)
         count = np.diff(np.append(first, len(ordered)))
         ranks = np.ascontiguousarray(ordered["rank"])
-        # A set of ranks is recognised by the sum of 64-bit codes of its members, drawn once from a fixed seed.
+        # A set of ranks is identified by the sum of its members' 64-bit codes, which are drawn from a fixed seed.
         codes = np.random.default_rng(0).integers(0, 2**63, int(ranks.max()) + 1, dtype=np.uint64)
         sums = np.add.reduceat(codes[ranks], first) if len(first) > 0 else np.zeros(0, dtype=np.uint64)
         holder_set = np.unique(sums, return_inverse=True)[1].astype(np.int64)
@@ -44,10 +47,10 @@ class Offers:
 
 
 def share_load(ops: OpArray, offer: Ids, offers: Offers) -> OpArray:
-    """Gives every op its sender.
+    """Choose the sender of every op.
 
-    The ops of one set of holders, laid end to end, are cut into as many equal shares as it has members; an op that
-    lies across a cut is split by rows. Loads within a set then differ by less than a row of a split op.
+    The ops of a set of holders, in a row, are cut into as many equal shares as the set has members; an op across a cut
+    is split by rows. So loads within a set differ by less than a row of a split op.
 
     Args:
         offer: [ops] index of each op's box.

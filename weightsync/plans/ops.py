@@ -23,7 +23,7 @@ OpArray = npt.NDArray[np.void]
 
 
 def elements(ops: OpArray) -> npt.NDArray[np.int64]:
-    """[ops] elements of each op."""
+    """Return the number of elements of each op, [ops]."""
     count: npt.NDArray[np.int64] = ops["rows"] * ops["cols"]
     return count
 
@@ -31,7 +31,7 @@ def elements(ops: OpArray) -> npt.NDArray[np.int64]:
 def cut_rows(
     ops: OpArray, counts: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
 ) -> tuple[OpArray, npt.NDArray[np.int64]]:
-    """Cuts ops into pieces by rows.
+    """Cut ops into pieces by rows.
 
     Args:
         counts: [ops] pieces of each op, at least 1.

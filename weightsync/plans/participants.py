@@ -8,7 +8,13 @@ from weightsync.layouts.layout import Parallel
 
 @dataclass(frozen=True, kw_only=True)
 class Participants:
-    """slots: slot of each communicator rank. first_rank: communicator rank of TP rank 0, by replica name."""
+    """The ranks of a round.
+
+    Attributes:
+        replicas: parallel sizes, by replica name.
+        slots: slot of each communicator rank.
+        first_rank: communicator rank of TP rank 0, by replica name.
+    """
 
     trainer: Parallel
     replicas: dict[str, Parallel]
@@ -17,7 +23,7 @@ class Participants:
 
     @classmethod
     def of_round(cls, round_: weights_pb2.Round) -> "Participants":
-        """Reads a round."""
+        """Read the participants of a round."""
         trainer = Parallel.from_proto(round_.trainer)
         slots = [trainer_slot(rank) for rank in range(trainer.world_size)]
         replicas, first_rank = {}, {}
@@ -29,7 +35,7 @@ class Participants:
         return cls(trainer=trainer, replicas=replicas, slots=tuple(slots), first_rank=first_rank)
 
     def chains(self) -> dict[Parallel, list[str]]:
-        """Replica names by layout, in chain order: the first of each is fed by the trainer."""
+        """Return the replica names of each layout, in chain order; the trainer sends to the first."""
         chains: dict[Parallel, list[str]] = {}
         for name, parallel in self.replicas.items():
             chains.setdefault(parallel, []).append(name)
@@ -37,15 +43,15 @@ class Participants:
 
     @property
     def longest_chain(self) -> int:
-        """Replicas of the layout that has most."""
+        """Number of replicas of the longest chain."""
         return max((len(names) for names in self.chains().values()), default=0)
 
 
 def trainer_slot(rank: int) -> str:
-    """The slot of a trainer rank."""
+    """Return the slot of a trainer rank."""
     return f"trainer/{rank}"
 
 
 def rollout_slot(replica: str, tp_rank: int) -> str:
-    """The slot of a rollout rank."""
+    """Return the slot of a rollout rank."""
     return f"{replica}/{tp_rank}"

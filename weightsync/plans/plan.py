@@ -1,4 +1,4 @@
-"""The transfer plan: source shards intersected with target shards, every target element exactly once."""
+"""The transfer plan: source shards intersected with target shards, each target element exactly once."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ PLAN_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Ops in their global order: by target rank, source rank, then the target's own tensor order."""
+    """Ops in their global order: by target rank, source rank, then tensor of the target."""
 
     source: Layout
     target: Layout
@@ -23,23 +23,23 @@ class TransferPlan:
     digest: str
 
     def elements_sent(self) -> Ids:
-        """[source ranks] elements that each source rank sends."""
+        """Count the elements that each source rank sends, [source ranks]."""
         sent = np.bincount(self.ops["src"], self.ops["rows"] * self.ops["cols"], minlength=self.source.num_ranks)
         return sent.astype(np.int64)
 
     def redundancy(self) -> float:
-        """Elements moved / elements of the target's shards; 1.0 is the least possible."""
+        """Compute elements moved / elements of the target's shards; 1.0 is the least possible."""
         moved = int((self.ops["rows"] * self.ops["cols"]).sum())
         return moved / sum(self.target.elements_of(rank) for rank in range(self.target.num_ranks))
 
 
 def make_plan(source: Layout, target: Layout) -> TransferPlan:
-    """Plans the transfer.
+    """Plan the transfer.
 
-    Copies of a source slice (data-parallel ranks) share its bytes equally; see `offers.py`.
+    Ranks with copies of a source slice (data parallelism) send equal shares of its bytes; see `offers.py`.
 
     Raises:
-        ConfigError: a tensor that one side has and the other lacks, or whose shape differs, by name.
+        ConfigError: a tensor is missing on one side, or has different shapes.
         Internal: an element of the target would be written never or twice.
     """
     translate = _match_tensors(source, target)
@@ -54,7 +54,7 @@ def make_plan(source: Layout, target: Layout) -> TransferPlan:
 
 
 def _match_tensors(source: Layout, target: Layout) -> Ids:
-    """Source tensor id by target tensor id."""
+    """Map target tensor ids to source tensor ids."""
     ids = {name: i for i, name in enumerate(source.tensors)}
     missing = [name for name in target.tensors if name not in ids]
     extra = sorted(set(source.tensors) - set(target.tensors))
@@ -72,9 +72,9 @@ def _match_tensors(source: Layout, target: Layout) -> Ids:
 
 
 def _intersect(offers: Offers, wanted: ShardArray) -> tuple[OpArray, Ids]:
-    """Every non-empty intersection of a distinct source box with a target box of the same tensor.
+    """Intersect distinct source boxes with target boxes of the same tensor.
 
-    Returns: ops without `src`; for each op the index of its distinct source box.
+    Returns: ops without `src`, one per non-empty intersection; for each op the index of its source box.
     """
     boxes = offers.boxes
     begin = np.searchsorted(boxes["tensor"], wanted["tensor"], side="left")
@@ -98,7 +98,7 @@ def _intersect(offers: Offers, wanted: ShardArray) -> tuple[OpArray, Ids]:
 
 
 def _check_exactly_once(ops: OpArray, wanted: ShardArray, target: Layout) -> None:
-    """Counts elements by (rank, parameter): disjoint source boxes make an equal count mean exactly once."""
+    """Compare elements by (rank, parameter): as source boxes are disjoint, equal counts mean exactly once."""
     width = len(target.params)
     need = np.zeros(target.num_ranks * width, dtype=np.int64)
     got = np.zeros_like(need)
@@ -114,7 +114,7 @@ def _check_exactly_once(ops: OpArray, wanted: ShardArray, target: Layout) -> Non
 
 
 def _digest(source: Layout, target: Layout, ops: OpArray) -> str:
-    """Position-sensitive digest of everything that both ends must agree on."""
+    """Compute a digest, sensitive to order, of everything that both ends must agree on."""
     digest = xxhash.xxh3_128()
     for text in (f"tandem plan {PLAN_FORMAT}", *source.tensors, *source.params, *target.params):
         digest.update(text.encode() + b"\0")

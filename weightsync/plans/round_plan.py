@@ -16,14 +16,14 @@ from weightsync.plans.plan import TransferPlan, make_plan
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """Plans by rollout layout, their messages (sequences are unique in the round), and a digest of all of it."""
+    """Plans and messages by rollout layout, and their digest; sequence numbers are unique in the round."""
 
     plans: dict[Parallel, TransferPlan]
     messages: dict[Parallel, tuple[Message, ...]]
     digest: str
 
     def hops_of(self, rank: int, participants: Participants) -> list[Hop]:
-        """What communicator rank `rank` does, in order."""
+        """List the hops of communicator rank `rank`, in order."""
         hops = []
         for parallel, names in participants.chains().items():
             firsts = [participants.first_rank[name] for name in names]
@@ -33,13 +33,13 @@ class RoundPlan:
 
 @lru_cache(maxsize=4)
 def source_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
-    """megatron_layout, remembered: it is the same in every round."""
+    """Make the trainer's layout; cached, since it is the same in every round."""
     return megatron_layout(spec, parallel)
 
 
 @lru_cache(maxsize=4)
 def plan_round(spec: ModelSpec, trainer: Parallel, rollouts: tuple[Parallel, ...], max_elements: int) -> RoundPlan:
-    """Plans a round for the distinct layouts of its rollouts, in chain order.
+    """Plan a round for the distinct layouts of its rollouts, in chain order.
 
     Args:
         max_elements: largest message, in elements.

@@ -1,1 +1,1 @@
-"""A round in simulated time: what a plan takes on machines that are not here. No torch."""
+"""Simulates a round on other machines. No torch."""

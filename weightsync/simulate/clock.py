@@ -1,15 +1,15 @@
-"""Simulated time: activities that share links and cores, and the events at which they end."""
+"""Simulated time: activities that share links and cores, and the events that end them."""
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# What it returns is not looked at.
+# The return value is ignored.
 Callback = Callable[[], object]
 
 
 class Clock:
-    """Calls callbacks in the order of their times; equal times in the order of asking."""
+    """Calls callbacks in the order of their times; those of equal times in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,12 +17,12 @@ class Clock:
         self._heap: list[tuple[float, int, Callback]] = []
 
     def after(self, delay_s: float, callback: Callback) -> None:
-        """Asks for a call `delay_s` from now."""
+        """Schedule a call `delay_s` from now."""
         self.num_events += 1
         heapq.heappush(self._heap, (self.now + delay_s, self.num_events, callback))
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Runs until nothing is left to happen, or until a time."""
+        """Run until no call is left, or until a time."""
         while self._heap and self._heap[0][0] <= until_s:
             self.now, _, callback = heapq.heappop(self._heap)
             callback()
@@ -40,7 +40,7 @@ class SimulatedLink:
 
 @dataclass(eq=False, slots=True)
 class Activity:
-    """Bytes on links (out, in), or seconds of a core."""
+    """A transfer of bytes over links (out, in), or a computation of core seconds."""
 
     left: float
     links: tuple[SimulatedLink, ...]
@@ -49,10 +49,10 @@ class Activity:
     on_end: Callback
     rate: float = 0.0
     since: float = 0.0
-    plan: int = 0  # number of its latest planned end; earlier ones are void
+    plan: int = 0  # number of its latest scheduled end; earlier ones are void
 
     def full_rate(self) -> float:
-        """Its rate if there were cores enough."""
+        """Return the rate without a shortage of cores."""
         if not self.links:
             return self.speed
         return min(link.bytes_per_s / len(link.users) for link in self.links)
@@ -62,7 +62,7 @@ class Machine:
     """Runs activities at the rates that their links and the shared cores allow.
 
     Args:
-        cores: shared by all activities: if they are short, all of them slow down alike; None: no limit.
+        cores: shared by all activities, which slow down alike if they need more; None: no limit.
     """
 
     def __init__(self, clock: Clock, cores: float | None) -> None:
@@ -71,7 +71,7 @@ class Machine:
         self._running: dict[Activity, None] = {}  # kept only if cores are shared, in order of arrival
 
     def compute(self, seconds: float, on_end: Callback, speed: float = 1.0) -> None:
-        """Keeps a core busy for `seconds` / speed, or longer if cores are short."""
+        """Keep a core busy for `seconds` / speed, or longer if cores are short; then call `on_end`."""
         if self._cores is None:
             self._clock.after(seconds / speed, on_end)
         else:
@@ -80,7 +80,7 @@ class Machine:
     def send(
         self, num_bytes: float, out: SimulatedLink, into: SimulatedLink, core_s_per_byte: float, on_end: Callback
     ) -> None:
-        """Moves bytes over two links."""
+        """Send bytes over two links, with core time per byte; then call `on_end`."""
         self._begin(
             Activity(left=num_bytes, links=(out, into), speed=1.0, cores_per_rate=core_s_per_byte, on_end=on_end)
         )
@@ -99,20 +99,20 @@ class Machine:
         activity.on_end()
 
     def _change(self, activity: Activity, sign: int) -> None:
-        """New rates for whom the coming or going of an activity concerns."""
+        """Set the rates of the activities that the start (sign 1) or end (-1) of `activity` affects."""
         if self._cores is None:
-            for one in {user: None for link in activity.links for user in link.users}:
-                self._set_rate(one, one.full_rate())
+            for user in {user: None for link in activity.links for user in link.users}:
+                self._set_rate(user, user.full_rate())
             return
         if sign > 0:
             self._running[activity] = None
         else:
             del self._running[activity]
-        rates = [one.full_rate() for one in self._running]
-        load = sum(rate * one.cores_per_rate for rate, one in zip(rates, self._running, strict=True))
+        rates = [user.full_rate() for user in self._running]
+        load = sum(rate * user.cores_per_rate for rate, user in zip(rates, self._running, strict=True))
         scale = min(1.0, self._cores / load) if load > 0 else 1.0
-        for rate, one in zip(rates, tuple(self._running), strict=True):
-            self._set_rate(one, rate * scale)
+        for rate, user in zip(rates, tuple(self._running), strict=True):
+            self._set_rate(user, rate * scale)
 
     def _set_rate(self, activity: Activity, rate: float) -> None:
         if rate == activity.rate:

@@ -1,4 +1,4 @@
-"""What each phase of a simulated round takes."""
+"""Simulates each phase of a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,15 @@ class SlowReplica:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedFleet:
-    """Plan, replicas and machines. prepare_s (planning, coverage) and pause_s (draining) are what those phases take
-    beyond the call; staged: COMMIT copies the shard; device: what ranks hold their parameters on."""
+    """Plan, replicas and machines of a simulation.
+
+    Attributes:
+        slow: replicas that are slower than `speeds`.
+        staged: COMMIT copies the shard.
+        prepare_s: seconds of PREPARE (planning, coverage) beyond the call.
+        pause_s: seconds of PAUSE (draining) beyond the call.
+        device: of the parameters, "cpu" or "cuda".
+    """
 
     plan: TransferPlan
     messages: Sequence[Message]
@@ -39,17 +46,17 @@ class SimulatedFleet:
 
     @cached_property
     def sizes(self) -> MessageSizes:
-        """Of every message."""
+        """The sizes of all messages."""
         return MessageSizes.of(self.plan, self.messages, self.dtype_bytes, self.device)
 
     def speed_of(self, replica: int) -> float:
-        """1.0: as `speeds` says."""
+        """Return a replica's speed relative to `speeds`."""
         return 1 / max((slow.factor for slow in self.slow if slow.replica == replica), default=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Seconds of a phase, and when each replica was done, counted from its beginning; what TRANSFER moved."""
+    """Seconds of a phase; when each replica had finished it, from its start; bytes that TRANSFER moved."""
 
     seconds: float
     ends_s: dict[int, float]
@@ -58,25 +65,30 @@ class PhaseTimes:
     received_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def phase_times(stage: SimulatedFleet, phase: str, replicas: Sequence[int], until_s: float | None) -> PhaseTimes:
-    """One phase, with a call to everybody; TRANSFER is broken off after until_s."""
+def phase_times(fleet: SimulatedFleet, phase: str, replicas: Sequence[int], until_s: float | None) -> PhaseTimes:
+    """Simulate one phase with its calls.
+
+    Args:
+        replicas: numbers of the replicas that take part.
+        until_s: seconds after which TRANSFER is broken off; None: it is not.
+    """
     if phase == "transfer":
-        return _transfer(stage, replicas, float("inf") if until_s is None else until_s)
+        return _transfer(fleet, replicas, float("inf") if until_s is None else until_s)
     if phase in ("verify", "commit"):
-        return _local_work(stage, phase, replicas)
-    seconds = stage.speeds.rpc_s + {"prepare": stage.prepare_s, "pause": stage.pause_s}[phase]
+        return _local_work(fleet, phase, replicas)
+    seconds = fleet.speeds.rpc_s + {"prepare": fleet.prepare_s, "pause": fleet.pause_s}[phase]
     return PhaseTimes(seconds=seconds, ends_s=dict.fromkeys(replicas, seconds))
 
 
-def _transfer(stage: SimulatedFleet, replicas: Sequence[int], until_s: float) -> PhaseTimes:
+def _transfer(fleet: SimulatedFleet, replicas: Sequence[int], until_s: float) -> PhaseTimes:
     clock = Clock()
-    speeds, trainers, width = stage.speeds, stage.plan.source.num_ranks, stage.plan.target.num_ranks
+    speeds, trainers, width = fleet.speeds, fleet.plan.source.num_ranks, fleet.plan.target.num_ranks
     ranks = [_rank(speeds.trainer_link, 1.0) for _ in range(trainers)]
     for replica in replicas:
-        ranks += [_rank(speeds.rollout_link, stage.speed_of(replica)) for _ in range(width)]
-    machine, weights = Machine(clock, speeds.cores), Weights.of(stage.sizes, speeds)
+        ranks += [_rank(speeds.rollout_link, fleet.speed_of(replica)) for _ in range(width)]
+    machine, weights = Machine(clock, speeds.cores), Weights.of(fleet.sizes, speeds)
     walk = Walk(clock=clock, machine=machine, speeds=speeds, ranks=ranks, weights=weights)
-    for rank, steps in enumerate(steps_of(stage.messages, trainers, width, len(replicas))):
+    for rank, steps in enumerate(steps_of(fleet.messages, trainers, width, len(replicas))):
         clock.after(speeds.rpc_s, partial(walk.start, rank, steps))
     clock.run(until_s)
     ends = [clock.now if rank.finished_s is None else rank.finished_s for rank in ranks]
@@ -93,23 +105,23 @@ def _transfer(stage: SimulatedFleet, replicas: Sequence[int], until_s: float) ->
     )
 
 
-def _local_work(stage: SimulatedFleet, phase: str, replicas: Sequence[int]) -> PhaseTimes:
-    """VERIFY packs and digests every message once more; COMMIT copies the staging memory, if there is any."""
+def _local_work(fleet: SimulatedFleet, phase: str, replicas: Sequence[int]) -> PhaseTimes:
+    """Simulate VERIFY, which packs and digests every message again, or COMMIT, which copies staged weights."""
     clock = Clock()
-    machine = Machine(clock, stage.speeds.cores)
-    per_message = stage.sizes.verify_s(stage.speeds)
+    machine = Machine(clock, fleet.speeds.cores)
+    per_message = fleet.sizes.verify_s(fleet.speeds)
     if phase == "commit":
-        per_message = stage.sizes.num_bytes / stage.speeds.copy * stage.staged
+        per_message = fleet.sizes.num_bytes / fleet.speeds.copy * fleet.staged
     ends = dict.fromkeys(replicas, 0.0)
 
     def ended(replica: int) -> None:
         ends[replica] = clock.now
 
     for replica in replicas:
-        for seconds in np.bincount(stage.sizes.dst, per_message, stage.plan.target.num_ranks).tolist():
-            machine.compute(seconds, partial(ended, replica), stage.speed_of(replica))
+        for seconds in np.bincount(fleet.sizes.dst, per_message, fleet.plan.target.num_ranks).tolist():
+            machine.compute(seconds, partial(ended, replica), fleet.speed_of(replica))
     clock.run()
-    ends = {replica: seconds + stage.speeds.rpc_s for replica, seconds in ends.items()}
+    ends = {replica: seconds + fleet.speeds.rpc_s for replica, seconds in ends.items()}
     return PhaseTimes(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
 
 

@@ -1,6 +1,6 @@
-"""Simulated ranks: each walks its messages as `transports/collective.py` does, several under way, in total order.
+"""Simulated ranks: each processes its messages as `transports/collective.py` does, several in flight, in total order.
 
-tests/unit/weightsync/test_walks_agree.py holds both walks to the same operations, for random plans.
+tests/unit/weightsync/test_walks_agree.py checks, for random plans, that both do the same operations.
 """
 
 from collections import deque
@@ -19,19 +19,19 @@ Step = tuple[Literal["send", "relay", "receive"], int, int]  # what, index of th
 
 @dataclass(eq=False, slots=True)
 class MessageInFlight:
-    """A message between two ranks. It moves when both ends are ready; it has landed when its header has come, too."""
+    """A message between two ranks: it moves when both ends are ready, and lands when its header has arrived too."""
 
     index: int  # of the message
     ends_ready: int = 0
     arrived: bool = False
-    signed: bool = False  # the sender's digest is done, and the header with it
+    signed: bool = False  # the sender has sent the digest with the header
     landed: bool = False
     waiters: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Rank:
-    """A rank's links, speed (1.0: as `Speeds` says) and results."""
+    """A rank's links, speed (1.0: that of `Speeds`) and results."""
 
     out: SimulatedLink
     into: SimulatedLink
@@ -43,7 +43,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """[messages] bytes of the payload, and of what the receiver has buffers for; core time of both ends in seconds."""
+    """Per message: bytes of the payload, bytes that the receiver buffers, and core seconds of both ends."""
 
     num_bytes: list[int]
     staged_dst: list[int]
@@ -54,7 +54,7 @@ class Weights:
 
     @classmethod
     def of(cls, sizes: MessageSizes, speeds: Speeds) -> "Weights":
-        """Lists, because a simulation reads them one by one."""
+        """Convert the columns to lists, which are faster to read one by one."""
         return cls(
             num_bytes=sizes.num_bytes.tolist(),
             staged_dst=sizes.staged_dst.tolist(),
@@ -63,7 +63,7 @@ class Weights:
 
 
 def steps_of(messages: Sequence[Message], trainer_ranks: int, replica_ranks: int, replicas: int) -> list[list[Step]]:
-    """[ranks] what each rank does, in the order of `messages.route`; the trainer's ranks come first."""
+    """List the steps of each rank, [ranks], in the order of `messages.route`; the trainer's ranks come first."""
     steps: list[list[Step]] = [[] for _ in range(trainer_ranks + replicas * replica_ranks)]
     for index, message in enumerate(messages):
         sender, what = message.src, "send"
@@ -76,8 +76,12 @@ def steps_of(messages: Sequence[Message], trainer_ranks: int, replica_ranks: int
 
 
 @dataclass(eq=False)
-class UnderWay:
-    """A rank's messages under way. outgoing: with the buffers that are free again once it has landed."""
+class RankTraffic:
+    """A rank's messages in flight.
+
+    Attributes:
+        outgoing: with the number of buffers that are free again when the message has landed.
+    """
 
     free_buffers: int
     outgoing: deque[tuple[MessageInFlight, int]] = field(default_factory=deque)
@@ -86,7 +90,7 @@ class UnderWay:
 
 @dataclass(eq=False)
 class Walk:
-    """All ranks on their way through their steps."""
+    """Runs all ranks through their steps."""
 
     clock: Clock
     machine: Machine
@@ -97,101 +101,101 @@ class Walk:
     lines: dict[tuple[int, int], deque[MessageInFlight]] = field(default_factory=dict)  # by sender and receiver
 
     def start(self, rank: int, steps: Sequence[Step]) -> None:
-        """Lets a rank begin now."""
-        self._go_on(rank, self._steps(rank, steps))
+        """Start a rank now."""
+        self._continue(rank, self._steps(rank, steps))
 
-    def _go_on(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
-        """Runs a rank until it must wait, or has finished."""
+    def _continue(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
+        """Run a rank until it must wait, or has finished."""
         for wait in process:
             if isinstance(wait, MessageInFlight):
                 if wait.landed:
                     continue
-                wait.waiters.append(partial(self._go_on, rank, process))
+                wait.waiters.append(partial(self._continue, rank, process))
             else:
-                self.machine.compute(wait, partial(self._go_on, rank, process), self.ranks[rank].speed)
+                self.machine.compute(wait, partial(self._continue, rank, process), self.ranks[rank].speed)
             return
         self.ranks[rank].finished_s = self.clock.now
 
     def _steps(self, rank: int, steps: Sequence[Step]) -> "Iterator[float | MessageInFlight]":
-        """Transfer.run of one rank: yields what it waits for."""
-        under_way = UnderWay(self._num_buffers([index for _, index, _ in steps]))
+        """Do what Transfer.run does on one rank; yield the computations and messages that it waits for."""
+        traffic = RankTraffic(self._num_buffers([index for _, index, _ in steps]))
         for what, index, peer in steps:
             if what == "send":
-                yield from self._send(rank, index, peer, under_way)
+                yield from self._send(rank, index, peer, traffic)
         relays = {index: peer for what, index, peer in steps if what == "relay"}
         to_receive = deque((index, peer) for what, index, peer in steps if what == "receive")
-        while to_receive or under_way.incoming:
-            yield from self._receive_ahead(rank, to_receive, under_way)
-            yield from self._accept(rank, under_way.incoming.popleft(), relays, under_way)
-        while under_way.outgoing:
-            yield from self._finish_send(under_way)
+        while to_receive or traffic.incoming:
+            yield from self._receive_ahead(rank, to_receive, traffic)
+            yield from self._accept(rank, traffic.incoming.popleft(), relays, traffic)
+        while traffic.outgoing:
+            yield from self._finish_send(traffic)
 
     def _num_buffers(self, indices: Sequence[int]) -> int:
         weights = self.weights
         size = max((weights.staged_dst[index] for index in indices), default=0)
         return number_of_buffers(size, max((weights.num_bytes[index] for index in indices), default=0))
 
-    def _send(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
-        yield from self._make_room(under_way)
+    def _send(self, rank: int, index: int, peer: int, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
+        yield from self._make_room(traffic)
         yield self.weights.pack_s[index]
         flight = self._ready(index, rank, peer)
-        under_way.outgoing.append((flight, 0))
+        traffic.outgoing.append((flight, 0))
         yield self.weights.digest_s[index]
         self._sign(rank, flight)
 
-    def _relay(self, rank: int, index: int, peer: int, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
-        yield from self._make_room(under_way)
+    def _relay(self, rank: int, index: int, peer: int, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
+        yield from self._make_room(traffic)
         yield self.weights.relay_s[index]
         flight = self._ready(index, rank, peer)
-        under_way.outgoing.append((flight, self._buffers(index)))
+        traffic.outgoing.append((flight, self._buffers(index)))
         self._sign(rank, flight)
 
-    def _make_room(self, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
-        while len(under_way.outgoing) >= SENDS:
-            yield from self._finish_send(under_way)
+    def _make_room(self, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
+        while len(traffic.outgoing) >= SENDS:
+            yield from self._finish_send(traffic)
 
-    def _finish_send(self, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
-        flight, buffers = under_way.outgoing.popleft()
+    def _finish_send(self, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
+        flight, buffers = traffic.outgoing.popleft()
         yield flight
-        under_way.free_buffers += buffers
+        traffic.free_buffers += buffers
 
     def _receive_ahead(
-        self, rank: int, to_receive: deque[tuple[int, int]], under_way: UnderWay
+        self, rank: int, to_receive: deque[tuple[int, int]], traffic: RankTraffic
     ) -> "Iterator[float | MessageInFlight]":
-        while to_receive and len(under_way.incoming) < RECEIVES:
+        while to_receive and len(traffic.incoming) < RECEIVES:
             index, peer = to_receive[0]
-            while under_way.free_buffers < self._buffers(index):
-                if under_way.incoming:
+            while traffic.free_buffers < self._buffers(index):
+                if traffic.incoming:
                     return
-                yield from self._finish_send(under_way)
+                yield from self._finish_send(traffic)
             to_receive.popleft()
-            under_way.free_buffers -= self._buffers(index)
-            under_way.incoming.append(self._ready(index, peer, rank))
+            traffic.free_buffers -= self._buffers(index)
+            traffic.incoming.append(self._ready(index, peer, rank))
 
     def _accept(
-        self, rank: int, flight: MessageInFlight, relays: dict[int, int], under_way: UnderWay
+        self, rank: int, flight: MessageInFlight, relays: dict[int, int], traffic: RankTraffic
     ) -> "Iterator[float | MessageInFlight]":
         yield flight
         index = flight.index
-        if index in relays:  # what is not verified is no source
+        if index in relays:  # a relay verifies before it forwards
             yield self.weights.digest_s[index]
-            yield from self._relay(rank, index, relays[index], under_way)
+            yield from self._relay(rank, index, relays[index], traffic)
         yield self.weights.unpack_s[index]
         self.ranks[rank].received_bytes += self.weights.num_bytes[index]
         if index not in relays:
-            under_way.free_buffers += self._buffers(index)
+            traffic.free_buffers += self._buffers(index)
 
     def _buffers(self, index: int) -> int:
         return int(self.weights.staged_dst[index] > 0)
 
     def _sign(self, rank: int, flight: MessageInFlight) -> None:
-        """The sender's part is done."""
+        """Note that the sender has finished its part."""
         flight.signed = True
         self._land(flight)
         self.ranks[rank].sent_bytes += self.weights.num_bytes[flight.index]
 
     def _ready(self, index: int, sender: int, receiver: int) -> MessageInFlight:
-        """One end is ready; the second one starts the flight."""
+        """Note that one end is ready; the second one starts the transfer."""
         flight = self.flights.setdefault((index, receiver), MessageInFlight(index))
         flight.ends_ready += 1
         if flight.ends_ready == 2:
@@ -200,7 +204,7 @@ class Walk:
         return flight
 
     def _take_off(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
-        """The messages of one sender to one receiver go one after the other."""
+        """Send a message after the earlier ones of the same sender to the same receiver."""
         line = self.lines.setdefault((sender, receiver), deque())
         line.append(flight)
         if len(line) == 1:
@@ -226,9 +230,9 @@ class Walk:
         self._land(flight)
 
     def _land(self, flight: MessageInFlight) -> None:
-        """Tells both ends, once payload and header are there."""
+        """Wake both ends when payload and header have arrived."""
         if not (flight.arrived and flight.signed):
             return
         flight.landed = True
-        for go_on in flight.waiters:
-            go_on()
+        for waiter in flight.waiters:
+            waiter()

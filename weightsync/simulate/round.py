@@ -1,9 +1,9 @@
 """A discrete-event simulation of a sync round: phases, messages along the chain, a slow or a dying replica.
 
-What it keeps of the real round: the real messages in their real order, as many under way as there, a relay that waits
-for what it passes on, links shared by the messages on them, one phase after the other with a call to everybody. A
-replica that dies before COMMIT costs the round: it is given up, and the others run it again in a new epoch, once the
-lease of the dead one is over. One that dies in COMMIT costs only itself.
+As in a real round: the same messages in the same order, as many in flight, relays that verify a message before they
+forward it, links shared by the messages on them, and one phase after the other with a call to all participants. If a
+replica dies before COMMIT, the round is given up, and the others repeat it in a new epoch when the lease of the dead
+replica has expired. If it dies in COMMIT, only that replica is lost.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from weightsync.simulate.phases import PhaseTimes, SimulatedFleet, phase_times
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDeath:
-    """A replica that dies when a phase (its name) begins, or so many seconds after the round began."""
+    """A replica that dies when a phase (its name) begins, or `at` seconds after the start of the round."""
 
     replica: int
     at: str | float
@@ -22,13 +22,16 @@ class ReplicaDeath:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScenario:
-    """What is simulated.
+    """A round to simulate.
 
-    formation_s: a new communicator. detect_s: from a death to the first error. lease_s: until a dead member is out.
+    Attributes:
+        formation_s: seconds to form a new communicator.
+        detect_s: seconds from a death to the first error.
+        lease_s: seconds until the lease of a dead member expires.
     """
 
-    stage: SimulatedFleet
-    dies: ReplicaDeath | None = None
+    fleet: SimulatedFleet
+    death: ReplicaDeath | None = None
     formation_s: float = 0.1
     detect_s: float = 0.02
     lease_s: float = 15.0
@@ -36,9 +39,12 @@ class RoundScenario:
 
 @dataclass(kw_only=True)
 class SimulatedRound:
-    """Seconds by phase (of the attempt that went through) and in total; times count from the round's beginning.
+    """The result of a simulation; times count from the start of the round.
 
-    commits_s: by replica, None for one that died. transfers_s: by replica, from the phase's beginning to its last byte.
+    Attributes:
+        seconds: by phase (of the attempt that succeeded) and in total.
+        commits_s: end of COMMIT by replica; None for one that died.
+        transfers_s: seconds by replica from the start of TRANSFER to its last byte.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,58 +55,58 @@ class SimulatedRound:
     received_bytes: dict[int, int] = field(default_factory=dict)
     num_events: int = 0
 
-    def add(self, took: PhaseTimes) -> None:
-        """What a phase has moved."""
-        self.num_events += took.num_events
-        self.trainer_egress_bytes += took.trainer_egress_bytes
-        if took.received_bytes:
-            self.received_bytes, self.transfers_s = took.received_bytes, took.ends_s
+    def add(self, times: PhaseTimes) -> None:
+        """Add the events and bytes of a phase."""
+        self.num_events += times.num_events
+        self.trainer_egress_bytes += times.trainer_egress_bytes
+        if times.received_bytes:
+            self.received_bytes, self.transfers_s = times.received_bytes, times.ends_s
 
     @property
     def slowest_replica(self) -> int:
-        """The replica that got its last byte last."""
+        """The last replica to receive its last byte."""
         return max(self.transfers_s, key=lambda replica: self.transfers_s[replica])
 
 
-def simulate(scene: RoundScenario) -> SimulatedRound:
-    """Runs a round."""
-    replicas = range(scene.stage.replicas)
+def simulate(scenario: RoundScenario) -> SimulatedRound:
+    """Simulate a round."""
+    replicas = range(scenario.fleet.replicas)
     result = SimulatedRound(commits_s=[None] * len(replicas))
-    lost_s = _attempt(scene, list(replicas), 0.0, result)
-    if lost_s is not None and scene.dies is not None:
-        living = [replica for replica in replicas if replica != scene.dies.replica]
-        # The error, ABORT to everybody, and the end of the dead member's lease, which is counted from its death.
-        again_s = lost_s + max(scene.detect_s + scene.stage.speeds.rpc_s, scene.lease_s) + scene.formation_s
+    lost_s = _attempt(scenario, list(replicas), 0.0, result)
+    if lost_s is not None and scenario.death is not None:
+        living = [replica for replica in replicas if replica != scenario.death.replica]
+        # The error, ABORT to all participants, and the dead member's lease, which counts from its death.
+        again_s = lost_s + max(scenario.detect_s + scenario.fleet.speeds.rpc_s, scenario.lease_s) + scenario.formation_s
         result.attempts = 2
         result.seconds["given up"] = again_s
         if living:
-            _attempt(scene, living, again_s, result)
+            _attempt(scenario, living, again_s, result)
     return result
 
 
-def _attempt(scene: RoundScenario, living: list[int], start_s: float, result: SimulatedRound) -> float | None:
-    """One try. Returns: when a death ended it; None: it went through."""
+def _attempt(scenario: RoundScenario, living: list[int], start_s: float, result: SimulatedRound) -> float | None:
+    """Simulate one attempt. Returns: when a death ended it; None: it succeeded."""
     now = start_s
     for phase in NAMES:
-        death_s = _death(scene, phase, now) if len(living) == scene.stage.replicas else None
-        took = phase_times(scene.stage, phase, living, None if death_s is None else death_s - now)
-        result.add(took)
-        if death_s is not None and death_s <= now + took.seconds:
+        death_s = _death(scenario, phase, now) if len(living) == scenario.fleet.replicas else None
+        times = phase_times(scenario.fleet, phase, living, None if death_s is None else death_s - now)
+        result.add(times)
+        if death_s is not None and death_s <= now + times.seconds:
             if phase != "commit":
                 return death_s
-            living = [replica for replica in living if scene.dies is None or replica != scene.dies.replica]
-        result.seconds[phase] = took.seconds
+            living = [replica for replica in living if scenario.death is None or replica != scenario.death.replica]
+        result.seconds[phase] = times.seconds
         if phase == "commit":
             for replica in living:
-                result.commits_s[replica] = now + took.ends_s[replica]
-        now += took.seconds
+                result.commits_s[replica] = now + times.ends_s[replica]
+        now += times.seconds
     result.seconds["total"] = now
     return None
 
 
-def _death(scene: RoundScenario, phase: str, begins_s: float) -> float | None:
-    """When the replica dies, if that may be in this phase; counted from the round's beginning."""
-    at = scene.dies.at if scene.dies is not None else None
+def _death(scenario: RoundScenario, phase: str, begins_s: float) -> float | None:
+    """Return when the replica dies, if it may be in this phase; None otherwise."""
+    at = scenario.death.at if scenario.death is not None else None
     if isinstance(at, str):
         return begins_s if at == phase else None
     return at if at is not None and at >= begins_s else None

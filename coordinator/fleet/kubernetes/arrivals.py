@@ -1,13 +1,13 @@
-"""Waiting for the services of a run with an eye on their pods.
+"""Waits for the services of a run, and watches their pods.
 
 trainer pods             a trainer that is not announced
-starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cluster brings it back
-dead                     ends the wait at once: a person must act
-not known                is waited for, up to run.startup_timeout_s
+starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cluster restarts it
+dead                     ends the wait: a person must act
+unknown                  is waited for, up to run.startup_timeout_s
 
-Replicas: all of rollout.replicas that are on their way are waited for, up to run.startup_timeout_s, since an iteration
-begins with those that are there; those that no node takes, or that cannot start, are not. rollout.min_replicas there
-must be. Who comes later is seeded then.
+All of rollout.replicas whose pods are starting are waited for, up to run.startup_timeout_s, since the first iteration
+begins with those that are present. Replicas that are unschedulable or cannot start are not waited for, but at least
+rollout.min_replicas are needed. Later ones are seeded when they come.
 """
 
 import asyncio
@@ -24,83 +24,84 @@ from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 
-# Between two looks at Redis; services take seconds to come.
+# Between two polls of Redis; services take seconds to start.
 LOOK_INTERVAL_S = 0.2
 
 
 class TrainerDead(Unavailable):
-    """The trainer does not come up by itself."""
+    """The trainer's pods cannot start without a person's help."""
 
 
 def trainer_fate(pods: Sequence[Pod]) -> tuple[Fate, str]:
-    """What becomes of the trainer by itself, and what its pods say: `trainer-0: container trainer: ...`.
+    """Judge the trainer by its pods.
 
-    DEAD if a pod is: the others wait for it in vain. UP if all are ready, else COMING; so without any, since their set
-    is about to make them.
+    Returns: DEAD if a pod is dead, since the others wait for it in vain; UP if all are ready; else COMING, also without
+        any pod, since the set is about to create them. And the pods' troubles: `trainer-0: container trainer: ...`.
     """
     mine = [pod for pod in pods if pod.component == TRAINER]
     dead = [pod for pod in mine if pod.fate is Fate.DEAD]
-    told = "; ".join(f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.fate is not Fate.UP)
+    reason = "; ".join(f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.fate is not Fate.UP)
     if dead:
-        return Fate.DEAD, told
+        return Fate.DEAD, reason
     if mine and all(pod.fate is Fate.UP for pod in mine):
         return Fate.UP, ""
-    return Fate.COMING, told or "no pod yet"
+    return Fate.COMING, reason or "no pod yet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Look:
+class _Announced:
     trainers: list[ServiceRecord]
     rollouts: list[ServiceRecord]
 
 
 async def wait_for_services(config: RunConfig, registry: Registry, cluster: Cluster) -> ServiceRecord:
-    """The trainer's record, once it and enough replicas are announced.
+    """Wait until the trainer and enough replicas are announced.
 
+    Returns: the trainer's record.
     Raises:
-        TrainerDead: with what its pods say.
-        DeadlineExceeded: who is missing, and what is wrong with the cluster.
+        TrainerDead: with the troubles of its pods.
+        DeadlineExceeded: with the services that are announced, and the cluster's troubles.
     """
     start_s = time.monotonic()
     while True:
-        look = await asyncio.to_thread(_read, registry)
+        announced = await asyncio.to_thread(_read, registry)
         timeout_s = config.run.startup_timeout_s
         is_late = time.monotonic() - start_s >= timeout_s
-        is_enough = len(look.rollouts) >= config.rollout.min_replicas
-        if look.trainers and is_enough and (is_late or _are_all(config, look, cluster)):
-            return look.trainers[0]
+        is_enough = len(announced.rollouts) >= config.rollout.min_replicas
+        if announced.trainers and is_enough and (is_late or _are_all(config, announced, cluster)):
+            return announced.trainers[0]
         cluster.look()
-        if not look.trainers and cluster.pods.is_current:
+        if not announced.trainers and cluster.pods.is_current:
             timeout_s = max(timeout_s, _patience_s(config, cluster.pods.pods))
         if time.monotonic() - start_s >= timeout_s:
-            raise DeadlineExceeded(_complaint(config, look, cluster, timeout_s))
+            raise DeadlineExceeded(_complaint(config, announced, cluster, timeout_s))
         await asyncio.sleep(LOOK_INTERVAL_S)
 
 
-def _read(registry: Registry) -> _Look:
-    return _Look(trainers=registry.list(TRAINER_ROLE), rollouts=registry.list(ROLLOUT_ROLE))
+def _read(registry: Registry) -> _Announced:
+    return _Announced(trainers=registry.list(TRAINER_ROLE), rollouts=registry.list(ROLLOUT_ROLE))
 
 
-def _are_all(config: RunConfig, look: _Look, cluster: Cluster) -> bool:
-    """Whether no other replica is about to come."""
-    if len(look.rollouts) >= config.rollout.replicas:
+def _are_all(config: RunConfig, announced: _Announced, cluster: Cluster) -> bool:
+    """Whether no other replica is starting."""
+    if len(announced.rollouts) >= config.rollout.replicas:
         return True
-    there = {record.name for record in look.rollouts}
-    others = [pod for pod in engines(cluster.pods.pods) if pod.name not in there]
+    names = {record.name for record in announced.rollouts}
+    others = [pod for pod in engines(cluster.pods.pods) if pod.name not in names]
     return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in others)
 
 
 def _patience_s(config: RunConfig, pods: Sequence[Pod]) -> float:
-    """How long the trainer's pods are worth waiting for. Raises: TrainerDead."""
-    fate, told = trainer_fate(pods)
+    """Return how long to wait for the trainer's pods, in seconds. Raises: TrainerDead."""
+    fate, reason = trainer_fate(pods)
     if fate is Fate.DEAD:
-        raise TrainerDead(f"the trainer is dead, waiting would not help: {told}")
+        raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
     return config.fleet.reschedule_timeout_s if fate is Fate.COMING else 0.0
 
 
-def _complaint(config: RunConfig, look: _Look, cluster: Cluster, timeout_s: float) -> str:
-    there = ", ".join(record.name for record in [*look.trainers, *look.rollouts]) or "nobody"
+def _complaint(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:
+    names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
     wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-    pods = trainer_fate(cluster.pods.pods)[1] if not look.trainers and cluster.pods.is_current else ""
-    told = list(dict.fromkeys([*([pods] if pods else []), *cluster.troubles()]))
-    return "; ".join([f"waited {timeout_s:g} s for {wanted}; there: {there}", *told])
+    pods = trainer_fate(cluster.pods.pods)[1] if not announced.trainers and cluster.pods.is_current else ""
+    troubles = list(dict.fromkeys([*([pods] if pods else []), *cluster.troubles()]))
+    return "; ".join([f"waited {timeout_s:g} s for {wanted}; announced: {names}", *troubles])

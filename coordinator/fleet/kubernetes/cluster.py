@@ -1,6 +1,6 @@
-"""The Kubernetes side of a run: how to reach the API, what it lets us do, the pods, and what is wrong with them.
+"""The Kubernetes side of a run: connection to the API, permissions, pods, and their troubles.
 
-Nothing here ends a run: what is refused or away is said once, and the run goes on with what it has.
+No failure here ends a run: a refused or unreachable API is reported once, and the run continues without it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 class Cluster:
-    """What a run knows of its cluster and does to it."""
+    """The cluster of a run: its pods, its rollout set and its troubles."""
 
     def __init__(self, config: RunConfig, api: KubeApi, pods: PodWatch, troubles: Troubles) -> None:
         self.settings = config.fleet
@@ -44,52 +44,52 @@ class Cluster:
         self._rollout_set = RolloutSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
 
     async def start(self) -> None:
-        """Find out what we may do, begin to watch, and give the rollout set its size."""
+        """Check the permissions, start watching pods, and scale the rollout set."""
         await asyncio.to_thread(self._check_permissions)
         await asyncio.to_thread(self.pods.start, self.settings.request_timeout_s)
         if self.settings.scale:
             await asyncio.to_thread(self._scale)
 
     def troubles(self) -> list[str]:
-        """What is wrong now, in words."""
+        """List the troubles of the cluster now, as sentences."""
         self.look()
         return self.noted.all()
 
     def look(self) -> None:
-        """Bring the troubles up to date with the pods."""
+        """Update the troubles from the watch and the pods."""
         self.noted.note("watch", self.pods.trouble)
-        ill = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}" for pod in self.pods.pods if pod.trouble}
-        for about, text in ill.items():
+        pod_troubles = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}" for pod in self.pods.pods if pod.trouble}
+        for about, text in pod_troubles.items():
             self.noted.note(about, text)
-        self.noted.keep("pod/", ill)
+        self.noted.keep("pod/", pod_troubles)
 
     def close(self) -> None:
-        """Stop watching; waits for nobody."""
+        """Stop watching; does not wait for the API server."""
         self.pods.stop()
 
     def _check_permissions(self) -> None:
-        """Say at once, and once, what is refused: later it would fail one by one, when it is needed."""
+        """Report all refused permissions together, at the start, instead of when each is needed."""
         try:
-            missing = [each for each in self._needed() if not self.api.is_allowed(each, self._name_of(each))]
+            missing = [item for item in self._needed() if not self.api.is_allowed(item, self._name_of(item))]
         except TandemError as error:
-            log.warning("permissions could not be checked", error=str(error))
+            log.warning("permission check failed", error=str(error))
             return
         if missing:
-            told = ", ".join(f"{each} ({each.without})" for each in missing)
+            refused = ", ".join(f"{permission} ({permission.without})" for permission in missing)
             self.noted.note(
                 "permissions",
-                f"Kubernetes RBAC refuses in namespace {self.api.namespace}: {told}; see the Role in deploy/",
+                f"Kubernetes RBAC refuses in namespace {self.api.namespace}: {refused}; see the Role in deploy/",
             )
 
     def _needed(self) -> list[Permission]:
-        """Of what we may need, what the settings ask for."""
+        """List the permissions that these settings need."""
         unused: set[Permission] = set() if self.settings.max_evictions_per_hour else {permissions.EVICT_PODS}
         ours = self._rollout_set
         unused |= set() if self.settings.scale else {ours.get_scale, ours.patch_scale}
-        return [each for each in ours.permissions if each not in unused]
+        return [permission for permission in ours.permissions if permission not in unused]
 
     def _name_of(self, permission: Permission) -> str:
-        """Roles may limit a permission to one object."""
+        """Return the object that a permission is about, since a Role may be limited to it; "" for all."""
         ours = self._rollout_set
         return ours.name if permission in (ours.get_scale, ours.patch_scale) else ""
 
@@ -107,9 +107,9 @@ class Cluster:
 
 
 def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> Cluster:
-    """The cluster, not looked at yet.
+    """Connect to the cluster; nothing is read yet.
 
-    Raises: ConfigError: there is no way to the API: neither a service account nor a kubeconfig that can be used.
+    Raises: ConfigError: no service account and no usable kubeconfig.
     """
     api_client, namespace = connect(config.fleet, environment.kube_namespace)
     api = KubeApi(api_client, namespace, timeout_s=config.fleet.request_timeout_s)
@@ -117,7 +117,7 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
 
 
 def connect(settings: FleetSection, namespace: str, environ: Mapping[str, str] = os.environ) -> tuple[Any, str]:
-    """A client of the API server, and the namespace of the run.
+    """Make a client of the API server. Returns: it, and the namespace of the run.
 
     Raises: ConfigError: no service account, no usable kubeconfig.
     """
@@ -137,12 +137,12 @@ def connect(settings: FleetSection, namespace: str, environ: Mapping[str, str] =
             f"fleet.kind: kubernetes, but {where} cannot be used: {error}; set fleet.kubeconfig, or run in a pod with "
             "automountServiceAccountToken"
         ) from error
-    # Ours honours deadlines and the end of the process; urllib3's would sleep for as long as a Retry-After says.
+    # KubeApi retries, within deadlines and until it is closed; urllib3 would sleep as long as a Retry-After says.
     configuration.retries = False
     return client.ApiClient(configuration), own.strip()
 
 
 def _namespace_of(file: str | None) -> str:
-    """Of the kubeconfig's current context."""
+    """Read the namespace of the kubeconfig's current context."""
     _, current = kube_config.list_kube_config_contexts(config_file=file)
     return str(current["context"].get("namespace", "default"))

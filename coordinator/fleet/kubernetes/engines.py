@@ -1,9 +1,9 @@
-"""Which pods are one engine, and what becomes of it. Pure.
+"""Groups pods into engines, and derives the state of a replica from its pods.
 
 pods of an engine                        the replica, which has the name of the leader
-one                                      is as its pod
-a leader, and workers, all up            is as its leader
-any of them leaves, or is dead           leaves: LeaderWorkerSet makes all of them anew
+one                                      has the state of its pod
+a leader and workers, all up             has the state of its leader
+any of them leaves, or is dead           leaves: LeaderWorkerSet replaces all of them
 any of them not ready, or in trouble     is not ready, in trouble
 """
 
@@ -17,7 +17,7 @@ _FROM_BEST = (Fate.UP, Fate.COMING, Fate.DEAD)
 
 
 def engines(pods: Sequence[Pod]) -> list[Pod]:
-    """A pod for each replica: the leader, in the state of all of its engine. Workers without a leader are none."""
+    """Return a pod per replica: its leader, in the state of the whole engine. Workers without a leader are ignored."""
     workers: Mapping[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         if pod.component == WORKER:

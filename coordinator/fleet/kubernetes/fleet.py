@@ -1,15 +1,15 @@
-"""A fleet of pods: the registry says who serves where, the API server who is leaving.
+"""A fleet of pods: the registry has the addresses of the replicas, the API server knows which ones leave.
 
 pod                         replica
-there                       as the registry says: found, seeded, given work
-leaving (deleted, evicted)  drained: no new work, no part in a round; what it generates it may finish
-gone, or another one        gone at once, though its lease outlives it
+running                     as in the registry: found, seeded, given work
+leaving (deleted, evicted)  drained: no new work, no part in a round; it may finish running generations
+deleted, or replaced        lost immediately, though its lease outlives it
 not ready for long          seeded again before it gets work (keeper.py)
-not known: API away         as the registry says
+unknown: API unreachable    as in the registry
 
-An engine of several pods is as its worst one (engines.py), and a replica has its pod's name, or its leader's. A set
-makes the next pod under the name of the last one, so a record may be the last one's for as long as its lease runs on;
-after that it is the next one's, which the watch was late to tell of.
+An engine of several pods has the state of its worst one (engines.py), and a replica the name of its pod, or of its
+leader. A set gives a new pod the name of the old one, so a record may be of the old pod until its lease expires; after
+that it is of the new one, of which the watch was late to learn.
 """
 
 import time
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 class Pods(Protocol):
-    """The run's pods as known now (watch.PodWatch)."""
+    """The run's pods (watch.PodWatch)."""
 
     @property
     def pods(self) -> Sequence[Pod]:
@@ -40,10 +40,10 @@ class Pods(Protocol):
 
 
 class KubernetesFleet:
-    """The replicas of `watched` whose pods stay.
+    """The replicas of `watched` whose pods do not leave.
 
     Args:
-        lease_ttl_s: how long a record may outlive its process.
+        lease_ttl_s: seconds that a record may outlive its process.
     """
 
     def __init__(
@@ -57,25 +57,25 @@ class KubernetesFleet:
         self._differs_since_s: dict[Replica, float] = {}  # since when the pod of its name is another one
 
     async def look(self) -> tuple[Replica, ...]:
-        """Raises: Unavailable: Redis does not answer."""
+        """Find the replicas whose pods do not leave. Raises: Unavailable: Redis does not answer."""
         self._found = await self._watched.look()
-        self._follow_late_news()
+        self._adopt_new_pods()
         return self._staying(self._found)
 
     def serving(self) -> tuple[Replica, ...]:
-        """Replicas that get work; one whose pod is told to end leaves at once, between two calls."""
+        """Return the replicas that get work, without those whose pods leave."""
         return self._staying(self._watched.serving())
 
     def admit(self, replicas: Sequence[Replica]) -> None:
-        """From now on these serve."""
+        """Give work to these replicas from now on."""
         self._watched.admit(replicas)
 
     def demote(self, replica: Replica) -> None:
-        """It gets no more work until it has been seeded again."""
-        self._watched.admit([each for each in self._watched.serving() if each is not replica])
+        """Give a replica no more work until it has been seeded again."""
+        self._watched.admit([other for other in self._watched.serving() if other is not replica])
 
     async def members(self) -> dict[Replica, Pod]:
-        """Those that the last look() found, that stay and are announced still, with their pods.
+        """Return the replicas of the last look() that do not leave and are still announced, with their pods.
 
         Raises: Unavailable: Redis does not answer.
         """
@@ -97,8 +97,8 @@ class KubernetesFleet:
         self._note(set(replicas) - set(staying))
         return staying
 
-    def _follow_late_news(self) -> None:
-        """Who is announced for longer than a lease beside another pod of its name lives in that one."""
+    def _adopt_new_pods(self) -> None:
+        """Assign a replica that is announced for longer than a lease beside a new pod of its name to that pod."""
         if not self._pods.is_current:
             return
         uids, now_s = self._uids_of_staying_pods(), self._clock()
@@ -111,14 +111,14 @@ class KubernetesFleet:
                 self._uids[replica] = differ[replica]
 
     def _uids_of_staying_pods(self) -> dict[str, str]:
-        """By name."""
+        """Return the uids of the pods that do not leave, by name."""
         return {pod.name: pod.uid for pod in engines(self._pods.pods) if not pod.leaving}
 
     def _note(self, leaving: set[Replica]) -> None:
-        """A line for each replica whose pod begins to leave."""
+        """Log each replica whose pod begins to leave, and forget unknown replicas."""
         known = set(self._found) | set(self._watched.serving())
         self._draining &= known
         self._uids = {replica: uid for replica, uid in self._uids.items() if replica in known}
         for replica in leaving - self._draining:
-            log.info("replica leaves: no new work for it", replica=replica.name)
+            log.info("replica leaving", replica=replica.name)
             self._draining.add(replica)

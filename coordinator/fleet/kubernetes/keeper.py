@@ -1,4 +1,4 @@
-"""Looks after the replicas while a run goes on: takes work from pods that are not ready, evicts stuck ones."""
+"""Maintains the fleet during a run: takes work from replicas whose pods are not ready, and evicts stuck ones."""
 
 import asyncio
 import time
@@ -16,17 +16,17 @@ from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 
-# Between looks; settings that are shorter are looked at four times as often as they say.
+# Between two checks; a quarter of a setting that is shorter than four times this.
 LONGEST_INTERVAL_S = 10.0
 
 log = get_logger(__name__)
 
 
 class Keeper:
-    """Tends a fleet until it is cancelled.
+    """Maintains a fleet until it is cancelled.
 
     Args:
-        probe_timeout_s: a replica that does not say how it is by then is silent.
+        probe_timeout_s: seconds for a replica to answer a status call; then it is silent.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Keeper:
         self._evicted: set[str] = set()  # uids
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check the fleet again and again, until cancelled."""
         while True:
             self._cluster.look()
             try:
                 members = await self._fleet.members()
-            except Unavailable:  # Redis is away: nobody can say which processes these are
+            except Unavailable:  # without Redis, pods cannot be matched with replicas
                 members = {}
             await self._demote_unready(members)
             await self._evict_stuck(members)
@@ -69,7 +69,7 @@ class Keeper:
             quiet_s = now_s - self._unready_since_s[replica]
             if quiet_s >= self._unready_after_s:
                 self._fleet.demote(replica)
-                log.warning("replica not ready: no work until it is seeded again", replica=replica.name)
+                log.warning("replica not ready, no work until it is seeded again", replica=replica.name)
                 await self._record(pod, "TandemNotReady", "not ready for long: seeded again before it gets work")
 
     def _is_ready(self, members: dict[Replica, Pod], replica: Replica) -> bool:
@@ -79,7 +79,7 @@ class Keeper:
         vitals = await asyncio.gather(*(self._vital(replica) for replica in members), return_exceptions=True)
         stuck: dict[str, str] = {}
         for (replica, pod), vital in zip(members.items(), vitals, strict=True):
-            # A channel that is closed meanwhile cancels its calls: the replica is gone.
+            # A channel that is closed meanwhile cancels its calls: the replica is lost.
             if isinstance(vital, BaseException):
                 continue
             why = self._detector.observe((replica, pod.incarnation), vital, self._clock())
@@ -98,7 +98,7 @@ class Keeper:
         return read_vital(status)
 
     async def _evict(self, pod: Pod, why: str) -> str:
-        """Returns: what is to be said about it."""
+        """Evict a stuck pod if the budget allows it. Returns: a sentence about the outcome."""
         if not self._budget.spend(self._clock()):
             limit = f"fleet.max_evictions_per_hour = {self._budget.per_hour} is used up"
             await self._record(pod, "TandemEngineStuck", f"{limit}: not evicted", kind="Warning")
@@ -120,7 +120,7 @@ class Keeper:
 
 
 def read_vital(status: rollout_pb2.GetStatusResponse) -> Vital:
-    """From a replica's own account; paused or unseeded, it is not expected to get anything done."""
+    """Read the progress from a replica's status; it is expected only while the replica serves."""
     serves = status.state == weights_pb2.REPLICA_STATE_SERVING
     progress = status.generated_tokens + status.engine_progress
     return Vital(is_generating=serves and status.running_groups > 0, progress=progress)

@@ -1,12 +1,12 @@
-"""A trainer that is lost in the middle of a run: does the cluster bring it back?
+"""Decides whether a run waits for a lost trainer, by what the cluster does with its pods.
 
 its pods, from the error on            the run
-ended, replaced, started again         waits until they are ready, and goes on from its newest checkpoint
+ended, replaced, started again         waits until they are ready, and resumes from its newest checkpoint
 dead                                   ends: a person must act
-as before, and the trainer answers     ends: the error was about something else
-as before, and no answer for long      ends
+unchanged, and the trainer answers     ends: the error had another cause
+unchanged, and no answer for long      ends
 
-A pod's state follows what happened by a moment (its container ended) to a minute (its node is gone).
+A pod's state follows an event after a moment (a container ended) to a minute (a node is lost).
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, Tan
 from servicekit.logs import get_logger
 from weightsync.group.rendezvous import Evicted
 
-# What a run may fail with because its trainer is another one, or none; anything else would fail again.
+# Errors that a lost or replaced trainer can cause; after any other one, another attempt would fail too.
 _LOSSES = (Aborted, DeadlineExceeded, NotReady, PeerLost, Unavailable, WrongVersion)
-# For the news of a pod's end to come, while the trainer's first rank still answers.
+# Seconds for the end of a pod to become known, while the trainer's first rank still answers.
 NEWS_S = 5.0
 
 log = get_logger(__name__)
 
 
 class TrainerGuard:
-    """Knows the trainer's pods as they were when the run was started with them.
+    """Compares the trainer's pods with those at the start of the run.
 
     Args:
-        answers: whether the trainer says how it is.
+        answers: whether the trainer answers a status call.
     """
 
     def __init__(
@@ -42,30 +42,30 @@ class TrainerGuard:
         self._before = self._incarnations()
 
     async def wait_for_return(self, error: TandemError) -> None:
-        """Returns once there is another trainer in the place of the one that was lost by `error`.
+        """Wait until the cluster has restarted the trainer that was lost with `error`.
 
-        Raises: `error` itself: it was not lost; TrainerDead, DeadlineExceeded: it does not come back; both say why.
+        Raises: `error` itself: the trainer was not lost; TrainerDead, DeadlineExceeded: it does not return, and why.
         """
         if not isinstance(error, _LOSSES) or isinstance(error, Evicted) or not await self._is_lost():
             raise error
-        told = trainer_fate(self._cluster.pods.pods)[1]
-        self._cluster.noted.note("trainer", f"the trainer was lost ({told or 'its pods are other ones'}): {error}")
+        reason = trainer_fate(self._cluster.pods.pods)[1]
+        self._cluster.noted.note("trainer", f"the trainer was lost ({reason or 'its pods were replaced'}): {error}")
         timeout_s = self._cluster.settings.reschedule_timeout_s
         deadline_s = self._clock() + timeout_s
         while True:
             self._cluster.look()
-            fate, told = trainer_fate(self._cluster.pods.pods)
+            fate, reason = trainer_fate(self._cluster.pods.pods)
             if fate is Fate.UP:
                 break
             if fate is Fate.DEAD:
-                raise TrainerDead(f"the trainer is dead, waiting would not help: {told}; lost by: {error}") from error
+                raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}; lost by: {error}") from error
             if self._clock() >= deadline_s:
-                raise DeadlineExceeded(f"waited {timeout_s:g} s for the trainer: {told}; lost by: {error}") from error
+                raise DeadlineExceeded(f"waited {timeout_s:g} s for the trainer: {reason}; lost by: {error}") from error
             await asyncio.sleep(LOOK_INTERVAL_S)
         self._cluster.noted.note("trainer", "")
 
     async def _is_lost(self) -> bool:
-        """Whether its pods say so before there is reason to believe the opposite."""
+        """Whether the trainer's pods change before it has answered, or not answered, for long enough."""
         begun_s = self._clock()
         while not self._has_changed():
             patience_s = NEWS_S if await self._answers() else self._cluster.settings.unready_after_s

@@ -1,4 +1,4 @@
-"""What is wrong with the cluster now, for `tandem status`, and once each as a warning of the run."""
+"""The troubles of the cluster, for `tandem status` and, once each, as warnings of the run."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ log = get_logger(__name__)
 
 
 class Troubles:
-    """Troubles by what they are about; a new text is announced, a repeated one is not."""
+    """Troubles by subject; a new text is a warning, a repeated one is not."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._texts: dict[str, str] = {}
 
     def note(self, about: str, text: str) -> None:
-        """This is wrong from now on; "" for nothing any more."""
+        """Set the trouble of a subject; "": it is over."""
         before = self._texts.get(about, "")
         if text:
             self._texts[about] = text
@@ -29,10 +29,10 @@ class Troubles:
             self._events.append(EventKind.WARNING, text)
 
     def keep(self, prefix: str, abouts: Iterable[str]) -> None:
-        """What begins with `prefix` and is not among these is over."""
+        """End the troubles whose subject begins with `prefix` and is not in `abouts`."""
         kept = set(abouts)
         self._texts = {a: text for a, text in self._texts.items() if not a.startswith(prefix) or a in kept}
 
     def all(self) -> list[str]:
-        """In words, in the order in which they came."""
+        """List all troubles, in the order in which they came."""
         return list(self._texts.values())

@@ -48,7 +48,7 @@ def test_a_solved_task_is_no_collapse() -> None:
 def test_a_pattern_that_never_matches() -> None:
     table = rows([0.0] * 3, zero_variance_ratio=1.0, reward_std=0.0)
     assert [kinds(table[:n]) for n in (0, 1, 2, 3)] == [[], [], ["equal_rewards"], ["equal_rewards"]]
-    assert "got the reward 0, so nothing is learnt" in troubles(table, None, 1e-4)[0].text
+    assert "got the reward 0, so the policy does not learn" in troubles(table, None, 1e-4)[0].text
 
 
 def test_a_learning_rate_of_ten() -> None:

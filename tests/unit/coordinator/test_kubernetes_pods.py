@@ -46,7 +46,7 @@ OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
         (READY, {}, Fate.UP, ""),
         (READY, {"deletionTimestamp": "2026-11-20T14:00:00Z"}, Fate.COMING, ""),
         ({"phase": "Pending"}, {}, Fate.COMING, ""),
-        ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, {}, Fate.COMING, "no node takes it: 0/3 nodes: no gpu"),
+        ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, {}, Fate.COMING, "unschedulable: 0/3 nodes: no gpu"),
         (waiting("ContainerCreating"), {}, Fate.COMING, ""),
         (waiting("ErrImagePull", "no such tag"), {}, Fate.COMING, "container trainer: ErrImagePull: no such tag"),
         (waiting("ImagePullBackOff", "tag"), {}, Fate.DEAD, "container trainer: ImagePullBackOff: tag"),
@@ -72,10 +72,10 @@ OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
             {"phase": "Failed", "reason": "Evicted", "message": "node was low on memory"},
             {},
             Fate.COMING,
-            "the cluster has ended it (Evicted: node was low on memory)",
+            "ended by the cluster (Evicted: node was low on memory)",
         ),
-        ({"phase": "Failed"}, {}, Fate.DEAD, "it has ended (failed)"),
-        ({"phase": "Succeeded"}, {}, Fate.DEAD, "it has ended (succeeded)"),
+        ({"phase": "Failed"}, {}, Fate.DEAD, "ended (failed)"),
+        ({"phase": "Succeeded"}, {}, Fate.DEAD, "ended (succeeded)"),
     ],
 )
 def test_a_pods_fate_is_that_of_its_state(

@@ -65,6 +65,6 @@ def test_the_simulation_agrees_that_a_chain_wants_smaller_messages() -> None:
         stage = SimulatedFleet(
             plan=plan, messages=cut_messages(plan, size // 2), dtype_bytes=2, replicas=16, speeds=Speeds()
         )
-        return sum(simulate(RoundScenario(stage=stage, dies=None)).seconds.values())
+        return sum(simulate(RoundScenario(fleet=stage, death=None)).seconds.values())
 
     assert seconds(default_bucket_bytes("cuda", 16)) < 0.7 * seconds(default_bucket_bytes("cuda", 1))

@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_scaling": LLAMA3, "rope_parameters": PLAIN | {"rope_theta": 5e5}},
-        r"rope_parameters\.rope_theta 500000 is not heeded: rope_scaling replaces it",
+        r"rope_parameters\.rope_theta 500000 is ignored: rope_scaling replaces it",
     ),
     (
         "llama",

@@ -30,13 +30,13 @@ def scene(
     spec = dataclasses.replace(preset("qwen2.5-1.5b"), num_layers=4)
     plan = make_plan(megatron_layout(spec, Parallel(tensor=2)), sglang_layout(spec, Parallel(tensor=tp)))
     messages = cut_messages(plan, max_elements)
-    faults = {name: changes.pop(name) for name in ("dies", "lease_s", "formation_s") if name in changes}
+    faults = {name: changes.pop(name) for name in ("death", "lease_s", "formation_s") if name in changes}
     stage = SimulatedFleet(plan=plan, messages=messages, dtype_bytes=2, replicas=replicas, speeds=speeds, **changes)  # type: ignore[arg-type]
-    return RoundScenario(stage=stage, **faults)  # type: ignore[arg-type]
+    return RoundScenario(fleet=stage, **faults)  # type: ignore[arg-type]
 
 
 def shard_bytes(one: RoundScenario) -> int:
-    return one.stage.plan.target.elements_of(0) * 2
+    return one.fleet.plan.target.elements_of(0) * 2
 
 
 def test_a_receiver_s_link_bounds_a_transfer_to_one_rank() -> None:
@@ -52,7 +52,7 @@ def test_senders_share_the_work_where_their_links_are_slower() -> None:
 
 def test_the_chain_costs_one_message_per_replica_and_no_further_egress() -> None:
     one, many = simulate(scene(3)), simulate(scene(9))
-    largest_s = max(message.elements for message in scene().stage.messages) * 2 / 1e9
+    largest_s = max(message.elements for message in scene().fleet.messages) * 2 / 1e9
     assert many.trainer_egress_bytes == one.trainer_egress_bytes
     extra = many.seconds["transfer"] - one.seconds["transfer"]
     assert extra == pytest.approx(6 * largest_s, rel=0.1)
@@ -61,9 +61,9 @@ def test_the_chain_costs_one_message_per_replica_and_no_further_egress() -> None
 
 def test_ranks_walk_in_the_order_of_the_executor() -> None:
     one = scene(3, tp=2)
-    steps = steps_of(one.stage.messages, 2, 2, 3)
+    steps = steps_of(one.fleet.messages, 2, 2, 3)
     for rank, mine in enumerate(steps):
-        hops = route(one.stage.messages, 2, [2, 4, 6], rank)
+        hops = route(one.fleet.messages, 2, [2, 4, 6], rank)
         expected = [(h.message.sequence, h.sender if h.receiver == rank else h.receiver) for h in hops]
         assert [(index, peer) for _, index, peer in mine] == expected
         assert [what == "receive" for what, _, _ in mine] == [hop.receiver == rank for hop in hops]
@@ -102,7 +102,7 @@ def test_a_slow_replica_slows_itself_and_those_behind_it() -> None:
 
 @pytest.mark.parametrize("at", ["prepare", "pause", "transfer", "verify", 0.05])
 def test_a_death_before_commit_costs_the_others_a_second_round(at: str | float) -> None:
-    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at=at), lease_s=5.0, formation_s=0.25))
+    result = simulate(scene(3, death=ReplicaDeath(replica=1, at=at), lease_s=5.0, formation_s=0.25))
     assert result.attempts == 2
     assert result.commits_s[1] is None
     others = [seconds for seconds in result.commits_s if seconds is not None]
@@ -114,7 +114,7 @@ def test_a_death_before_commit_costs_the_others_a_second_round(at: str | float) 
 
 
 def test_a_death_in_commit_costs_only_the_dead() -> None:
-    result = simulate(scene(3, dies=ReplicaDeath(replica=1, at="commit")))
+    result = simulate(scene(3, death=ReplicaDeath(replica=1, at="commit")))
     assert result.attempts == 1
     assert result.commits_s[1] is None
     assert result.commits_s[0] is not None
@@ -122,19 +122,19 @@ def test_a_death_in_commit_costs_only_the_dead() -> None:
 
 
 def test_a_death_after_the_round_changes_nothing() -> None:
-    late = simulate(scene(2, dies=ReplicaDeath(replica=1, at=1e6)))
+    late = simulate(scene(2, death=ReplicaDeath(replica=1, at=1e6)))
     assert late.commits_s == simulate(scene(2)).commits_s
 
 
 def test_the_last_replica_s_death_leaves_nobody_and_ends() -> None:
-    assert simulate(scene(1, dies=ReplicaDeath(replica=0, at="transfer"))).commits_s == [None]
+    assert simulate(scene(1, death=ReplicaDeath(replica=0, at="transfer"))).commits_s == [None]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("speeds", [FREE, Speeds(), dataclasses.replace(Speeds(), digest=10e9)])
 def test_the_closed_form_agrees_with_the_simulation(replicas: int, speeds: Speeds) -> None:
     one = scene(replicas, speeds, tp=2)
-    closed = predict(one.stage.plan, one.stage.sizes, replicas, speeds)
+    closed = predict(one.fleet.plan, one.fleet.sizes, replicas, speeds)
     assert closed.seconds == pytest.approx(simulate(one).seconds["total"], rel=0.1)
 
 

@@ -19,7 +19,7 @@ from weightsync.plans.messages import Message
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan, plan_round
 from weightsync.simulate.clock import Clock, Machine, SimulatedLink
-from weightsync.simulate.ranks import MessageInFlight, Rank, UnderWay, Walk, Weights, steps_of
+from weightsync.simulate.ranks import MessageInFlight, Rank, RankTraffic, Walk, Weights, steps_of
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports import collective
 from weightsync.transfer.transports.buffers import Buffers
@@ -120,9 +120,9 @@ class NotedWalk(Walk):
     def note(self, deed: str, index: int, peer: int) -> None:
         self.deeds[self.now].append((deed, index, peer))
 
-    def _go_on(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
+    def _continue(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
         before, self.now = self.now, rank
-        super()._go_on(rank, process)
+        super()._continue(rank, process)
         self.now = before
 
     def _ready(self, index: int, sender: int, receiver: int) -> MessageInFlight:
@@ -133,10 +133,10 @@ class NotedWalk(Walk):
         self.kept.append(flight)
         return flight
 
-    def _finish_send(self, under_way: UnderWay) -> "Iterator[float | MessageInFlight]":
-        flight, _ = under_way.outgoing[0]
+    def _finish_send(self, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
+        flight, _ = traffic.outgoing[0]
         self.note("sent", flight.index, self.peers[self.now, id(flight)])
-        yield from super()._finish_send(under_way)
+        yield from super()._finish_send(traffic)
 
     def _accept(self, rank: int, flight: MessageInFlight, *others: Any) -> "Iterator[float | MessageInFlight]":
         self.note("received", flight.index, self.peers[rank, id(flight)])

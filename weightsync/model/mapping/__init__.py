@@ -1,4 +1,4 @@
-"""One table of mapping rules per model family; `rules_for` picks it. Adding a model is adding rows."""
+"""The mapping rules of every model family, one table each. To add a model, add rows."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
 from weightsync.model.spec import ModelSpec
 
 _DENSE = ATTENTION_RULES + MLP_RULES
-# By model_type; what else a family is, is in model_spec.FAMILIES.
+# By model_type; a family's other properties are in weightsync/model/spec.py (FAMILIES).
 TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
@@ -21,9 +21,9 @@ __all__ = ["EMBEDDING", "LM_HEAD", "TABLES", "CanonicalPart", "Placement", "Rule
 
 
 def rules_for(spec: ModelSpec) -> tuple[Rule, ...]:
-    """The rules that apply to this model, in canonical order.
+    """Return the rules that apply to this model, in canonical order.
 
-    Raises: ConfigError: two of them claim the same tensor or parameter, by name.
+    Raises: ConfigError: two of them have the same tensor or parameter.
     """
     flags = {"always": True, "untied": not spec.tied, "qkv_bias": spec.qkv_bias, "qk_norm": spec.qk_norm}
     rules = tuple(rule for rule in TABLES[spec.family] if flags[rule.when])

@@ -1,4 +1,4 @@
-"""Mapping rules of decoders with rotary attention and SwiGLU: what dense ones and mixtures of experts share."""
+"""Mapping rules of decoders with rotary attention and SwiGLU, shared by dense models and mixtures of experts."""
 
 from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
 

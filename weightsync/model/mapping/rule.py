@@ -1,4 +1,4 @@
-"""The form of a mapping rule: one parameter and its three homes (Hugging Face, Megatron, SGLang)."""
+"""The form of a mapping rule: one parameter and its names in Hugging Face, Megatron and SGLang."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -26,12 +26,16 @@ class CanonicalPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One parameter of the model.
+    """A parameter of the model.
 
-    `parts` are fused in this order in both engines. `{layer}` and `{expert}` in a name are global numbers, except in
-    `megatron`, where pipeline stages number their own layers, and expert-parallel ranks their own experts, from 0.
-    `megatron` lists the spellings: mcore's local spec first, TransformerEngine's fused one after it. A rule of an
-    expert (`{expert}` in its parts) names a stacked parameter in `sglang`: [experts of the rank, rows, columns].
+    `{layer}` and `{expert}` in a name are global numbers, except in `megatron`: there pipeline stages number their own
+    layers, and expert-parallel ranks their own experts, from 0.
+
+    Attributes:
+        parts: canonical tensors, which both engines fuse in this order.
+        megatron: spellings of the name: mcore's local spec, then TransformerEngine's fused one.
+        sglang: name; for an expert's rule (`{expert}` in its parts) of the stacked parameter [experts of the rank,
+            rows, columns].
     """
 
     parts: tuple[CanonicalPart, ...]

@@ -1,1 +1,1 @@
-"""The Kubernetes API as the coordinator uses it: its few calls, its errors in our vocabulary, its objects as data."""
+"""The Kubernetes API as the coordinator uses it: calls, errors as TandemErrors, objects as data."""

@@ -1,5 +1,6 @@
-"""The few calls that the coordinator makes to the Kubernetes API: blocking, each with a timeout, an error that names
-verb and resource, and another try where one may help. Call them from threads.
+"""The coordinator's calls to the Kubernetes API.
+
+They block, so call them from threads. Each has a timeout, errors with verb and resource, and retries if these may help.
 """
 
 import threading
@@ -20,16 +21,16 @@ from servicekit.errors import Aborted, Unavailable
 T = TypeVar("T")
 
 TRIES = 4
-# Between tries, where the server does not say how long to wait: at most 0.5, 1, 2 s, by chance less.
+# Between tries, unless the server asks for a longer time: at random up to 0.5, 1, 2 s.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 4.0
-# The server ends a watch after this long, and we ask for the next one: connections that died silently end with it.
+# The server ends a watch after this long, and the next one begins; this also ends connections that died silently.
 WATCH_S = 60
 _WATCH_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodChange:
-    """One line of a watch. pod: None for a bookmark, which only moves the version on."""
+    """An event of a watch; `pod` is None for a bookmark, which only updates the version."""
 
     kind: str
     pod: Pod | None
@@ -37,10 +38,10 @@ class PodChange:
 
 
 class KubeApi:
-    """The run's namespace. Thread-safe.
+    """The Kubernetes API in the run's namespace. Thread-safe.
 
     Args:
-        timeout_s: for one request and its answer.
+        timeout_s: for a request and its answer.
     """
 
     def __init__(self, api_client: Any, namespace: str, *, timeout_s: float) -> None:
@@ -52,21 +53,21 @@ class KubeApi:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Tries that wait give up at once."""
+        """Let retries that wait fail immediately."""
         self._closed.set()
 
     def list_pods(self, selector: str) -> tuple[list[Pod], str]:
-        """The pods and the resource version to watch from."""
+        """List the pods. Returns: them, and the resource version to watch from."""
         found = self._call(
             permissions.LIST_PODS, "", lambda kw: self._core.list_namespaced_pod(label_selector=selector, **kw)
         )
         return [read_pod(pod) for pod in found.items], str(found.metadata.resource_version)
 
     def watch_pods(self, selector: str, resource_version: str, on_open: Callable[[Any], None]) -> Iterator[PodChange]:
-        """Changes after a version, until the server ends the watch (WATCH_S).
+        """Yield changes after a version, until the server ends the watch (WATCH_S).
 
         Args:
-            on_open: gets the watch, whose stop() ends it from another thread.
+            on_open: called with the watch, whose stop() ends it from another thread.
         Raises: Expired: the version is too old: list again; Unavailable, PermissionDenied.
         """
         stream = watch.Watch()
@@ -87,7 +88,7 @@ class KubeApi:
                 yield PodChange(kind=event["type"], pod=pod, resource_version=version)
 
     def evict(self, pod: Pod) -> None:
-        """Ask for the end of exactly this pod; a PodDisruptionBudget may refuse (NotReady)."""
+        """Evict exactly this pod. Raises: NotReady: a PodDisruptionBudget forbids it."""
         body = client.V1Eviction(
             metadata=client.V1ObjectMeta(name=pod.name, namespace=self.namespace),
             delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
@@ -99,7 +100,7 @@ class KubeApi:
         )
 
     def replicas_of(self, rollout_set: RolloutSet) -> tuple[int, str]:
-        """The size that a set is to have, and the version of that answer."""
+        """Read the desired size of a set, and the resource version of the answer."""
         scale = self._call(
             rollout_set.get_scale,
             rollout_set.name,
@@ -108,7 +109,7 @@ class KubeApi:
         return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
 
     def scale(self, rollout_set: RolloutSet, replicas: int) -> int:
-        """Give a set another size; somebody else's change at the same time is not overwritten, but read first.
+        """Set the size of a set; a concurrent change is not overwritten, but read first.
 
         Returns: the size before.
         """
@@ -126,17 +127,17 @@ class KubeApi:
         return self._retrying(Aborted, Unavailable)(once)
 
     def create_event(self, body: Any) -> None:
-        """Record an Event."""
+        """Create an Event."""
         self._call(permissions.CREATE_EVENTS, "", lambda kw: self._core.create_namespaced_event(body=body, **kw))
 
     def patch_event(self, name: str, body: dict[str, Any]) -> None:
-        """Count an Event's repetition."""
+        """Change an Event, e.g. its count."""
         self._call(
             permissions.PATCH_EVENTS, name, lambda kw: self._core.patch_namespaced_event(name=name, body=body, **kw)
         )
 
     def is_allowed(self, permission: Permission, name: str = "") -> bool:
-        """Whether we may, by the API's own account; every account may ask about itself."""
+        """Ask the API whether this account has a permission; every account may ask about itself."""
         resource, _, subresource = permission.resource.partition("/")
         attributes = client.V1ResourceAttributes(
             namespace=self.namespace,
@@ -158,7 +159,7 @@ class KubeApi:
         return {"namespace": self.namespace, "_request_timeout": self._timeout_s}
 
     def _call(self, permission: Permission, name: str, call: Callable[[dict[str, Any]], T]) -> T:
-        """One request, tried again while the server is away or throttles us."""
+        """Make a request, and repeat it while the server is unreachable or throttles."""
 
         def once() -> T:
             with kube_errors(permission, name, self.namespace):
@@ -177,7 +178,7 @@ class KubeApi:
 
 
 def _path(rollout_set: RolloutSet) -> dict[str, str]:
-    """Arguments of the client's calls that take any kind of object."""
+    """Return the arguments of the client's calls for custom objects."""
     return {
         "group": rollout_set.group,
         "version": rollout_set.version,
@@ -190,7 +191,7 @@ _BACKOFF = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST
 
 
 def _wait_s(state: tenacity.RetryCallState) -> float:
-    """Seconds until the next try: at least what the server has asked for."""
+    """Return the seconds until the next try, at least what the server asks for."""
     error = state.outcome.exception() if state.outcome is not None else None
     asked_s = error.retry_after_s if isinstance(error, Throttled) else 0.0
     return max(asked_s, float(_BACKOFF(state)))

@@ -1,13 +1,13 @@
-"""Errors of the Kubernetes API in our vocabulary, each naming the verb and the resource that it is about.
+"""Turns errors of the Kubernetes API into TandemErrors, each with the verb and the resource that it is about.
 
-HTTP status       raised               what the caller does
-401, 403          PermissionDenied     goes on without it, says so once
-404               NotReady             it is not there (any more)
+HTTP status       raised               what the caller does, or why
+401, 403          PermissionDenied     continues without it, reports it once
+404               NotReady             it does not exist (any more)
 409               Aborted              reads again, tries again
 410               Expired              lists again: the watch has missed too much
-429, 5xx, none    Unavailable          tries again, no sooner than Retry-After says
+429, 5xx, none    Unavailable          tries again, no sooner than Retry-After
 429 of a budget   NotReady             a PodDisruptionBudget forbids it now
-other             InvalidRequest       a bug of ours, or an API server that is too old
+other             InvalidRequest       a bug of Tandem, or an API server that is too old
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from kubernetes.client.exceptions import ApiException
 from coordinator.fleet.kubernetes.api.permissions import Permission
 from servicekit.errors import Aborted, InvalidRequest, NotReady, PermissionDenied, TandemError, Unavailable
 
-# A server that asks for more is asked again after this long all the same: a run waits for it.
+# Upper bound of Retry-After, since a run waits for it.
 LONGEST_RETRY_AFTER_S = 30.0
 _BY_STATUS: Mapping[int, type[TandemError]] = {
     401: PermissionDenied,
@@ -37,14 +37,14 @@ class Expired(Aborted):
 
 
 class Throttled(Unavailable):
-    """The API server asks us to wait. Attribute retry_after_s: seconds."""
+    """The API server is overloaded and asks to wait `retry_after_s` seconds."""
 
     retry_after_s: float = 0.0
 
 
 @contextlib.contextmanager
 def kube_errors(permission: Permission, name: str, namespace: str) -> Iterator[None]:
-    """Turn errors of the client inside into ours. `name`: of the object, "" for all of a kind."""
+    """Turn errors of the client inside a `with` block into TandemErrors. name: of the object; "": all of a kind."""
     what = f"{permission}{f' {name}' if name else ''} in namespace {namespace}"
     try:
         yield
@@ -55,25 +55,28 @@ def kube_errors(permission: Permission, name: str, namespace: str) -> Iterator[N
 
 
 def translate(error: ApiException, what: str) -> TandemError:
-    """The error of an answer.
+    """Translate an error of the client.
+
+    Args:
+        what: the request, for the message.
 
     >>> str(translate(ApiException(status=403, reason="Forbidden"), "list pods in namespace tandem"))
     'Kubernetes API, list pods in namespace tandem: refused: Forbidden (403)'
     """
     status = int(error.status or 0)
-    told = f"{_message(error)} ({status})"
+    detail = f"{_message(error)} ({status})"
     if status == 410:
-        return Expired(f"Kubernetes API, {what}: the watch has expired: {told}")
+        return Expired(f"Kubernetes API, {what}: the watch has expired: {detail}")
     if status == 429 and _is_disruption_budget(error):
-        return NotReady(f"Kubernetes API, {what}: a PodDisruptionBudget forbids it now: {told}")
+        return NotReady(f"Kubernetes API, {what}: a PodDisruptionBudget forbids it now: {detail}")
     if status == 429:
-        throttled = Throttled(f"Kubernetes API, {what}: throttled: {told}")
+        throttled = Throttled(f"Kubernetes API, {what}: throttled: {detail}")
         throttled.retry_after_s = _retry_after_s(error)
         return throttled
     if status in (401, 403):
-        return PermissionDenied(f"Kubernetes API, {what}: refused: {told}")
+        return PermissionDenied(f"Kubernetes API, {what}: refused: {detail}")
     kind = _BY_STATUS.get(status, Unavailable if status == 0 or status >= 500 else InvalidRequest)
-    return kind(f"Kubernetes API, {what}: {told}")
+    return kind(f"Kubernetes API, {what}: {detail}")
 
 
 def _retry_after_s(error: ApiException) -> float:
@@ -91,7 +94,7 @@ def _message(error: ApiException) -> str:
 
 
 def _status_object(error: ApiException) -> dict[str, Any]:
-    """The API's own Status object, if the body is one; proxies answer otherwise."""
+    """Parse the API's Status object; {} if the body is not one, as from a proxy."""
     try:
         found = json.loads(error.body or "")
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Kubernetes Events about what the coordinator does to pods and sets: `kubectl describe pod` shows them.
+"""Records Kubernetes Events about the coordinator's actions on pods and sets, for `kubectl describe`.
 
-The same event about the same object within COALESCE_S is one Event with a count, as kubelet's are; what is repeated
-more often than PATCH_INTERVAL_S is counted here and written with a later one.
+Equal events about an object within COALESCE_S are one Event with a count, as kubelet's are. The count is written every
+PATCH_INTERVAL_S at most.
 """
 
 import time
@@ -37,19 +37,19 @@ class About:
 
     @classmethod
     def pod(cls, pod: Pod) -> "About":
-        """A pod."""
+        """Refer to a pod."""
         return cls(kind="Pod", name=pod.name, uid=pod.uid)
 
     @classmethod
     def rollout_set(cls, rollout_set: RolloutSet) -> "About":
-        """The rollout set."""
+        """Refer to the rollout set."""
         api_version = f"{rollout_set.group}/{rollout_set.version}"
         return cls(kind=rollout_set.kind, name=rollout_set.name, api_version=api_version)
 
 
 @dataclass(kw_only=True)
-class _Written:
-    """An Event that is there."""
+class _RecordedEvent:
+    """An Event that has been created."""
 
     name: str
     count: int
@@ -58,23 +58,28 @@ class _Written:
 
 
 class EventRecorder:
-    """Writes Events; blocking. What cannot be written is logged once, and is in the log anyhow."""
+    """Records Events; blocking. A failure is logged once; the coordinator's log has the same information."""
 
     def __init__(self, api: KubeApi, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._clock = api, clock
-        self._written: dict[tuple[About, str, str], _Written] = {}
+        self._written: dict[tuple[About, str, str], _RecordedEvent] = {}
         self._has_failed = False
 
     def record(self, about: About, reason: str, message: str, *, kind: str = "Normal") -> None:
-        """Write or count an Event. kind: "Normal" or "Warning"; reason: CamelCase, why in one word."""
+        """Create or count an Event.
+
+        Args:
+            reason: one word in CamelCase.
+            kind: "Normal" or "Warning".
+        """
         key, now_s = (about, reason, message), self._clock()
-        self._written = {k: each for k, each in self._written.items() if now_s - each.first_s < COALESCE_S}
+        self._written = {k: event for k, event in self._written.items() if now_s - event.first_s < COALESCE_S}
         known = self._written.get(key)
         try:
             if known is None:
                 name = f"{about.name}.{uuid.uuid4().hex[:16]}"
                 self._create(name, about, reason, message, kind)
-                self._written[key] = _Written(name=name, count=1, written_s=now_s, first_s=now_s)
+                self._written[key] = _RecordedEvent(name=name, count=1, written_s=now_s, first_s=now_s)
                 return
             known.count += 1
             if now_s - known.written_s >= PATCH_INTERVAL_S:
@@ -82,7 +87,7 @@ class EventRecorder:
                 self._api.patch_event(known.name, {"count": known.count, "lastTimestamp": _now()})
         except TandemError as error:
             if not self._has_failed:
-                log.warning("Events are not recorded", error=str(error))
+                log.warning("kubernetes event not recorded", error=str(error))
             self._has_failed = True
 
     def _create(self, name: str, about: About, reason: str, message: str, kind: str) -> None:
@@ -106,7 +111,7 @@ class EventRecorder:
         }
         try:
             self._api.create_event(body)
-        except Aborted:  # an earlier try has got through, and its answer was lost
+        except Aborted:  # an earlier try succeeded, and its answer was lost
             return
 
 

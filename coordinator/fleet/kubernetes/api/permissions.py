@@ -1,19 +1,16 @@
-"""What the coordinator asks of the Kubernetes API, as data: RBAC grants exactly this, and every call names its row.
-
-Roles in deploy/ are compared with this table by a test.
-"""
+"""The permissions that the coordinator needs, as data; a test compares them with the Roles in deploy/."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Permission:
-    """One verb on one resource of the run's namespace.
+    """A verb on a resource of the run's namespace.
 
     Attributes:
         group: API group; "" is the core group.
         resource: plural, with its subresource: "pods/eviction".
-        without: what does not work if it is refused.
+        without: consequence if it is refused.
     """
 
     verb: str
@@ -22,7 +19,7 @@ class Permission:
     without: str
 
     def __str__(self) -> str:
-        """`create pods/eviction`, as RBAC spells it."""
+        """Format as in RBAC, e.g. `create pods/eviction`."""
         return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
 
 
@@ -31,11 +28,11 @@ WATCH_PODS = Permission(verb="watch", resource="pods", without="replicas are kno
 EVICT_PODS = Permission(verb="create", resource="pods/eviction", without="stuck replicas are only reported")
 CREATE_EVENTS = Permission(verb="create", resource="events", without="`kubectl describe` does not show what was done")
 PATCH_EVENTS = Permission(verb="patch", resource="events", without="repeated events are not counted")
-# Always; the rollout set's own come from rollout_set.py.
+# Needed always; those for the rollout set are in rollout_set.py.
 PERMISSIONS = (LIST_PODS, WATCH_PODS, EVICT_PODS, CREATE_EVENTS, PATCH_EVENTS)
 
 
 def to_scale(verb: str, group: str, plural: str) -> Permission:
-    """On the size of a set; a Role may limit it to the rollout set by resourceNames."""
+    """Make the permission for the size of a set; a Role may limit it to the rollout set by resourceNames."""
     without = "the rollout set keeps its size (fleet.scale)"
     return Permission(verb=verb, group=group, resource=f"{plural}/scale", without=without)

@@ -1,9 +1,9 @@
-"""What a pod's status means for a run. Pure: from the API's objects to a `Pod`.
+"""Derives from a pod's status what it means for a run.
 
 pod                                                      fate
 ready                                                    UP
-deleted, evicted, node lost or shut down; new; starting  COMING   its set makes or has made another one: wait
-image or configuration cannot be used; crashes again     DEAD     a person must act: waiting would not help
+deleted, evicted, node lost or shut down; new; starting  COMING   its set replaces or starts it: wait
+image or configuration cannot be used; crashes again     DEAD     a person must act: waiting does not help
 and again; ended
 """
 
@@ -17,10 +17,10 @@ NAME_LABEL, NAME = "app.kubernetes.io/name", "tandem"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 RUN_LABEL = "tandem.run/id"
 ROLLOUT, WORKER, TRAINER = "rollout", "rollout-worker", "trainer"
-# LeaderWorkerSet writes on each worker pod whose worker it is.
+# LeaderWorkerSet's annotation of a worker pod with its leader.
 LEADER_ANNOTATION = "leaderworkerset.sigs.k8s.io/leader-name"
 
-# Waiting reasons of a container that end only when somebody corrects the manifest or the secret it names.
+# Waiting reasons of a container that end only when a person corrects the manifest or the secret it names.
 _NEEDS_A_PERSON = frozenset(
     {
         "CreateContainerConfigError",
@@ -31,16 +31,16 @@ _NEEDS_A_PERSON = frozenset(
         "RunContainerError",
     }
 )
-# Waiting reasons that are worth telling and may pass.
+# Waiting reasons to report; those not above may pass.
 _TROUBLE = _NEEDS_A_PERSON | {"CrashLoopBackOff", "ErrImagePull"}
-# A rank that loses another one ends too, once or twice; a pod that has crashed this often does it by itself.
+# A rank that loses another one ends too, once or twice; a pod that has crashed this often has a fault of its own.
 CRASHES_OF_A_DEAD_POD = 4
-# Of pods that the cluster has ended, not their processes: the set replaces them.
+# Reasons of pods that the cluster, not their processes, ended: the set replaces them.
 _ENDED_BY_THE_CLUSTER = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 
 
 class Fate(Enum):
-    """What becomes of a pod by itself."""
+    """What happens to a pod without a person's help."""
 
     UP = "up"
     COMING = "coming"
@@ -53,10 +53,10 @@ class Pod:
 
     Attributes:
         component: "rollout" or "trainer"; "rollout-worker" for the further pods of an engine that has several.
-        leader: of such a worker: the pod that is the replica; "" for all others.
-        leaving: it has been told to end.
+        leader: leader pod of such a worker, which is the replica; "" for all others.
+        leaving: its deletion has been requested.
         restarts: of all its containers.
-        trouble: why it is not up, in words; "" if there is nothing to tell.
+        trouble: why it is not up; "" if there is no trouble.
     """
 
     name: str
@@ -71,25 +71,25 @@ class Pod:
 
     @property
     def incarnation(self) -> tuple[str, int]:
-        """Changes whenever its processes are other ones."""
+        """An identity that changes when the processes of the pod are restarted."""
         return self.uid, self.restarts
 
 
 def selector(run_id: str) -> str:
-    """The label selector of a run's pods.
+    """Make the label selector of a run's pods.
 
-    Raises: ConfigError: the run id is not a label's value.
+    Raises: ConfigError: the run id cannot be the value of a label.
     """
     if len(run_id) > 63 or not run_id[-1].isalnum():
         raise ConfigError(
-            f"environment variable TANDEM_RUN_ID={run_id!r} is no value of a Kubernetes label ({RUN_LABEL}): at most "
-            "63 characters, ending in a letter or digit"
+            f"environment variable TANDEM_RUN_ID={run_id!r} cannot be the value of a Kubernetes label ({RUN_LABEL}): "
+            "at most 63 characters, ending in a letter or digit"
         )
     return f"{NAME_LABEL}={NAME},{COMPONENT_LABEL} in ({ROLLOUT},{WORKER},{TRAINER}),{RUN_LABEL}={run_id}"
 
 
 def read_pod(pod: Any) -> Pod:
-    """From the client's V1Pod."""
+    """Read a pod from the client's V1Pod."""
     containers = _containers(pod)
     leaving = pod.metadata.deletion_timestamp is not None
     ready = _condition(pod, "Ready", "True") is not None and not leaving
@@ -100,7 +100,7 @@ def read_pod(pod: Any) -> Pod:
         component=(pod.metadata.labels or {}).get(COMPONENT_LABEL, ""),
         leaving=leaving,
         ready=ready,
-        restarts=sum(each.restart_count for each in containers),
+        restarts=sum(container.restart_count for container in containers),
         fate=fate,
         trouble=trouble,
         leader=(pod.metadata.annotations or {}).get(LEADER_ANNOTATION, ""),
@@ -108,14 +108,14 @@ def read_pod(pod: Any) -> Pod:
 
 
 def _fate(pod: Any, containers: list[Any], leaving: bool) -> tuple[Fate, str]:
-    """Of a pod that is not ready, and why."""
+    """Return the fate of a pod that is not ready, and its trouble."""
     if leaving:
         return Fate.COMING, ""
     if pod.status.phase in ("Failed", "Succeeded"):
         return _fate_of_ended(pod, containers)
     unschedulable = _condition(pod, "PodScheduled", "False")
     if unschedulable is not None:
-        return Fate.COMING, f"no node takes it: {unschedulable.message or unschedulable.reason}"
+        return Fate.COMING, f"unschedulable: {unschedulable.message or unschedulable.reason}"
     for container in containers:
         waiting = container.state.waiting if container.state is not None else None
         if waiting is not None and waiting.reason in _TROUBLE:
@@ -125,10 +125,10 @@ def _fate(pod: Any, containers: list[Any], leaving: bool) -> tuple[Fate, str]:
 
 def _fate_of_ended(pod: Any, containers: list[Any]) -> tuple[Fate, str]:
     reason = pod.status.reason or ""
-    told = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
+    detail = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
     if reason in _ENDED_BY_THE_CLUSTER:
-        return Fate.COMING, f"the cluster has ended it ({told})"
-    return Fate.DEAD, f"it has ended ({told or pod.status.phase.lower()})"
+        return Fate.COMING, f"ended by the cluster ({detail})"
+    return Fate.DEAD, f"ended ({detail or pod.status.phase.lower()})"
 
 
 def _fate_of_waiting(container: Any, waiting: Any) -> tuple[Fate, str]:
@@ -142,7 +142,7 @@ def _fate_of_waiting(container: Any, waiting: Any) -> tuple[Fate, str]:
 
 
 def _last_end(containers: list[Any]) -> str:
-    """How a container ended last: `OOMKilled (exit code 137)`."""
+    """Describe how a container ended last, e.g. `OOMKilled (exit code 137)`."""
     for container in containers:
         for state in (container.state, container.last_state):
             ended = state.terminated if state is not None else None
@@ -156,4 +156,5 @@ def _containers(pod: Any) -> list[Any]:
 
 
 def _condition(pod: Any, kind: str, status: str) -> Any:
-    return next((each for each in pod.status.conditions or [] if (each.type, each.status) == (kind, status)), None)
+    conditions = pod.status.conditions or []
+    return next((condition for condition in conditions if (condition.type, condition.status) == (kind, status)), None)

@@ -1,4 +1,4 @@
-"""The set that makes the rollout pods.
+"""The set that creates the rollout pods.
 
 kind               a replica is                              needs
 StatefulSet        a pod                                     nothing
@@ -17,7 +17,7 @@ _PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSet:
-    """A set by kind and name. Its size is its number of replicas, whatever a replica is."""
+    """A set by kind and name; its size is the number of replicas."""
 
     kind: str
     name: str
@@ -34,20 +34,20 @@ class RolloutSet:
 
     @property
     def plural(self) -> str:
-        """As in the API's paths."""
+        """Plural name of the kind, for the API's paths."""
         return _PLACES[self.kind][2]
 
     @property
     def get_scale(self) -> Permission:
-        """To read its size."""
+        """The permission to read its size."""
         return to_scale("get", self.group, self.plural)
 
     @property
     def patch_scale(self) -> Permission:
-        """To change its size."""
+        """The permission to change its size."""
         return to_scale("patch", self.group, self.plural)
 
     @property
     def permissions(self) -> tuple[Permission, ...]:
-        """All that the coordinator may need where this is the rollout set."""
+        """All permissions that the coordinator may need with this rollout set."""
         return (*PERMISSIONS, self.get_scale, self.patch_scale)

@@ -1,10 +1,10 @@
 """Follows the run's pods from a thread: list, then watch; list again when the watch has missed too much.
 
-what happens            what the watch does
-watch ends by time      watches on from the last version
+event                   what the watch does
+watch ends by time      continues from the last version
 410 Gone                lists again
-API away, throttling    lists again after a pause that grows; until then the pods are those known last
-refused (RBAC)          says so, tries again once a minute: roles are corrected while a run goes on
+API unreachable, 429    lists again after a growing pause; until then the pods are those known last
+refused (RBAC)          reports it, tries again once a minute: roles may be corrected during a run
 """
 
 import threading
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class PodWatch:
-    """The run's pods as the API server last told. `pods` is of any thread."""
+    """The run's pods, as the API server last reported them; `pods` can be read from any thread."""
 
     def __init__(self, api: KubeApi, selector: str) -> None:
         self._api, self._selector = api, selector
@@ -38,12 +38,12 @@ class PodWatch:
         self._thread = threading.Thread(target=self._run, name="pod-watch", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Begin; returns once the pods are known, or cannot be had, or after timeout_s."""
+        """Start the thread, and wait until the pods are listed, or that failed, or for timeout_s."""
         self._thread.start()
         self._first_look.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the thread, if it listens; never waits for the API server."""
+        """Ask the thread to end; does not wait for it."""
         self._stop.set()
         self._api.close()
         if self._stream is not None:
@@ -51,18 +51,18 @@ class PodWatch:
 
     @property
     def pods(self) -> Sequence[Pod]:
-        """By name; as known last, if the API server is away."""
+        """The pods, sorted by name; the last known ones if the API server is unreachable."""
         with self._lock:
             return [self._pods[name] for name in sorted(self._pods)]
 
     @property
     def is_current(self) -> bool:
-        """Whether `pods` can be believed: false before the first look and while the API server does not answer."""
+        """Whether `pods` is up to date: not before the first list, nor while the API server is unreachable."""
         return self._is_current
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the watch now, in words."""
+        """The error of the watch; "" if it works."""
         return self._trouble
 
     def _run(self) -> None:
@@ -86,7 +86,7 @@ class PodWatch:
             self._stop.wait(pause_s)
 
     def _list_and_watch(self) -> None:
-        """Until the watch cannot go on. Raises: Expired, and the API's errors."""
+        """List the pods, then watch them until that fails. Raises: Expired, and the API's errors."""
         pods, version = self._api.list_pods(self._selector)
         self._replace(pods)
         self._first_look.set()
@@ -104,7 +104,7 @@ class PodWatch:
         with self._lock:
             self._pods = {pod.name: pod for pod in pods}
         if self._trouble:
-            log.info("the Kubernetes API answers again", pods=len(pods))
+            log.info("kubernetes API reachable again", pods=len(pods))
         self._trouble, self._is_current, self._failures = "", True, 0
 
     def _apply(self, change: PodChange) -> None:
@@ -120,6 +120,6 @@ class PodWatch:
         if self._stop.is_set():
             return
         if not self._trouble:
-            log.warning("pods are not watched", error=str(error))
+            log.warning("pod watch lost", error=str(error))
         self._trouble, self._is_current = str(error), False
         self._failures = min(self._failures + 1, 16)  # 2 to any higher power is no number of seconds
