@@ -20,6 +20,8 @@ class HttpServer(ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True
+    # The default of 5 drops the connections of a burst: each client then waits a second or more to try again.
+    request_queue_size = 4 * MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)

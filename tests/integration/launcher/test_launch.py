@@ -12,9 +12,9 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tests.integration.launcher.processes import alive, read_pid
 from tests.kit.folders import write_config
 from tests.kit.waiting import until
-from tests.integration.launcher.processes import alive, read_pid
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launcher.run.supervisor import ProcessSpec, Supervisor
-from tests.kit.waiting import until
 from tests.integration.launcher.processes import (
     FAILS,
     HAS_GRANDCHILD,
@@ -23,6 +22,7 @@ from tests.integration.launcher.processes import (
     read_pid,
     spec,
 )
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
 
