@@ -179,7 +179,7 @@ class SglangEngine:
 
 
 def longest_request(context_tokens: int, cache_tokens: int, page_tokens: int) -> int:
-    """Tokens of the longest request, prompt and completion: it may fill the KV cache but for the page that is begun.
+    """Return the most tokens of a request, prompt and completion: the KV cache without the page that is begun.
 
     >>> longest_request(4096, 1024, 1), longest_request(4096, 1024, 64), longest_request(512, 1024, 64)
     (1023, 960, 512)

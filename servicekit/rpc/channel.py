@@ -117,15 +117,15 @@ class DeadlineChannel(grpc.aio.Channel):
         await self._source.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As grpc.aio.Channel."""
+        """Return the state of the connection, as grpc.aio.Channel does."""
         return self._source.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As grpc.aio.Channel."""
+        """Wait until the state is another one, as grpc.aio.Channel does."""
         await self._source.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As grpc.aio.Channel."""
+        """Wait until the channel is connected, as grpc.aio.Channel does."""
         await self._source.current().channel_ready()
 
     def _with_deadline(

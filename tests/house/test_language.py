@@ -65,8 +65,8 @@ DIALECT = {
     r"without a word": "without a message",
 }
 
-# Docstrings of functions begin with an imperative, or with a noun. Nouns that end as the third person does:
-PLURALS = {"Arguments", "Bytes", "Files", "Ids", "Names", "Ranks", "Rows", "Seconds", "Tokens", "Tensors"}
+# Docstrings of functions begin with an imperative, those of properties may with a noun. Nouns that end as verbs do:
+PLURALS = {"Arguments", "Bytes", "Seconds"}
 
 
 def texts(path: Path) -> list[tuple[int, str]]:
