@@ -1,1 +1,1 @@
-"""Clients of the services: trainer and replicas, and how they are asked whether they still live."""
+"""Clients of trainer and replicas, and the probes that notice a lost service during a call."""

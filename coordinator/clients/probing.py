@@ -1,4 +1,4 @@
-"""Waits for a service that may die or freeze meanwhile: it is probed while it works."""
+"""Awaits a call while probing its service, which may die or freeze meanwhile."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,23 +11,23 @@ T = TypeVar("T")
 
 
 class ProbedService(Protocol):
-    """A service that answers GetStatus at once whatever it works on."""
+    """A service that answers GetStatus promptly, whatever it works on."""
 
     @property
     def name(self) -> str:
-        """The service, for errors."""
+        """Name of the service, for errors."""
         ...
 
     async def status(self, *, timeout_s: float) -> Any:
-        """How it is. Raises: TandemError: it does not answer within timeout_s."""
+        """Ask for its status. Raises: TandemError: it does not answer within timeout_s."""
         ...
 
 
 async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, probe_timeout_s: float) -> T:
-    """Await `call`, a call to `service`; give it up when the service no longer says how it is.
+    """Await `call`, a call to `service`; cancel it when the service no longer answers a status call.
 
-    A process that was killed fails its calls by itself; one that is frozen holds them until their own deadline, which
-    may be an hour.
+    The calls of a killed process fail immediately; those of a frozen one last until their deadline, which may be an
+    hour.
 
     Raises: what `call` raises; PeerLost: no answer to a probe within probe_timeout_s.
     """
@@ -39,12 +39,12 @@ async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, p
 
 
 async def _probe(service: ProbedService, probe_timeout_s: float) -> None:
-    """Until the service fails to answer. Raises: PeerLost."""
+    """Probe until the service fails to answer. Raises: PeerLost."""
     while True:
         await asyncio.sleep(probe_timeout_s / 2)
         try:
             await service.status(timeout_s=probe_timeout_s)
         except (DeadlineExceeded, Unavailable) as error:
-            raise PeerLost(f"{service.name} does not answer any more: {error}") from error
-        except TandemError:  # it answers, if only that it has nothing to tell
+            raise PeerLost(f"{service.name} no longer answers: {error}") from error
+        except TandemError:  # an error is an answer too
             continue

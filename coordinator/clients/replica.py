@@ -1,4 +1,4 @@
-"""Client of one rollout service: its errors carry the replica's name, its calls always a deadline."""
+"""Client of one rollout service: its errors name the replica, its calls always have a deadline."""
 
 from collections.abc import AsyncGenerator
 
@@ -10,15 +10,16 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from weightsync.round.client import of_participant
 from weightsync.round.deadlines import CALL_LOAD_S
 
-# A status comes at once or the service is in trouble; its contract says 10 s.
+# Maximum by the service's contract (protos/tandem_api/rollout/v1/rollout.proto).
 STATUS_TIMEOUT_S = 10.0
 TAKE_OVER_TIMEOUT_S = 3600.0
 
 
 class Replica:
-    """One rollout service. Every method raises the TandemError that the service raised, with the name in front.
+    """One rollout service. Every method raises the TandemError that the service raised, prefixed with the name.
 
-    rounds: asks it for the phases of a weight sync.
+    Attributes:
+        rounds: runs the phases of a weight sync on it.
     """
 
     def __init__(self, name: str, address: str, identity: Identity | None = None) -> None:
@@ -30,7 +31,7 @@ class Replica:
 
     @property
     def is_generating(self) -> bool:
-        """Whether a call of ours is under way on it."""
+        """Whether a generate call of ours is running."""
         return self._generating > 0
 
     async def generate(
@@ -48,14 +49,14 @@ class Replica:
             call.cancel()
 
     async def take_over(self, fence: common_pb2.CoordinatorFence) -> None:
-        """Have coordinators that are older than `fence` refused; returns when what they have begun is done."""
+        """Make it refuse coordinators older than `fence`; return when the work that they started is done."""
         with rpc_errors(self.name):
             await self._stub.TakeOver(rollout_pb2.TakeOverRequest(fence=fence), timeout=TAKE_OVER_TIMEOUT_S)
 
     async def load_published(
         self, folder: str, *, policy_version: int, round_id: str, fence: common_pb2.CoordinatorFence
     ) -> None:
-        """Seed the replica, which has no weights, from what that round has published on disk."""
+        """Seed the replica, which has no weights, from the files that round `round_id` has published."""
         request = rollout_pb2.LoadPublishedWeightsRequest(
             folder=folder, policy_version=policy_version, round_id=round_id, fence=fence
         )
@@ -63,7 +64,7 @@ class Replica:
             await self._stub.LoadPublishedWeights(request, timeout=CALL_LOAD_S)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
-        """State, version, parallel sizes, software versions."""
+        """Ask for its state, version, parallel sizes and software versions."""
         with rpc_errors(self.name):
             status: rollout_pb2.GetStatusResponse = await self._stub.GetStatus(
                 rollout_pb2.GetStatusRequest(), timeout=timeout_s

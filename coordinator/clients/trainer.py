@@ -1,4 +1,4 @@
-"""Step 7: client of the trainer service. Its errors say "trainer", its calls always have a deadline."""
+"""Step 7: client of the trainer service. Its errors name the trainer, its calls always have a deadline."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What one train step did."""
+    """Result of one train step."""
 
     # The version after the step.
     policy_version: int
@@ -34,17 +34,17 @@ class TrainResult:
 
     @property
     def compute_s(self) -> float:
-        """Seconds that the model itself took; the rest of a step is what Tandem adds."""
+        """Seconds of the model's own work; the rest of a step is Tandem's overhead."""
         return sum(self.seconds.get(part, 0.0) for part in ("old_logprobs", "forward_backward", "optimizer"))
 
 
 class Trainer:
-    """The trainer service. Every method raises the TandemError that the service raised, "trainer" in front.
+    """The trainer service. Every method raises the TandemError that the service raised, prefixed with "trainer".
 
     Args:
-        fence: of the coordinator that asks; None: of nobody who leads a run.
+        fence: of the calling coordinator; None: the caller does not lead a run.
     Attributes:
-        rounds: asks it for the phases of a weight sync.
+        rounds: runs the phases of a weight sync on it.
     """
 
     name = "trainer"
@@ -59,10 +59,10 @@ class Trainer:
         self._connect()
 
     async def move_to(self, address: str) -> None:
-        """Talk to `address` from now on: a trainer that was restarted listens at another one."""
+        """Use `address` from now on: a restarted trainer listens at another one."""
         if address == self._address:
             return
-        log.warning("the trainer has moved", old=self._address, new=address)
+        log.warning("trainer address changed", old=self._address, new=address)
         self._address = address
         old, self._channel = self._channel, self._open()
         self._connect()
@@ -76,20 +76,20 @@ class Trainer:
         return open_channel(self._address, identity=self._identity, peer=self.name)
 
     async def take_over(self) -> None:
-        """Have older coordinators refused; returns when what they have begun is done."""
+        """Make it refuse older coordinators; return when the work that they started is done."""
         with rpc_errors(self.name):
             await self._stub.TakeOver(trainer_pb2.TakeOverRequest(fence=self._fence), timeout=STEP_TIMEOUT_S)
 
     async def train_step(self, batch: TrainBatch) -> TrainResult:
         """Run one GRPO step.
 
-        A lost reply does not mean that the step was not done: the same step_id is sent once more, and the trainer
-        answers with its first reply if it was.
+        After a lost reply the step may or may not have been done: it is sent once more under the same step_id, and if
+        it was done, the trainer repeats its first reply.
         """
         try:
             return await self._train_step(batch)
         except Unavailable as error:
-            log.warning("train step's reply was lost; asking again", step_id=batch.step_id, error=str(error))
+            log.warning("train step reply lost, sending it again", step_id=batch.step_id, error=str(error))
             return await self._train_step(batch)
 
     async def _train_step(self, batch: TrainBatch) -> TrainResult:
@@ -106,14 +106,19 @@ class Trainer:
             yield request
 
     async def save_checkpoint(self, folder: Path) -> int:
-        """Write weights, optimizer and RNG into a folder. Returns: bytes written."""
+        """Write weights, optimizer and RNG state into a folder. Returns: bytes written."""
         request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence)
         with rpc_errors(self.name):
             response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
         return int(response.bytes)
 
     async def restore(self, folder: Path | None, policy_version: int) -> None:
-        """Go back to a checkpoint's folder (None: the initial model), under a version that is new to everybody."""
+        """Go back to the state in `folder`.
+
+        Args:
+            folder: the trainer's folder of a checkpoint; None: the initial model.
+            policy_version: the restored policy's version from now on; no replica may have had it.
+        """
         path = "" if folder is None else str(folder)
         request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version, fence=self._fence)
         with rpc_errors(self.name):
@@ -127,7 +132,7 @@ class Trainer:
         return int(response.policy_version)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> trainer_pb2.GetStatusResponse:
-        """Version, parallel sizes, activity, software versions."""
+        """Ask for its version, parallel sizes, activity and software versions."""
         with rpc_errors(self.name):
             status: trainer_pb2.GetStatusResponse = await self._stub.GetStatus(
                 trainer_pb2.GetStatusRequest(), timeout=timeout_s

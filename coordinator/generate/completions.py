@@ -1,4 +1,4 @@
-"""Checks what a replica streams and turns it into groups: the edge between protobuf and the coordinator's own types."""
+"""Checks what a replica streams and turns protobuf into the coordinator's own types."""
 
 from array import array
 
@@ -10,13 +10,15 @@ _KNOWN_REASONS = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENG
 
 
 class MalformedReply(Internal):
-    """A service answered with something that contradicts its contract."""
+    """A service's reply contradicts its contract."""
 
 
 def read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions: int, *, source: str) -> Group | None:
-    """The group that a replica streamed; None if any of its completions was aborted.
+    """Convert a group that a replica streamed; None if any of its completions was aborted.
 
-    Raises: MalformedReply: naming `source`, the group and the completion.
+    Args:
+        source: the replica's name, for errors.
+    Raises: MalformedReply: names `source`, the group and the completion.
     """
     place = f"{source}: group {result.group_id}"
     if len(result.completions) != num_completions:

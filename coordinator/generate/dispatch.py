@@ -1,12 +1,12 @@
-"""One order on its way: what is asked of whom, what has come back, what failed where, who is waited for.
+"""One dispatch of an order: the calls to replicas, the groups received, the failures of each replica.
 
-Groups are in chunks; a chunk is one call to one replica, and a group is in one chunk at a time, so it is kept once.
+A chunk of groups is one call to one replica; a group is in one chunk at a time, so it is kept once.
 
 a call fails                         its unfinished groups go to the replica that has failed least
-a replica fails MAX_FAILURES calls   it gets no more work of this dispatch; its next process is another replica
-groups wait, all replicas work       replicas that come are seeded and take them (joiners.py)
-no replica is left, one is lost      one that comes is waited for, up to Patience.rejoin_s without a finished group
-no replica is left, none is lost     they are there and fail, so nobody will come: the dispatch fails after probe_s
+a replica fails MAX_FAILURES calls   it gets no more work of this dispatch; its next process counts as a new replica
+groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
+no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group
+no replica is left, none is lost     all are present but fail, so none will join: the dispatch fails after probe_s
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, Too
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 
-# One failed call is forgiven, a second is a pattern: a replica that fails all calls costs a dispatch two of them.
+# One failed call may be an accident; a replica that fails every call costs a dispatch two of them.
 MAX_FAILURES = 2
 
-# Told, in words, what a person may want to know.
+# Gets warnings for the operator, as text.
 Tell = Callable[[str], None]
 
 log = get_logger(__name__)
 
 
 class Dispatch:
-    """Prompts by group id to an order's completions; `run` it once."""
+    """Samples the completions that an order asks for, for prompts by group id; `run` it once."""
 
     def __init__(
         self,
@@ -58,18 +58,18 @@ class Dispatch:
         self._tell = tell
         self._sampling = order.sampling.to_proto()
         self._joiners = Joiners(seed, order.policy_version, self._somebody_is_free, interval_s=patience.look_s)
-        self._replicas = list(fleet.serving())  # that have had a part in it
+        self._replicas = list(fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[list[str]] = deque()
         self._running: dict[asyncio.Task[list[str]], Replica] = {}
         self._groups: dict[str, Group] = {}
         self._engine_s: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[Replica] = Counter()
         self._errors: dict[Replica, TandemError] = {}
-        self._stalled_since_s: float | None = None  # nobody works, and no group has come since
+        self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
     async def run(self, chunks: Sequence[list[str]]) -> Generation:
-        """Hand chunks out until every group is there. Raises: as Rollouts.generate."""
+        """Hand chunks out until every group is finished. Raises: as Rollouts.generate."""
         self._pending.extend(chunks)
         try:
             while self._pending or self._running:
@@ -88,7 +88,7 @@ class Dispatch:
         )
 
     def _start_calls(self) -> None:
-        """Give every replica without a call a chunk, those that have failed least first."""
+        """Give a chunk to every replica without a call, first to those that have failed least."""
         for replica in sorted(self._free(), key=lambda replica: self._failures[replica]):
             if not self._pending:
                 return
@@ -98,7 +98,7 @@ class Dispatch:
             self._running[task] = replica
 
     def _free(self) -> list[Replica]:
-        """Who may get a call now. One that has begun to leave finishes its call and gets no other."""
+        """Return the replicas that may get a call now; one that is leaving finishes its call and gets no other."""
         busy = set(self._running.values())
         return [
             replica
@@ -112,10 +112,10 @@ class Dispatch:
     def _welcome(self, joiner: Replica) -> None:
         self._replicas.append(joiner)
         metrics.DISPATCH_JOINERS.inc()
-        self._tell(f"{joiner.name} has come and is seeded: it generates groups that were waiting")
+        self._tell(f"{joiner.name} joined and is seeded: it generates groups that were waiting")
 
     async def _wait(self) -> None:
-        """Until a call has ended or somebody has joined; not for long if nobody works."""
+        """Wait until a call has ended or a replica has joined; only briefly if no replica works."""
         joining = self._joiners.look() if self._pending else None
         tasks: set[asyncio.Task[list[str]] | asyncio.Task[None]] = {*self._running}
         if joining is not None:
@@ -138,17 +138,17 @@ class Dispatch:
             raise Unavailable(f"{self._whats_missing()}; {error}") from error
 
     async def _check_patience(self) -> None:
-        """Nobody works: raises Unavailable if it has been so for too long."""
+        """Called while no replica works. Raises: Unavailable: none has worked for too long."""
         if not self._pending or self._somebody_is_free():
             return
         now_s = time.monotonic()
         if self._stalled_since_s is None:
             self._stalled_since_s = now_s
             metrics.DISPATCH_STALLS.inc()
-            waited_for = (
-                f"no replica is left: one is waited for (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
+            stalled = (
+                f"no replica is left: waiting for one to join (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
             )
-            self._tell(f"{waited_for}; {self._whats_missing()}")
+            self._tell(f"{stalled}; {self._whats_missing()}")
         self._one_is_lost = self._one_is_lost or await self._is_one_lost()
         patience_s = self._patience.rejoin_s
         if not self._one_is_lost:
@@ -157,7 +157,7 @@ class Dispatch:
             raise self._exhausted()
 
     async def _is_one_lost(self) -> bool:
-        """Whether a replica has left or does not answer, or there was none: then another may come."""
+        """Whether a replica has left or does not answer, or there was none: then another may join."""
         serving = self._fleet.serving()
         if not self._replicas or any(replica not in serving for replica in self._replicas):
             return True
@@ -166,7 +166,7 @@ class Dispatch:
         return any(isinstance(answer, BaseException) for answer in answers)
 
     async def _call(self, replica: Replica, group_ids: Sequence[str]) -> list[str]:
-        """Ask one replica for groups. Returns: those that it did not deliver."""
+        """Ask one replica for groups. Returns: the ids of those that it did not deliver."""
         error: TandemError | None = None
         try:
             await while_alive(self._receive(replica, group_ids), replica, probe_timeout_s=self._patience.probe_s)
@@ -197,7 +197,7 @@ class Dispatch:
             raise MalformedReply(f"{replica.name}: sent group {result.group_id!r}, which was not asked for")
         prompt = self._prompts[result.group_id]
         group = read_group(result, prompt, self._order.num_completions, source=replica.name)
-        # None: aborted by a pause or a shutdown; it stays unfinished and is asked for again.
+        # None: aborted by a pause or a shutdown; the group stays unfinished and is requested again.
         if group is not None:
             self._groups[result.group_id] = group
             self._stalled_since_s, self._one_is_lost = None, False
@@ -220,7 +220,7 @@ class Dispatch:
         return Unavailable(self._whats_missing() + (waited if self._one_is_lost else ""))
 
     def _whats_missing(self) -> str:
-        """How much is not done, and the last of each replica."""
+        """Return how many groups are missing, and the last error of each replica."""
         missing = len(self._prompts) - len(self._groups)
         errors = [self._errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]
         why = (

@@ -1,8 +1,8 @@
-"""Replicas that come while a dispatch is on its way: they are seeded with the version that it samples.
+"""Replicas that join during a dispatch: they are seeded with the version that it samples.
 
-The trainer is idle while a dispatch runs (loop.py), and a round of the joiners alone does not touch those who generate
-(weights.py). A seeding that has begun is let come to its end, which has deadlines: the dispatch that needed it may be
-over sooner, but the next round must not meet it.
+The trainer is idle while a dispatch runs (loop.py), and a round of the joiners alone does not touch replicas that
+generate (weights.py). A seeding that has begun is awaited even when the dispatch no longer needs it, so that it cannot
+overlap with the next round; it has deadlines of its own.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from servicekit.errors import DeadlineExceeded, TandemError
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 
-# Brings a version to replicas that are there and do not serve it; others go on undisturbed.
+# Brings a version to replicas that are present and do not serve it; the others are not interrupted.
 Seed = Callable[[int], Awaitable[object]]
 
 log = get_logger(__name__)
@@ -23,12 +23,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long replicas are waited for.
+    """How long a dispatch waits for replicas.
 
     Attributes:
-        probe_s: a replica that does not say how it is for so long is lost (sync.probe_timeout_s).
-        rejoin_s: for a replica to come when none is left (rollout.rejoin_timeout_s).
-        look_s: between two looks: a replica takes seconds to start, a look costs two reads of Redis.
+        probe_s: a replica that does not answer a status call for so long is lost (sync.probe_timeout_s).
+        rejoin_s: for a replica to join when none is left (rollout.rejoin_timeout_s).
+        look_s: between two looks for joiners: a replica takes seconds to start, a look costs two reads of Redis.
     """
 
     probe_s: float = 10.0
@@ -37,11 +37,11 @@ class Patience:
 
 
 class Joiners:
-    """Looks for replicas that come, for one dispatch.
+    """Looks for replicas that join one dispatch, and seeds them.
 
     Args:
-        seed: None: nobody can be seeded, so nobody joins.
-        is_enough: whether a replica is there now that can take work.
+        seed: None: replicas cannot be seeded, so none joins.
+        is_enough: whether a replica can take work now.
     """
 
     def __init__(
@@ -54,9 +54,10 @@ class Joiners:
         self._complaint = ""
 
     def look(self) -> "asyncio.Task[None] | None":
-        """Begin to look, unless that is going on. Returns: what ends when somebody has joined; None: nobody can.
+        """Start looking for joiners, if not started yet.
 
-        It raises TandemError: nobody serves, and seeding fails in a way that another try would not mend.
+        Returns: the task, which ends when a replica has joined; None: none can. The task raises TandemError if no
+            replica serves and seeding fails in a way that another try would not mend.
         """
         if self._seed is None:
             return None
@@ -69,7 +70,7 @@ class Joiners:
             try:
                 await seed(self._policy_version)
             except TandemError as error:
-                # Who had to be there has been waited for already: replicas, or the trainer, which is not back so soon.
+                # A DeadlineExceeded means that the seeding itself has waited for replicas or the trainer long enough.
                 if isinstance(error, DeadlineExceeded) or not is_retriable(error):
                     raise
                 self._note(str(error))
@@ -80,18 +81,18 @@ class Joiners:
                     await self._over.wait()
 
     def _note(self, complaint: str) -> None:
-        """A line per complaint, not per look."""
+        """Log a complaint once, not at every look."""
         if complaint != self._complaint:
             log.warning("no replica could be seeded", error=complaint)
         self._complaint = complaint
 
     async def end(self) -> None:
-        """Look no more. A seeding that has begun comes to its end first; its errors are of no interest now."""
+        """Stop looking. Wait for a seeding that has begun; its errors do not matter any more."""
         self._over.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def drop(self) -> None:
-        """Look no more, at once: the run is over, or the dispatch has failed."""
+        """Stop looking and cancel a seeding that has begun: the run is over, or the dispatch has failed."""
         if self._task is not None:
             await cancel(self._task)

@@ -1,4 +1,4 @@
-"""What a dispatch is asked for, beside the prompts."""
+"""What a dispatch gets beside the prompts: which policy to sample, and how."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
 
     def to_proto(self) -> rollout_pb2.SamplingParams:
-        """The wire form, without top-p and top-k: the trainer's log-probs are of the full distribution."""
+        """Return the wire form, with top-p and top-k off: the trainer's log-probs are of the full distribution."""
         return rollout_pb2.SamplingParams(
             temperature=self.temperature,
             top_p=1.0,
@@ -27,7 +27,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The policy that is sampled, and how much of it."""
+    """Which policy version to sample, how many completions per prompt, and how."""
 
     policy_version: int
     num_completions: int

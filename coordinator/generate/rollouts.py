@@ -13,15 +13,15 @@ log = get_logger(__name__)
 
 
 class Rollouts:
-    """The rollout replicas as one.
+    """The rollout replicas as one service.
 
     Args:
-        fleet: those of it that serve get work.
+        fleet: its serving replicas get work.
         max_groups_per_call: most groups that a replica accepts in one call.
         timeout_s: deadline of one call.
-        patience: how long a replica that does not answer, and a fleet without any, is waited for.
-        seed: brings a version to replicas that come (WeightSync.seed_late_joiners); None: nobody does.
-        tell: is told, in words, that nobody is left, and who has come; None: log lines say it.
+        patience: how long to wait for a replica that does not answer, and for one to join when none is left.
+        seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
+        tell: gets a message when no replica is left, and when one joins; None: the messages are logged.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Rollouts:
         Returns: groups in the prompts' order.
         Raises:
             InvalidRequest, TooLarge: a replica refuses the request; repeating it would not help.
-            Unavailable: no replica is left, and none came in time; each is named with its last error.
-            TandemError: of the seeding of replicas that came, where nobody else works and another try would not help.
+            Unavailable: no replica is left, and none joined in time; the message has the last error of each.
+            TandemError: seeding a joiner failed for good, while no other replica works.
         """
         # Balanced: as many equal chunks as whole rounds over the replicas need.
         num_chunks = max(1, len(self._fleet.serving()), -(-len(prompts) // self._max_groups_per_call))

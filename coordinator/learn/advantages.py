@@ -14,7 +14,7 @@ STD_EPSILON = 1e-6
 
 
 def zero_variance(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Tell which groups carry no signal because all of their rewards are equal.
+    """Find the groups that carry no signal because all of their rewards are equal.
 
     Args:
         rewards_PG: [P, G] rewards, G >= 1.
@@ -48,7 +48,7 @@ def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group")
     _check(rewards_PG)
     flat_P = zero_variance(rewards_PG)
     centred_PG: NDArray[np.float64] = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-    # The mean of equal floats may differ from them in the last bit; without this, 1e-17 / 1e-6 would pass for a signal.
+    # The mean of equal floats may differ from them in the last bit: 1e-17 / 1e-6 would be trained on as a signal.
     centred_PG[flat_P] = 0.0
     if std == "none":
         return centred_PG
@@ -58,7 +58,7 @@ def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group")
 
 
 def _unbiased_std(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[R, C] -> [R, 1] standard deviation with ddof 1; 0 where there is a single column (ddof 1 would be 0 / 0)."""
+    """Compute the standard deviation with ddof 1, [R, C] -> [R, 1]; 0 for a single column (ddof 1 would be 0 / 0)."""
     if values.shape[1] < 2:
         return np.zeros((values.shape[0], 1))
     spread: NDArray[np.float64] = values.std(axis=1, ddof=1, keepdims=True)

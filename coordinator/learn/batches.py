@@ -1,8 +1,7 @@
 """Step 6: scored groups to a train step: chosen samples, optimizer updates, chunks for the wire.
 
-Which samples go through the model together is the trainer's to say (trainer_service/batch). Legend: P prompts, G
-completions per prompt, S samples. The wire messages are filled from the samples' arrays at the end, the only place that
-knows protobuf.
+The trainer decides which samples go through the model together (trainer_service/batch). Legend: P prompts, G
+completions per prompt, S samples. Only `_chunk`, the last step, knows protobuf.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,25 +18,25 @@ from tandem_api.trainer.v1 import trainer_pb2
 
 Indices = NDArray[np.int64]
 
-# At most, on the wire: a token id as a varint, a log-prob; beside them a sample's lengths, advantage and flag (21 with
-# the prefix of its name), and what a message has once (48).
+# Upper bounds on the wire: a token id as a varint; a log-prob; for the rest of a sample: its lengths, advantage, flag
+# (21 with the prefix of its name), and the fields that a message has once (48).
 _ID_BYTES, _LOGPROB_BYTES, _OVERHEAD_BYTES = 5, 4, 96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One completion, ready to train on."""
+    """One completion with its prompt and advantage, as the trainer gets it."""
 
     sample_id: str
     prompt: Prompt
     completion: Completion
     advantage: float
-    # False: counts in no loss but keeps its place in the denominators (a masked truncation).
+    # False: counts in no loss, but still in the denominators (a masked truncation).
     trainable: bool
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that it adds to a message, at most."""
+        """Bytes that it adds to a message at most."""
         completion = len(self.completion.token_ids)
         ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
         return ids + _LOGPROB_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
@@ -74,9 +73,9 @@ def select_samples(
 
 
 def split_updates(num_samples: int, num_updates: int, rng: np.random.Generator) -> list[Indices]:
-    """Spread whole samples over optimizer updates, in random order, in shares that differ by at most one.
+    """Spread samples over optimizer updates, in random order, in shares that differ by at most one sample.
 
-    Never returns an empty update: with fewer samples than updates there are fewer updates.
+    Returns: sample indices of each update; with fewer samples than updates, one update per sample.
 
     >>> [len(part) for part in split_updates(10, 4, np.random.default_rng(0))]
     [3, 3, 2, 2]
@@ -89,11 +88,11 @@ def split_updates(num_samples: int, num_updates: int, rng: np.random.Generator) 
 
 
 def chunk_starts(bytes_S: Sequence[int], max_bytes: int) -> list[int]:
-    """Where to cut consecutive samples into chunks of at most `max_bytes`; a larger sample is a chunk of its own.
+    """Cut consecutive samples into chunks of at most `max_bytes`; a larger sample is a chunk of its own.
 
     Args:
         bytes_S: [S] bytes of each sample.
-    Returns: the first sample of every chunk but the first.
+    Returns: index of the first sample of every chunk but the first.
 
     >>> chunk_starts([3, 4, 5, 20, 1], 8)
     [2, 3, 4]
@@ -117,10 +116,11 @@ def make_batch(
     rng: np.random.Generator,
     chunk_bytes: int = SAMPLE_CHUNK_BYTES,
 ) -> TrainBatch:
-    """Lay samples out as one train step; `num_updates` of the result is smaller where samples are fewer.
+    """Make one train step of the samples; it has fewer than `num_updates` updates if samples are fewer.
 
     Args:
-        chunk_bytes: of a message, at most. It decides nothing of the step but how many messages it is.
+        step_id: the step's name, by which the trainer recognises a repeated request.
+        chunk_bytes: maximum size of a message. It only changes the number of messages, not the step.
     """
     updates = split_updates(len(samples), num_updates, rng)
     chunks = tuple(
@@ -143,7 +143,7 @@ def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Samp
 
 
 def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
-    """The wire form of samples of one update; ragged fields flattened in sample order."""
+    """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
     message = trainer_pb2.SampleChunk(
         update_index=update_index,
         sample_ids=[sample.sample_id for sample in samples],

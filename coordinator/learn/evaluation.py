@@ -1,4 +1,4 @@
-"""Held-out accuracy: one greedy completion per held-out prompt, scored like the training ones."""
+"""Held-out accuracy: one greedy completion per held-out prompt, scored like those of the training data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Evaluator:
     sampling: Sampling
 
     async def score(self, policy_version: int) -> Scored:
-        """Scores of all held-out prompts, [P, 1]: `accuracy` is the held-out one.
+        """Generate and score one completion of every held-out prompt. Returns: [P, 1] scores and the accuracy.
 
-        Raises: Internal: as `Scorer.score`.
+        Raises: as `Rollouts.generate` and `Scorer.score`.
         """
         order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
         groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}

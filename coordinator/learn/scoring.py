@@ -1,4 +1,4 @@
-"""Step 4: groups to rewards. Decodes completions, scores them, and keeps the budget of failed scores."""
+"""Step 4: groups to rewards. Decodes completions, scores them, and limits how many scores may fail."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
 
 # Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
-# not end a run, a reward that is broken must not train on zeros.
+# not end a run, and a broken reward must not train on zeros.
 MAX_ERROR_SHARE = 0.05
 
 
@@ -24,7 +24,7 @@ class Scorer:
         self._weight = weight
 
     async def score(self, groups: Sequence[Group]) -> Scored:
-        """[P, G] rewards of P groups of G completions each.
+        """Score P groups of G completions each. Returns: [P, G] rewards, and counts of failed scores.
 
         Raises: Internal: scoring failed for more than 5 % of the samples, or took too long for more than 25 %.
         """

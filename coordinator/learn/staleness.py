@@ -1,4 +1,4 @@
-"""How old samples are: versions between the policy that sampled a token and the one that trains on it. Pure."""
+"""Age of samples: versions between the policy that sampled a token and the one that trains on it. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from coordinator.flow import Group
 
 
 def oldest_versions(groups: Sequence[Group]) -> list[int]:
-    """Oldest policy version of each sample, group by group: [S]."""
+    """Return the oldest policy version of each sample, group by group: [S]."""
     return [completion.oldest_version for group in groups for completion in group.completions]
 
 
@@ -30,7 +30,7 @@ def staleness_histogram(versions: Iterable[int], current: int) -> dict[int, int]
 
 
 def is_trainable(oldest: int, current: int, max_staleness: int) -> bool:
-    """A sample is trainable while `current - oldest <= max_staleness`.
+    """Whether a sample is young enough to train on: `current - oldest <= max_staleness`.
 
     >>> [is_trainable(oldest, 7, 1) for oldest in (5, 6, 7)]
     [False, True, True]
@@ -39,7 +39,7 @@ def is_trainable(oldest: int, current: int, max_staleness: int) -> bool:
 
 
 def stale_samples(groups: Sequence[Group], current: int, max_staleness: int) -> list[str]:
-    """Ids of the samples that are too old to train on; a synchronous iteration (max_staleness 0) has none."""
+    """Return the ids of the samples that are too old to train on; in a synchronous iteration there should be none."""
     return [
         group.sample_id(index)
         for group in groups

@@ -1,7 +1,7 @@
-"""What a weight-sync round of the present fleet should take, by the plan: for the dashboard, never for a decision.
+"""Predicts how long a weight-sync round of the present fleet takes: for the dashboard, never for a decision.
 
-The same planner and the same formula as `tandem plan`. A large plan takes seconds (2 s and 1 GiB for a 235 B model on
-4,096 ranks), so it is made in a thread of its own, once per change of the fleet, while the round itself goes on.
+It uses the planner and the formula of `tandem plan`. A large plan takes seconds (2 s and 1 GiB for a 235 B model on
+4,096 ranks), so it is made in a thread of its own, once per change of the fleet, while the round itself runs.
 """
 
 import math
@@ -30,7 +30,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RoundForecast:
-    """seconds: of the whole round; received_bytes: by all rollout ranks together."""
+    """Predicted figures of a round.
+
+    Attributes:
+        seconds: of the whole round.
+        received_bytes: by all rollout ranks together.
+    """
 
     seconds: float
     received_bytes: int
@@ -42,7 +47,7 @@ class RoundForecast:
 
 
 class Forecast:
-    """Keeps the predicted figures of the metrics up to date.
+    """Keeps the metrics of the predicted round up to date.
 
     Args:
         model: folder whose config.json gives the sizes.
@@ -58,7 +63,7 @@ class Forecast:
         self._fleet: Participants | None = None
 
     def of(self, description: weights_pb2.Round) -> None:
-        """A round like this begins; returns at once, the figures follow."""
+        """Predict a round like `description` in the background and set the metrics; return immediately."""
         fleet = Participants.of_round(description)
         if fleet != self._fleet:
             self._fleet = fleet
@@ -74,11 +79,11 @@ class Forecast:
         metrics.SYNC_PREDICTED_GOODPUT.set(forecast.goodput if forecast is not None else math.nan)
 
     def predict(self, fleet: Participants) -> RoundForecast:
-        """The round's forecast; chains of different layouts are fed at once, so the slowest counts.
+        """Predict a round; chains of different layouts are fed concurrently, so the slowest counts.
 
         Raises: ConfigError: a model or a layout that the planner does not know.
         """
-        # The link speeds of a forecast are those between GPUs.
+        # sync.link_gbit is the speed between GPUs, so messages are cut as for them.
         message_bytes = largest_message(self._asked_bytes, "cuda", fleet.longest_chain)
         chains = [
             self._predict_chain(fleet.trainer, layout, len(names), message_bytes)

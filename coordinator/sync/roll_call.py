@@ -1,7 +1,7 @@
-"""Who takes part in a round: services that answer, whose ranks hold their slots in the weight group.
+"""Finds the participants of a round: services that are present, so answer and hold their slots in the weight group.
 
-Who does not answer is left out, as long as the trainer and rollout.min_replicas replicas are there; fewer are waited
-for, until the deadline.
+A replica that is not present is left out. The roll call waits, until its deadline, for the trainer and
+rollout.min_replicas replicas.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from weightsync.plans.participants import rollout_slot, trainer_slot
 
 # A poll of the group that is running when the run is cancelled can delay the exit by this long.
 _WAIT_SLICE_S = 0.5
-# What helps where trainer or replicas and the run have parted.
-GO_ON = "end the run and go on from its newest checkpoint (--resume), which gets a version that nobody has had"
+# What to do when the versions of trainer or replicas contradict the run's.
+GO_ON = "end the run and resume from its newest checkpoint (--resume), which gets a version that no service has had"
 
 log = get_logger(__name__)
 
 
 class SettledGroup(Protocol):
-    """Who is in the weight group at one moment (weightsync.group.rendezvous.Membership)."""
+    """Members of the weight group at one moment (weightsync.group.rendezvous.Membership)."""
 
     @property
     def epoch(self) -> int:
@@ -52,16 +52,13 @@ class WeightGroup(Protocol):
         ...
 
     def settle(self, slots: Sequence[str], timeout_s: float) -> SettledGroup:
-        """The membership once all of `slots` are held.
-
-        Raises: DeadlineExceeded: naming those that are not, after timeout_s.
-        """
+        """Wait until all of `slots` are held, or for `timeout_s`. Returns: the group then, complete or not."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """Trainer and replicas that are present: they answer, and their ranks hold their slots."""
+    """Trainer and replicas that are present, and the epoch of their group."""
 
     epoch: int
     trainer: trainer_pb2.GetStatusResponse
@@ -70,7 +67,7 @@ class Present:
 
 @dataclass(kw_only=True)
 class _Look:
-    """One look: who answered, and why the others are not counted, by name."""
+    """One look at the services: the statuses of those that answered; by name, why the others do not count."""
 
     trainer: trainer_pb2.GetStatusResponse | None = None
     replicas: dict[Replica, rollout_pb2.GetStatusResponse] = field(default_factory=dict)
@@ -78,12 +75,12 @@ class _Look:
 
 
 class RollCall:
-    """Finds out who is there.
+    """Finds out which services are present.
 
     Args:
-        probe_timeout_s: who has not said how it is by then is not there.
-        slots_timeout_s: a rank without its slot for so long is not there.
-        timeout_s: for the trainer and min_replicas replicas to be there.
+        probe_timeout_s: a service whose status does not arrive in this time is absent.
+        slots_timeout_s: a service with a rank without its slot for so long is absent.
+        timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
     """
 
     def __init__(
@@ -102,13 +99,13 @@ class RollCall:
         self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
 
     async def call(self, policy_version: int, *, rejoin_timeout_s: float = 0.0) -> Present:
-        """Wait until enough are there.
+        """Wait until the trainer and enough replicas are present.
 
         Args:
-            rejoin_timeout_s: for replicas to come while the trainer is there, if longer than the other deadline.
+            rejoin_timeout_s: how long to wait for replicas while the trainer is present, if longer than timeout_s.
         Raises:
-            DeadlineExceeded: the trainer or too many replicas are missing; each is named with what is wrong with it.
-            WrongVersion: the trainer has another version, since it was restarted from an older checkpoint, say.
+            DeadlineExceeded: the trainer or too many replicas are absent; the message says why each is.
+            WrongVersion: the trainer has another version, for example after a restart from an older checkpoint.
             StaleVersion: too few replicas are left without those that have had a newer version.
         """
         start_s, timeout_s = time.monotonic(), self._timeout_s
@@ -128,14 +125,14 @@ class RollCall:
                 if look.absent:
                     log.warning("starting round without absent members", absent=look.absent)
                 return present
-            trainer_is_there = look.trainer is not None and self._trainer.name not in look.absent
-            timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_there else 0.0)
+            trainer_is_present = look.trainer is not None and self._trainer.name not in look.absent
+            timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_present else 0.0)
             if time.monotonic() - start_s >= timeout_s:
                 raise DeadlineExceeded(self._complaint(look, timeout_s))
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _look(self) -> _Look:
-        """Ask everyone that is announced how it is."""
+        """Ask the trainer and every announced replica for their status."""
         look = _Look()
         try:
             replicas = await self._fleet.look()
@@ -160,7 +157,7 @@ class RollCall:
         return look
 
     async def _with_slots(self, look: _Look, left_s: float) -> Present | None:
-        """Those of `look` whose ranks are in the group. None: the trainer is not."""
+        """Keep the services of `look` whose ranks hold their slots; None: not the trainer's, or no replica answered."""
         if look.trainer is None or not look.replicas:
             return None
         slots = {self._trainer.name: [trainer_slot(rank) for rank in range(look.trainer.world_size)]}
@@ -168,7 +165,7 @@ class RollCall:
             world_size = Parallel.from_proto(status.parallel).world_size
             slots[replica.name] = [rollout_slot(replica.name, rank) for rank in range(world_size)]
         try:
-            group = await self._settle([slot for each in slots.values() for slot in each], left_s)
+            group = await self._settle([slot for wanted in slots.values() for slot in wanted], left_s)
         except Unavailable as error:
             look.absent["the weight group"] = str(error)
             return None
@@ -178,11 +175,11 @@ class RollCall:
                 look.absent[name] = f"slots missing from {self._group.group}: {', '.join(missing)}"
         if self._trainer.name in look.absent:
             return None
-        here = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
-        return Present(epoch=group.epoch, trainer=look.trainer, replicas=here)
+        replicas = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
+        return Present(epoch=group.epoch, trainer=look.trainer, replicas=replicas)
 
     async def _settle(self, slots: Sequence[str], left_s: float) -> SettledGroup:
-        """The group once all slots are taken, or after the time that ranks may be without one."""
+        """Return the group once all slots are held, or once slots_timeout_s or `left_s` is over."""
         deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
         while True:
             # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
@@ -192,21 +189,21 @@ class RollCall:
                 return group
 
     def _complaint(self, look: _Look, timeout_s: float) -> str:
-        absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "nobody else is announced"
-        there = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
+        absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "no other service is announced"
+        present = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
         return (
             f"waited {timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
-            f"replicas there: {there}; {absent}"
+            f"replicas present: {present}; {absent}"
         )
 
 
 def _leave_out_newer(look: _Look, policy_version: int) -> list[str]:
-    """Replicas that have had a newer version must not go back: they are not counted until ours is newer.
+    """Mark replicas that have had a newer version as absent: they must not go back to an older one.
 
-    Returns: why, one sentence each.
+    Returns: a sentence for each of them.
     """
-    newer = {each: seeded_version(status) for each, status in look.replicas.items()}
-    newer = {each: version for each, version in newer.items() if version > policy_version}
+    newer = {replica: seeded_version(status) for replica, status in look.replicas.items()}
+    newer = {replica: version for replica, version in newer.items() if version > policy_version}
     for replica, version in newer.items():
         look.absent[replica.name] = f"it has had version {version}, and versions only grow"
         del look.replicas[replica]
@@ -214,12 +211,12 @@ def _leave_out_newer(look: _Look, policy_version: int) -> list[str]:
 
 
 def seeded_version(status: rollout_pb2.GetStatusResponse) -> int:
-    """The version that a replica has served; 0 if it never had one."""
+    """Return the version that a replica has served; 0 if it never had one."""
     return 0 if status.state == weights_pb2.REPLICA_STATE_UNSEEDED else int(status.policy_version)
 
 
 def parallel_sizes(present: Present) -> weights_pb2.Round:
-    """The parallel sizes of those present, as a round names them."""
+    """Return a round with only the parallel sizes of those present."""
     specs = [
         weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
         for replica, status in present.replicas.items()

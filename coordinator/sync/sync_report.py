@@ -1,4 +1,4 @@
-"""Reports of a weight-sync round, rank by rank, merged into what the round cost. Pure but for the wire types."""
+"""Merges the ranks' reports of a weight-sync round into its figures. Pure but for the wire types."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Reports = Sequence[weights_pb2.PhaseReport]
 
 @dataclass
 class RoundReports:
-    """Collects the reports of a round: by participant and rank."""
+    """Collects the reports of a round, by participant and rank."""
 
     _seconds: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
     _received: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class RoundReports:
         self._shards |= other._shards
 
     def check_plans(self, reports: Mapping[str, Reports]) -> None:
-        """Every rank must have made the same plan.
+        """Check that every rank made the same plan.
 
-        Raises: Internal: naming two ranks that differ.
+        Raises: Internal: names two ranks that differ.
         """
         digests = {(name, rank): r.plan_digest for name, ranks in reports.items() for rank, r in enumerate(ranks)}
         (first, expected), *others = digests.items()
@@ -50,11 +50,11 @@ class RoundReports:
                 )
 
     def check_bytes(self, reports: Mapping[str, Reports]) -> None:
-        """Every rollout rank must have received exactly the bytes of its shard.
+        """Check that every rollout rank received exactly the bytes of its shard.
 
         Args:
             reports: TRANSFER reports of the rollouts.
-        Raises: DigestMismatch: naming the rank.
+        Raises: DigestMismatch: names the rank.
         """
         for name, ranks in reports.items():
             for rank, report in enumerate(ranks):
@@ -68,7 +68,7 @@ class RoundReports:
     def result(
         self, *, policy_version: int, attempts: int, total_s: float, outcomes: Mapping[str, ReplicaOutcome], epoch: int
     ) -> SyncResult:
-        """The figures of the rounds that have committed."""
+        """Sum up the rounds that have committed."""
         stages: dict[str, float] = {}
         for seconds_by_stage in self._seconds.values():
             for stage, seconds in seconds_by_stage.items():

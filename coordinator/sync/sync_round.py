@@ -1,8 +1,8 @@
 """One weight-sync round: its phases in order, on the trainer and every replica.
 
-The table of phases is weightsync/round/phases.py. What is checked here: PREPARE: plans are equal; TRANSFER: bytes
-received are those of the shard. COMMIT is asked for once more if a reply is lost. Up to VERIFY all succeed or the round
-is given up. From COMMIT on every replica has verified bytes of its own: losing one does not undo the others.
+The table of phases is weightsync/round/phases.py. Checks after PREPARE that all plans are equal, and after TRANSFER
+that each rank received the bytes of its shard. COMMIT is sent once more if its reply is lost. Up to VERIFY all succeed
+or the round is aborted. From COMMIT on every replica has verified its own bytes: losing one does not undo the others.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, first_write, rules_of
 
-# A rank that fails closes its connections, and its peers say at once that they have lost it. Its own error, which says
-# more, may come a moment later than theirs.
+# A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has
+# the cause, may arrive a moment later.
 BLAME_S = 1.0
 
 log = get_logger(__name__)
@@ -34,10 +34,13 @@ Participant: TypeAlias = Trainer | Replica
 
 
 class SyncRound:
-    """A round on its way; `run` it once, `abort` it if that raises.
+    """One round; `run` it once, `abort` it if that raises.
 
     Args:
-        probe_timeout_s: a participant that does not answer a status question for so long is lost.
+        probe_timeout_s: a participant that does not answer a status call for so long is lost.
+    Attributes:
+        reports: figures of the ranks, complete once `run` has returned.
+        outcomes: by replica, how the round ended for it.
     """
 
     def __init__(
@@ -57,9 +60,9 @@ class SyncRound:
         self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
 
     async def run(self) -> None:
-        """All phases; `reports` and `outcomes` say what came of them.
+        """Run all phases, filling `reports` and `outcomes`.
 
-        Raises: TandemError: of the participant that failed first, named; no replica has committed.
+        Raises: TandemError: of the participant that failed first, with its name; no replica has committed.
         """
         answers = []
         for rule in rules_of(staged=self._is_staged):
@@ -69,34 +72,34 @@ class SyncRound:
             self.reports.add(reports)
 
     def _check(self, phase: Phase, reports: dict[str, Reports]) -> None:
-        """Raises: Internal, DigestMismatch: what participants report does not fit together."""
+        """Raises: Internal, DigestMismatch: the participants' reports contradict each other."""
         if phase == PREPARE:
             self.reports.check_plans(reports)
         if phase == TRANSFER:
             self.reports.check_bytes({replica.name: reports[replica.name] for replica in self._replicas})
 
     async def _commit(self) -> dict[str, Reports]:
-        """COMMIT wherever it can be had."""
+        """Commit on every participant that can; abort on the others. Raises: TandemError: no replica has committed."""
         self._begun = COMMIT
         with span("sync commit"):
-            answers = await asyncio.gather(*(self._commit_one(each) for each in self._everyone))
-        found = dict(zip((each.name for each in self._everyone), answers, strict=True))
-        done = {name: answer for name, answer in found.items() if not isinstance(answer, TandemError)}
-        failed = {name: answer for name, answer in found.items() if isinstance(answer, TandemError)}
+            answers = await asyncio.gather(*(self._commit_one(participant) for participant in self._everyone))
+        by_name = dict(zip((participant.name for participant in self._everyone), answers, strict=True))
+        done = {name: answer for name, answer in by_name.items() if not isinstance(answer, TandemError)}
+        failed = {name: answer for name, answer in by_name.items() if isinstance(answer, TandemError)}
         for name, error in failed.items():
             log.warning("COMMIT failed", participant=name, round_id=self.description.round_id, error=str(error))
         if not any(replica.name in done for replica in self._replicas):
             raise next(iter(failed.values()))
-        await self.abort([each for each in self._everyone if each.name in failed])
+        await self.abort([participant for participant in self._everyone if participant.name in failed])
         self.outcomes |= {replica.name: ReplicaOutcome.COMMITTED for replica in self._replicas if replica.name in done}
         return done
 
     async def _commit_one(self, participant: Participant) -> Reports | TandemError:
-        """COMMIT is idempotent: who has done it answers again, so a lost reply does not undo a finished round."""
+        """Send COMMIT, again if its reply is lost: it is idempotent, so a lost reply does not undo a finished round."""
         try:
             return await self._call(COMMIT, participant)
         except (Unavailable, DeadlineExceeded) as error:
-            log.warning("a reply to COMMIT was lost; asking again", error=str(error))
+            log.warning("COMMIT reply lost, sending it again", error=str(error))
         except TandemError as error:
             return error
         try:
@@ -105,18 +108,18 @@ class SyncRound:
             return error
 
     async def abort(self, participants: Sequence[Participant] | None = None) -> list[str]:
-        """Give the round up, everywhere or on some; `outcomes` says what it left on the replicas.
+        """Abort the round on `participants`, all by default, and record in `outcomes` what it left on the replicas.
 
-        Returns: in words, the state of each replica, and what participants did not confirm it.
+        Returns: as text, the state of each replica, and the errors of participants that did not confirm the abort.
         """
         concerned = self._everyone if participants is None else tuple(participants)
-        answers = await asyncio.gather(*(self._abort_one(each) for each in concerned))
+        answers = await asyncio.gather(*(self._abort_one(participant) for participant in concerned))
         replicas = [replica for replica in self._replicas if replica in concerned]
         states = await asyncio.gather(*(self._settle(replica) for replica in replicas))
         return [*states, *(f"abort: {answer}" for answer in answers if answer is not None)]
 
     async def _abort_one(self, participant: Participant) -> TandemError | None:
-        # As long a deadline as any phase: a participant that waits for a lost peer answers when its own wait is over.
+        # With the deadline of any phase: a participant that waits for a lost peer answers only when that wait is over.
         try:
             await self._call(ABORT, participant)
         except TandemError as error:
@@ -124,7 +127,7 @@ class SyncRound:
         return None
 
     async def _settle(self, replica: Replica) -> str:
-        """Find out what the round left on a replica. An RPC error says that a reply was lost, not what happened."""
+        """Ask a replica for the state that the round left: an RPC error only says that a reply was lost."""
         try:
             status = await replica.status(timeout_s=self._probe_timeout_s)
         except TandemError as error:
@@ -139,13 +142,13 @@ class SyncRound:
         if status.state == weights_pb2.REPLICA_STATE_POISONED or unfinished:
             return ReplicaOutcome.POISONED
         serves = status.state == weights_pb2.REPLICA_STATE_SERVING
-        # Before COMMIT nobody can have this round's version; an equal one is that of an earlier round.
+        # Before COMMIT no replica can have this round's version; an equal one is from an earlier round.
         new = self._begun == COMMIT and status.policy_version == self.description.policy_version
         return ReplicaOutcome.COMMITTED if serves and new else ReplicaOutcome.ABORTED
 
     @property
     def _may_have_written(self) -> bool:
-        """Whether a replica of which nothing is known may hold a mixture."""
+        """Whether a replica whose state is unknown may hold a mixture of versions."""
         return self._begun >= first_write(staged=self._is_staged)
 
     @property
@@ -153,7 +156,7 @@ class SyncRound:
         return self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
 
     async def _phase(self, rule: PhaseRule) -> dict[str, Reports]:
-        """One phase on all of its participants at once: inside it they wait for each other."""
+        """Run one phase on all of its participants concurrently: they wait for each other inside it."""
         self._begun = rule.phase
         with span(f"sync {rule.name}"):
             return await self._phase_of_all(
@@ -183,7 +186,7 @@ class SyncRound:
 
 
 async def wait_for_cause(tasks: Mapping[str, "asyncio.Task[Reports]"], blame_s: float = BLAME_S) -> None:
-    """After an error: while every error says that a peer was lost, wait a little for the one that says why."""
+    """After an error: while every error is a PeerLost, wait up to `blame_s` for the error that caused them."""
     deadline_s = asyncio.get_running_loop().time() + blame_s
     while True:
         errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]

@@ -1,8 +1,8 @@
 """Step 8: publish weights. Sync rounds as transactions, tried again in a new epoch while the budget lasts.
 
-A round that fails is given up everywhere before the next one starts, and its error says what state every replica is
-in. The next round is one of the living: a replica that died does not stop the others, and is seeded by a round of its
-own when it returns (`seed_late_joiners`), before it gets work.
+A failed round is aborted on all participants before the next one starts, and its error names the state of every
+replica. The next round is made of those present then: a lost replica does not stop the others, and is seeded by a round
+of its own when it returns (`seed_late_joiners`), before it gets work.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from tandem_config.schema import SyncSection
 from weightsync.group.rendezvous import Evicted
 from weightsync.plans.limits import bucket_bytes
 
-# Rounds that one publication may take. What fails three times in a row is not an accident.
+# Failed rounds after which a publication ends: three failures are not an accident.
 MAX_ROUNDS = 3
-# A rank whose slot another holds comes back when that one's lease ends, or ends itself after two (rendezvous.py).
+# A rank whose slot another process holds gets it when that one's lease ends, or exits after two leases (rendezvous.py).
 SLOT_PATIENCE_TTLS = 3.0
 SLOT_INTERVAL_S = 1.0
-# Worth another round; anything else (an invalid round, a stale version, plans that differ) would fail again.
+# Another round may succeed; after anything else (an invalid round, a stale version, plans that differ) it would not.
 _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
 
 _INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
@@ -65,17 +65,17 @@ log = get_logger(__name__)
 
 
 def is_retriable(error: TandemError) -> bool:
-    """Whether another round, with whoever is there then, may do what failed with `error`."""
+    """Whether another round, with the participants present then, may succeed after `error`."""
     return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted)
 
 
 @dataclass(kw_only=True)
 class _Publication:
-    """What has come of one call so far."""
+    """Progress of one publication."""
 
     policy_version: int
     start_s: float
-    # How long replicas are waited for where too few are there.
+    # How long to wait for replicas while too few are present.
     rejoin_timeout_s: float
     reports: RoundReports = field(default_factory=RoundReports)
     outcomes: dict[str, ReplicaOutcome] = field(default_factory=dict)
@@ -83,13 +83,13 @@ class _Publication:
     committed: list[Replica] = field(default_factory=list)
     rounds: int = 0
     epoch: int = 0
-    # Nothing more can be tried.
+    # No further round can help.
     is_over: bool = False
     # When another process was first seen in a rank's slot.
     slot_taken_s: float | None = None
 
     def waits_for_slot(self, error: TandemError, patience_s: float) -> bool:
-        """Whether a rank without its slot has it again soon, or ends: no failure that counts."""
+        """Whether `error` is a rank's wait for its slot, which will end by itself: not counted as a failure."""
         if not isinstance(error, SlotTaken) or isinstance(error, Evicted):
             return False
         now_s = time.perf_counter()
@@ -101,6 +101,7 @@ class _Publication:
         return is_retriable(error) and not self.is_over
 
     def result(self) -> SyncResult:
+        """Sum up the rounds so far."""
         return self.reports.result(
             policy_version=self.policy_version,
             attempts=self.rounds,
@@ -111,16 +112,16 @@ class _Publication:
 
 
 class WeightSync:
-    """Brings the trainer's weights to every replica that is there, and tells the fleet which may serve.
+    """Brings the trainer's weights to every replica that is present, and admits those that have them to the fleet.
 
     Args:
         group: the weight group of the run.
         lead: our claim to be the run's only coordinator.
         min_replicas: fewest replicas that must have the weights in the end.
-        rejoin_timeout_s: for so many to come where too few are left; with less than sync.formation_timeout_s, for that.
+        rejoin_timeout_s: how long to wait for them; sync.formation_timeout_s, if that is longer.
         disk_folder: where the transport "disk" writes.
-        forecast: predicts what a round of the fleet should take; None: nobody does.
-        observed: is told of syncs and of looks at the fleet.
+        forecast: predicts the duration of rounds; None: no prediction.
+        observed: records syncs and fleet snapshots.
     """
 
     def __init__(
@@ -159,28 +160,28 @@ class WeightSync:
         )
 
     async def publish(self, policy_version: int) -> SyncResult:
-        """Make every replica that is there serve the trainer's weights as `policy_version`.
+        """Make every replica that is present serve the trainer's weights as `policy_version`.
 
-        Replicas that are lost on the way are left out; `outcomes` of the result says what became of each.
-        Raises: TandemError: the last round's, after the budget is spent or at once if another round would not help, or
-            if too few are present; the message names them. The round has been given up everywhere.
+        Replicas that are lost meanwhile are left out; the result has the outcome of each.
+        Raises: TandemError: the last round's, if the budget is spent, another round would not help, or too few replicas
+            are present; the message names them. The round has been aborted on all participants.
         """
         return await self._bring(policy_version, serving=())
 
     async def take_over(self) -> None:
-        """Have coordinators before us refused by trainer and replicas, and what they have begun done: our first call.
+        """Make trainer and replicas refuse earlier coordinators, and wait for the work that those started.
 
-        A replica that does not answer now refuses them from our first round with it on.
-        Raises: TandemError: the trainer's; Fenced: another one has taken over from us.
+        Called before anything else. A replica that does not answer now refuses them from our first round with it on.
+        Raises: TandemError: the trainer's; Fenced: another coordinator has taken over from us.
         """
         probe_timeout_s = self._settings.probe_timeout_s
         replicas = await self._fleet.look()
-        # All at once: what an older one has begun on the trainer may wait for a replica.
+        # Concurrently: the work that an older coordinator started on the trainer may wait for a replica.
         trainer, *answers = await asyncio.gather(
             while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s),
             *(
-                while_alive(each.take_over(self._lead.fence), each, probe_timeout_s=probe_timeout_s)
-                for each in replicas
+                while_alive(replica.take_over(self._lead.fence), replica, probe_timeout_s=probe_timeout_s)
+                for replica in replicas
             ),
             return_exceptions=True,
         )
@@ -189,13 +190,14 @@ class WeightSync:
             if answer is not None and not tolerable:
                 raise answer
             if answer is not None:
-                log.warning("replica not taken over yet", error=str(answer))
+                log.warning("replica take-over failed", error=str(answer))
 
     async def newest_version(self) -> int:
-        """The newest version that a replica has had, of those that answer; 0 if none has had any."""
+        """Return the newest version that any replica that answers has had; 0 if none has had any."""
         replicas = await self._fleet.look()
         timeout_s = self._settings.probe_timeout_s
-        answers = await asyncio.gather(*(each.status(timeout_s=timeout_s) for each in replicas), return_exceptions=True)
+        calls = (replica.status(timeout_s=timeout_s) for replica in replicas)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         newest = 0
         for answer in answers:
             if isinstance(answer, rollout_pb2.GetStatusResponse):
@@ -205,19 +207,21 @@ class WeightSync:
         return newest
 
     async def seed_late_joiners(self, policy_version: int) -> SyncResult | None:
-        """Bring the current weights to replicas that are there and do not serve yet; the others go on undisturbed.
+        """Bring the current weights to replicas that are present and do not serve yet, without interrupting the others.
 
-        If the last round went through disk, joiners without weights read them there: the trainer may be busy or away.
-        Returns: None if no round was needed. A joiner that fails is left for the next call, while
-        rollout.min_replicas others serve.
-        Raises: TandemError: too few serve, and not enough came within the deadline.
+        If the last round went through disk, joiners without weights load them from there: the trainer may be busy or
+        lost. A joiner that fails is left for the next call, while any replica serves.
+        Returns: None: no round was needed, or it failed while others serve.
+        Raises: TandemError: it failed, and no replica serves.
         """
         announced = await self._announced()
         serving = self._fleet.serving()
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
             return None
-        loaded = await self._load_published(policy_version, [each for each in announced if each not in serving])
+        loaded = await self._load_published(
+            policy_version, [replica for replica in announced if replica not in serving]
+        )
         if loaded:
             serving = (*serving, *loaded)
             self._fleet.admit(serving)
@@ -232,7 +236,10 @@ class WeightSync:
             return None
 
     async def _announced(self) -> tuple[Replica, ...]:
-        """Who is announced; who serves, while the registry is away. Raises: Unavailable: nobody serves either."""
+        """Return the announced replicas, or the serving ones while the registry is unreachable.
+
+        Raises: Unavailable: the registry is unreachable, and no replica serves.
+        """
         try:
             return await self._fleet.look()
         except Unavailable as error:
@@ -242,7 +249,7 @@ class WeightSync:
             return self._fleet.serving()
 
     async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
-        """The joiners that have loaded this version from disk, as our last round has published it."""
+        """Let joiners load the version that our last round wrote to disk. Returns: those that have."""
         version, round_id = self._on_disk
         if not round_id or version != policy_version:
             return []
@@ -252,7 +259,7 @@ class WeightSync:
         )
         loaded = []
         for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, TandemError):  # it has weights, of whatever version: a round brings ours
+            if isinstance(answer, TandemError):  # it has weights of some version: a round brings ours
                 log.warning("late joiner failed to load weights from disk", error=str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
@@ -261,11 +268,11 @@ class WeightSync:
         return loaded
 
     async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
-        """Rounds until every replica that is there serves `policy_version`, as those of `serving` do already."""
+        """Run rounds until every replica that is present serves `policy_version`, as those of `serving` do already."""
         work = _Publication(
             policy_version=policy_version,
             start_s=time.perf_counter(),
-            # Not while others serve: they have work to do.
+            # While replicas serve, they have work to do: do not wait for others.
             rejoin_timeout_s=0.0 if serving else self._rejoin_timeout_s,
             committed=list(serving),
         )
@@ -282,9 +289,9 @@ class WeightSync:
                 work.failures.append(error)
                 if not work.goes_on_after(error):
                     break
-        # Who has lost its work meanwhile (a pod that leaves, one that is not ready) does not get it back here.
+        # A replica that stopped serving meanwhile (its pod leaves, or is not ready) is not admitted again here.
         staying = self._fleet.serving()
-        work.committed = [each for each in work.committed if each in staying or each not in serving]
+        work.committed = [replica for replica in work.committed if replica in staying or replica not in serving]
         self._fleet.admit(work.committed)
         gained = [replica for replica in work.committed if replica not in serving]
         if work.failures and (not gained or len(work.committed) < self._min_replicas):
@@ -296,9 +303,9 @@ class WeightSync:
         return result
 
     async def _targets(self, work: _Publication) -> Present | None:
-        """The replicas that are present and lack the version; None: there are none.
+        """Find the replicas that are present and lack the version; None: there are none.
 
-        Raises: TandemError: too few are there, though they were waited for.
+        Raises: TandemError: too few were present before the deadline.
         """
         try:
             with metrics.SYNC_RENDEZVOUS_SECONDS.time():
@@ -307,13 +314,13 @@ class WeightSync:
             work.is_over = True
             raise
         work.committed = [replica for replica in work.committed if replica in present.replicas]
-        targets = {replica: each for replica, each in present.replicas.items() if replica not in work.committed}
+        targets = {replica: status for replica, status in present.replicas.items() if replica not in work.committed}
         return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
 
     async def _round(self, work: _Publication, present: Present) -> bool:
-        """One round over `present`. Returns: whether all of them have committed.
+        """Run one round over `present`. Returns: whether all of them have committed.
 
-        Raises: TandemError: it failed and was given up.
+        Raises: TandemError: it failed and was aborted.
         """
         description = self._describe(work.policy_version, present)
         if self._forecast is not None:
@@ -328,10 +335,10 @@ class WeightSync:
             await sync_round.run()
         except TandemError as error:
             self._failed_rounds += 1
-            told = "; ".join([str(error), *await sync_round.abort()])
+            message = "; ".join([str(error), *await sync_round.abort()])
             self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
             work.outcomes |= sync_round.outcomes
-            raise type(error)(told) from error
+            raise type(error)(message) from error
         work.reports.merge(sync_round.reports)
         work.outcomes |= sync_round.outcomes
         metrics.observe_outcomes(sync_round.outcomes)
@@ -346,7 +353,7 @@ class WeightSync:
         return not left
 
     def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
-        """What the participants must agree on."""
+        """Describe the round: what its participants must agree on."""
         description = parallel_sizes(present)
         description.MergeFrom(
             weights_pb2.Round(
@@ -371,6 +378,6 @@ class WeightSync:
 
 
 def _given_up(policy_version: int, failures: Sequence[TandemError]) -> TandemError:
-    """The error that ends a publication: the last failure, after the first if that was another one."""
-    told = " | then: ".join(dict.fromkeys([str(failures[0]), str(failures[-1])]))
-    return type(failures[-1])(f"weight sync of version {policy_version}, try {len(failures)}: {told}")
+    """Build the error that ends a publication: the first failure, then the last if it differs."""
+    causes = " | then: ".join(dict.fromkeys([str(failures[0]), str(failures[-1])]))
+    return type(failures[-1])(f"weight sync of version {policy_version}, try {len(failures)}: {causes}")

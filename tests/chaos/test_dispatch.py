@@ -113,7 +113,7 @@ async def test_all_replicas_are_killed_and_others_finish_what_they_left(fleets: 
                 await asyncio.to_thread(fleet.start_replica, name)
             generation = await asyncio.wait_for(generating, 2 * WAIT_S)
         await asyncio.to_thread(fleet.wait_announced)
-        assert dispatcher.told[0].startswith("no replica is left: one is waited for")
+        assert dispatcher.told[0].startswith("no replica is left: waiting for one to join")
         kept = len(PROMPTS) - groups_generated_by(fleet, *REPLICAS)
         assert 0 < kept <= 6
         check(fleet, generation)
@@ -142,7 +142,7 @@ async def test_a_killed_replica_s_next_process_does_its_groups_while_others_work
             for gate in gates.values():
                 gate.open()
             generation = await asyncio.wait_for(generating, WAIT_S)
-        assert dispatcher.told == ["rollout-0 has come and is seeded: it generates groups that were waiting"]
+        assert dispatcher.told == ["rollout-0 joined and is seeded: it generates groups that were waiting"]
         await asyncio.to_thread(fleet.wait_announced)
         assert groups_generated_by(fleet, "rollout-0") == 4
         check(fleet, generation)

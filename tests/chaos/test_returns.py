@@ -176,7 +176,9 @@ def test_when_all_replicas_are_lost_the_error_says_so_after_the_deadline(fleets:
             fleet.end(name)
         said = fleet.publish()
         assert said["reason"] == "DEADLINE_EXCEEDED"
-        assert "waited 2 s for the trainer and 1 replicas (rollout.min_replicas); replicas there: none" in said["error"]
+        assert (
+            "waited 2 s for the trainer and 1 replicas (rollout.min_replicas); replicas present: none" in said["error"]
+        )
         for name in REPLICAS:
             fleet.start_replica(name)
         fleet.wait_announced()

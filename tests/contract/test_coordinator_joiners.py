@@ -144,8 +144,9 @@ async def test_when_all_die_one_that_comes_is_seeded_and_does_what_was_left() ->
     assert joiner.sync.committed == VERSION
     # Those who were there have had no part in its round.
     assert first.sync.seen == second.sync.seen == []
-    assert scene.told[0].startswith("no replica is left: one is waited for (rollout.rejoin_timeout_s, 600 s); 12 of 20")
-    assert scene.told[1] == "rollout-2 has come and is seeded: it generates groups that were waiting"
+    stalled = "no replica is left: waiting for one to join (rollout.rejoin_timeout_s, 600 s); 12 of 20"
+    assert scene.told[0].startswith(stalled)
+    assert scene.told[1] == "rollout-2 joined and is seeded: it generates groups that were waiting"
     assert counted("tandem_dispatch_stalls_total") == stalls + 1
     assert counted("tandem_dispatch_joiners_total") == joiners + 1
 
@@ -165,7 +166,7 @@ async def test_one_that_comes_while_others_work_takes_what_waits() -> None:
     assert [group.group_id for group in generation.groups] == list(PROMPTS)
     assert sorted(asked(working) + asked(joiner)) == sorted(PROMPTS)
     assert working.sync.seen == []
-    assert scene.told == ["rollout-2 has come and is seeded: it generates groups that were waiting"]
+    assert scene.told == ["rollout-2 joined and is seeded: it generates groups that were waiting"]
 
 
 async def test_nobody_is_looked_for_while_no_group_waits() -> None:

@@ -190,7 +190,7 @@ async def test_fewer_than_min_replicas_are_an_error_after_the_deadline() -> None
         # sync.formation_timeout_s is 1 s here.
         assert 1.0 <= time.monotonic() - start_s < 5.0
         assert fleet.rollout_services[0].sync.seen == []
-    assert "the trainer and 2 replicas (rollout.min_replicas); replicas there: rollout-0; rollout-1: " in str(
+    assert "the trainer and 2 replicas (rollout.min_replicas); replicas present: rollout-0; rollout-1: " in str(
         caught.value
     )
 

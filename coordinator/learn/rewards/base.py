@@ -18,7 +18,7 @@ class ScoredText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """[S] scores, and which of them are 0 for another reason than a wrong completion."""
+    """[S] scores, and how many of them are 0 for another reason than a wrong completion."""
 
     values: list[float]
     # Scoring failed.
@@ -35,24 +35,24 @@ class Reward(Protocol):
     """Scores completions; does not block the event loop for longer than a few milliseconds."""
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """[S] scores, 1.0 for a right answer; what could not be scored is 0.0 and counted."""
+        """Return [S] scores, 1.0 for a right answer; a completion that could not be scored gets 0.0 and is counted."""
 
     async def close(self) -> None:
-        """Releases processes; idempotent."""
+        """Release processes; idempotent."""
 
 
 class StoppedOnly:
-    """`reward.require_stop`: 0.0 for completions that were cut off by the length limit, whatever they say.
+    """`reward.require_stop`: 0.0 for completions that were cut off by the length limit, whatever their text.
 
     Args:
-        reward: scores the others.
+        reward: scores the other completions.
     """
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """[S] scores."""
+        """Return [S] scores."""
         whole = [place for place, item in enumerate(items) if not item.truncated]
         scores = await self._reward.score([items[place] for place in whole])
         values = [0.0] * len(items)

@@ -6,11 +6,11 @@ from coordinator.learn.rewards.base import ScoredText, Scores
 
 
 class ExactMatch:
-    """1.0 if the decoded completion equals the answer, else 0.0."""
+    """Reward 1.0 if the decoded completion equals the answer, else 0.0."""
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """[S] scores of 0.0 or 1.0."""
+        """Return [S] scores of 0.0 or 1.0."""
         return Scores(values=[float(item.completion == item.answer) for item in items])
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

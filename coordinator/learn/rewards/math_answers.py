@@ -1,4 +1,4 @@
-r"""In a worker: how reference answers and completions are read as mathematics. `scorer` and `reader` import sympy.
+r"""Runs in a reward worker: reads reference answers and completions as mathematics. `scorer` and `reader` import sympy.
 
 | a reference                       | what is read                                                       |
 |-----------------------------------|--------------------------------------------------------------------|
@@ -38,7 +38,7 @@ class Reference:
 
     Attributes:
         gold: values and texts, any of which a completion may equal; empty if nothing could be read.
-        problem: why the answer is not read as one value beyond doubt; "" if it is.
+        problem: why the answer is not read unambiguously as one value; "" if it is.
     """
 
     gold: list[Any]
@@ -46,7 +46,10 @@ class Reference:
 
 
 def scorer(find: str) -> Callable[[dict[str, Any]], Any]:
-    """1.0 if the completion's answer equals the reference; `{"unreadable": why}` if there is nothing to equal.
+    """Make the function that scores a job.
+
+    It returns 1.0 if the completion's answer equals the reference, else 0.0; `{"unreadable": why}` if the reference
+    cannot be read.
 
     Args:
         find: "anywhere": the last expression or number if nothing is marked as the answer; "anchored": only what is.
@@ -60,13 +63,16 @@ def scorer(find: str) -> Callable[[dict[str, Any]], Any]:
         found = _parse_completion(job["completion"], anchored=find == "anchored")
         return float(verify(reference.gold, found, timeout_seconds=None))
 
-    # What sympy and its parser load with the first expressions must not count against a text's time.
+    # Sympy and its parser load more with their first expressions; that must not count against a text's time.
     score({"completion": "$x^2 + 2x + 1$", "answer": "$(x+1)^2$"})
     return score
 
 
 def reader() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """`{"problem": ..., "empty": ...}` of `{"answer": ...}`."""
+    """Make the function that reads the reference of a job, `{"answer": ...}`.
+
+    It returns `{"problem": ..., "empty": ...}`: see Reference.problem; whether nothing could be read.
+    """
 
     def read(job: dict[str, Any]) -> dict[str, Any]:
         reference = read_reference(job["answer"])
@@ -76,7 +82,7 @@ def reader() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return read
 
 
-# All completions of a prompt have the same one.
+# All completions of a prompt have the same reference.
 @lru_cache(maxsize=256)
 def read_reference(answer: str) -> Reference:
     """Read a reference answer."""
@@ -126,7 +132,7 @@ def _parse_completion(text: str, *, anchored: bool) -> list[Any]:
 
 
 def _join_digits(text: str) -> str:
-    r"""`50\,000` as `50000`.
+    r"""Write `50\,000` as `50000`.
 
     >>> _join_digits(r"from 50\,000 to 1~000~000, 3\,14 and 0.5\,000")
     'from 50000 to 1000000, 3\\,14 and 0.5\\,000'
@@ -135,7 +141,7 @@ def _join_digits(text: str) -> str:
 
 
 def _doubt(gold: list[Any]) -> str:
-    """Why what was read is no value, "" if it is one."""
+    """Return why what was read is no value; "" if it is one."""
     if not gold:
         return "holds nothing that can be read as mathematics"
     if isinstance(gold[0], str):
@@ -146,7 +152,7 @@ def _doubt(gold: list[Any]) -> str:
 
 
 def _words(text: str) -> str:
-    r"""A bare word is a product of its letters.
+    r"""Return a complaint about a bare word, which is read as a product of its letters; "" if there is none.
 
     >>> _words("18 dollars")
     "holds the word 'dollars', which is read as a product of letters: leave it out, or write \\text{dollars}"
@@ -163,7 +169,7 @@ def _words(text: str) -> str:
 
 
 def _several(text: str) -> str:
-    """More than one place that could be the answer."""
+    """Return a complaint if more than one place could be the answer; "" if not."""
     boxes = re.findall(r"\\f?box(?:ed)?\s*\{?((?:[^{}]|\{[^{}]*\})*)", text)
     if len(set(boxes)) > 1:
         return f"has {len(boxes)} boxes with different contents"

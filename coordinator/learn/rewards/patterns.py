@@ -1,4 +1,4 @@
-"""In a worker: the last match of a pattern, compared with an answer. `re` can take exponential time."""
+"""Runs in a reward worker: compares the last match of a pattern with an answer. `re` can take exponential time."""
 
 import re
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern. Raises: ValueError: it is not a regular expression that Python can use."""
+    """Compile the pattern. Raises: ValueError: it is not a regular expression that Python can use."""
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -14,7 +14,10 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
-    """1.0 if the pattern is found and its group 1 (when it has groups) is the answer; the *last* match counts."""
+    """Make the function that scores a job.
+
+    It returns 1.0 if the pattern is found and its group 1 (when it has groups) is the answer; the *last* match counts.
+    """
     wanted = compiled(pattern)
 
     def score(job: dict[str, Any]) -> float:

@@ -10,15 +10,15 @@ from coordinator.learn.rewards.workers import RewardWorkers
 
 
 class RegexMatch:
-    """1.0 if `pattern` is found and its group 1 (when it has groups) equals the answer, else 0.0.
+    """Reward 1.0 if `pattern` is found and its group 1 (when it has groups) equals the answer, else 0.0.
 
     The *last* match counts: a completion that reasons before it answers ends with its answer. Patterns with nested
-    quantifiers can take exponential time, and Python's `re` holds the interpreter meanwhile: workers do the search.
+    quantifiers can take exponential time, and Python's `re` blocks the interpreter meanwhile: it runs in workers.
 
     Args:
         pattern: a Python regular expression, searched from left to right.
         num_workers: processes that search.
-        timeout_s: CPU seconds that one completion may take; it scores 0 then and is counted.
+        timeout_s: CPU seconds that one completion may take; after that it scores 0 and is counted.
     Raises: ValueError: the pattern does not compile.
     """
 
@@ -30,7 +30,7 @@ class RegexMatch:
         self._workers = RewardWorkers(REGEX, {"pattern": pattern}, count=num_workers, timeout_s=timeout_s)
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """[S] scores of 0.0 or 1.0."""
+        """Return [S] scores of 0.0 or 1.0."""
         return await score_with(self._workers, items)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Rewards by the names that `reward.kind` knows."""
+"""Rewards by their names in `reward.kind`."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ REWARDS: dict[str, Callable[[RewardSection], Reward]] = {
 
 
 def build_reward(section: RewardSection) -> Reward:
-    """The configured reward.
+    """Build the configured reward.
 
     Raises: ValueError: an unknown kind, or a setting that it needs is missing or malformed.
     """

@@ -1,4 +1,4 @@
-"""What workers can do, by name: each entry takes settings (JSON) and gives a function of one job (JSON in and out)."""
+"""Tasks of reward workers, by name: each takes settings (JSON) and returns a function of a job (JSON in and out)."""
 
 from collections.abc import Callable
 from typing import Any

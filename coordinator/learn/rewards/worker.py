@@ -1,10 +1,10 @@
-"""A process that works on texts with code that may take for ever: a user's pattern, sympy.
+"""A worker process for code that may run forever on a text: a user's pattern, sympy.
 
     python -m coordinator.learn.rewards.worker TASK SETTINGS TIMEOUT_S PARENT_PID
 
 Lines of JSON on stdin and stdout: one `{"ready": true}`, then an answer for each job, in order. An answer is one of
-`{"value": ...}`, `{"late": true}` and `{"error": "..."}`. Nothing of a text is written anywhere else: errors are named
-by their type and place, and stderr goes nowhere.
+`{"value": ...}`, `{"late": true}` and `{"error": "..."}`. Texts are written nowhere else: an error consists of its type
+and place in the code, and stderr is discarded.
 """
 
 import json
@@ -23,20 +23,20 @@ from servicekit.life.children import die_with_parent
 
 # One expression must not take the host's memory with it; sympy itself maps less than half a GiB.
 _MEMORY_BYTES = 4 << 30
-# Should a bare `except:` have swallowed the first signal.
+# Interval at which the timer signal repeats, in case a bare `except:` has swallowed the first one.
 _AGAIN_S = 0.1
-# For C code, which no Python signal interrupts: this much later the kernel ends the process (SIGXCPU).
+# C code is not interrupted by Python's signal handlers: this much later the kernel ends the process (SIGXCPU).
 _KILLED_AFTER_S = 1
 
 
 class _Late(BaseException):
-    """Not an Exception: libraries catch those and would go on."""
+    """A job's CPU time is over. Not an Exception: libraries catch those and would continue."""
 
 
 class _Timer:
     """Raises `_Late` in the main thread after some seconds *of this process's own CPU time*.
 
-    A busy host must not turn right answers into zeros; whoever waits for the answer watches the clock.
+    CPU time, since a busy host must not turn right answers into zeros; the parent watches the clock.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class _Timer:
         signal.signal(signal.SIGPROF, self._ring)
 
     def run(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """The answer that `work` gives, at the latest when its time is over."""
+        """Run `work`. Returns: its answer; late or an error, if it does not finish in time or raises."""
         cpu_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_s + self._timeout_s) + _KILLED_AFTER_S, most))
@@ -71,7 +71,7 @@ class _Timer:
 
 
 def _named(error: BaseException) -> str:
-    """Type and place, not the message: that may quote a completion."""
+    """Describe an error by type and place, without its message, which may quote a completion."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {last.filename}:{last.lineno}"
 
@@ -93,7 +93,7 @@ def main() -> None:
     _say({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        _say(timer.run(lambda: work(job)))  # noqa: B023 (called at once)
+        _say(timer.run(lambda: work(job)))  # noqa: B023 (called in this iteration)
 
 
 def _say(answer: dict[str, Any]) -> None:

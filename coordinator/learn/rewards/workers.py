@@ -1,7 +1,7 @@
-"""Worker processes for code that may take for ever: every job has a deadline, the event loop stays free.
+"""Worker processes for code that may run forever: every job has a deadline, the event loop stays free.
 
-A job that takes too much CPU time ends in its worker, or the kernel ends the worker (worker.py); one that is frozen is
-killed. The job that a lost worker had costs its result, those behind it go to the process that replaces it.
+A job that takes too much CPU time is interrupted in its worker, or the kernel ends the worker (worker.py); a frozen
+worker is killed. The current job of a lost worker is late or an error; the jobs behind it go to its replacement.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from typing import Any
 
 from servicekit.logs import get_logger
 
-# Imports of sympy on a busy host.
+# For importing sympy on a busy host.
 _START_TIMEOUT_S = 60.0
-# Of the clock, for a job's CPU time: a busy host gives a worker only a part of a core.
+# Clock time allowed for a job's CPU time: on a busy host a worker gets only a part of a core.
 _SLACK_FACTOR, _SLACK_S = 10.0, 10.0
 _END_TIMEOUT_S = 5.0
-# Jobs that a worker has at once: it never waits for the next one, and a slow one holds back few others.
+# Jobs sent to a worker together: it need not wait for the next one, and a slow job delays few others.
 _CHUNK = 8
 
 log = get_logger(__name__)
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Of one job: a value (JSON), or late, or an error."""
+    """Answer of one job: a value (JSON), or late, or an error."""
 
     value: Any = None
     late: bool = False
@@ -39,10 +39,11 @@ class Answer:
 
 
 class RewardWorkers:
-    """Processes that do one task; they start with the first jobs.
+    """Processes that do one task; they are started with the first jobs.
 
     Args:
-        task, settings: as tasks.py has them.
+        task: a name in tasks.TASKS.
+        settings: arguments of that task.
         count: processes.
         timeout_s: CPU seconds that a job may take.
     """
@@ -55,7 +56,12 @@ class RewardWorkers:
         self._busy = asyncio.Lock()
 
     async def map(self, jobs: Sequence[Mapping[str, Any]], *, give_up_after: int | None = None) -> list[Answer]:
-        """[J] answers. After `give_up_after` late ones the rest is not tried and counts as late too."""
+        """Run the jobs.
+
+        Args:
+            give_up_after: after more late answers than this, the remaining jobs are not tried and count as late too.
+        Returns: [J] answers, in the order of the jobs.
+        """
         answers: list[Answer | None] = [None] * len(jobs)
         waiting = deque(enumerate(jobs))
         async with self._busy:
@@ -68,7 +74,7 @@ class RewardWorkers:
                 await asyncio.gather(*shares)
             finally:
                 for share in shares:
-                    if not share.cancelling():  # a second time would interrupt the end of its process
+                    if not share.cancelling():  # a second cancellation would interrupt the ending of its process
                         share.cancel()
                 await asyncio.gather(*shares, return_exceptions=True)
         return [Answer(late=True) if answer is None else answer for answer in answers]
@@ -85,7 +91,7 @@ class RewardWorkers:
         answers: list[Answer | None],
         give_up_after: int | None,
     ) -> None:
-        """Work with one process, or those that replace it, until nothing waits."""
+        """Process jobs with one process, or its replacements, until none waits."""
         while waiting:
             late = sum(answer is not None and answer.late for answer in answers)
             if give_up_after is not None and late > give_up_after:
@@ -102,7 +108,7 @@ class RewardWorkers:
                 place, _ = mine.popleft()
                 answers[place] = lost.answer
                 waiting.extendleft(reversed(mine))
-                log.warning("a reward worker is replaced", why=lost.why)
+                log.warning("reward worker lost", why=lost.why)
             finally:
                 if self._idle[slot] is None and process is not None and process.returncode is None:
                     await _end(process)
@@ -110,9 +116,12 @@ class RewardWorkers:
     async def _converse(
         self, process: Process, mine: deque[tuple[int, Mapping[str, Any]]], answers: list[Answer | None]
     ) -> None:
-        """Hand over the jobs and take their answers off `mine`. Raises: _Lost: of the first job that is left."""
+        """Send the jobs, record their answers and remove them from `mine`.
+
+        Raises: _Lost: with the answer of the first job that is left.
+        """
         assert process.stdin is not None
-        # Not drained: a frozen worker must not hold us, and the jobs are in our memory anyway.
+        # Not drained: a frozen worker must not block us, and the jobs are in our memory anyway.
         process.stdin.write("".join(json.dumps(job) + "\n" for _, job in mine).encode())
         while mine:
             said = await _read(process, self._silence_s)
@@ -121,7 +130,7 @@ class RewardWorkers:
 
 
 class _Lost(Exception):
-    """A worker is of no more use."""
+    """A worker ended, froze or did not start; `answer` is that of its current job."""
 
     def __init__(self, answer: Answer, why: str) -> None:
         super().__init__(why)
@@ -129,7 +138,7 @@ class _Lost(Exception):
 
 
 async def _start(arguments: Sequence[str]) -> Process:
-    """Raises: _Lost: it does not start."""
+    """Start a worker and wait until it is ready. Raises: _Lost: it does not start."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "coordinator.learn.rewards.worker", *arguments,
@@ -138,7 +147,7 @@ async def _start(arguments: Sequence[str]) -> Process:
     try:
         said = await _read(process, _START_TIMEOUT_S)
         if "error" in said:
-            raise _Lost(Answer(error=said["error"]), f"it cannot work: {said['error']}")
+            raise _Lost(Answer(error=said["error"]), f"did not start: {said['error']}")
     except BaseException:
         await _end(process)
         raise
@@ -146,25 +155,25 @@ async def _start(arguments: Sequence[str]) -> Process:
 
 
 async def _read(process: Process, timeout_s: float) -> dict[str, Any]:
-    """The next line. Raises: _Lost: none comes in time, or ever."""
+    """Read the next line. Raises: _Lost: none arrives in time, or the worker has ended."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(timeout_s):
             line = await process.stdout.readline()
     except TimeoutError:
-        raise _Lost(Answer(late=True), f"it was silent for {timeout_s:g} s") from None
+        raise _Lost(Answer(late=True), f"no answer within {timeout_s:g} s") from None
     if not line:
         # Not killed: that would take its exit status away from asyncio, which is about to collect it.
         await _gone(process)
         if process.returncode == -signal.SIGXCPU:
-            raise _Lost(Answer(late=True), "it would not be interrupted")
-        raise _Lost(Answer(error=f"a reward worker died (exit status {process.returncode})"), "it died")
+            raise _Lost(Answer(late=True), "did not react to its CPU limit and was ended by the kernel")
+        raise _Lost(Answer(error=f"a reward worker died (exit status {process.returncode})"), "died")
     said: dict[str, Any] = json.loads(line)
     return said
 
 
 async def _end(process: Process) -> None:
-    """Kill it, if it has not ended, and see that it is gone."""
+    """Kill a worker, if it has not ended, and wait until it has."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await _gone(process)
