@@ -1,1 +1,1 @@
-"""What any of our gRPC services needs: rpc, security, Redis, a process's life, errors, logs, metrics, tracing."""
+"""The common parts of gRPC services: RPC, security, Redis, processes, errors, logs, metrics, tracing."""

@@ -1,4 +1,4 @@
-"""What a service reads from its environment: addresses and secrets, nothing else."""
+"""The environment of a service: addresses and secrets."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from servicekit.security.run_token import VARIABLE
 from servicekit.security.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-# "Any address of this machine": can be listened on, not connected to.
+# Any address of this machine: valid to listen on, not to connect to.
 WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Fields of TANDEM_REDIS_CA, _CERT and _KEY.
 _REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
@@ -23,13 +23,13 @@ _REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
 class ServiceEnvironment(BaseModel):
     """Environment of a service process; the launcher or the pod sets it."""
 
-    # Inputs stay out of the error texts: REDIS_URL holds a password.
+    # Without inputs in errors, since REDIS_URL has a password.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
-    # Before redis_url, which they become options of.
+    # Before redis_url, since they become options of it.
     redis_ca: str = Field("", alias="TANDEM_REDIS_CA", description="PEM file: the authority of a rediss:// server.")
     redis_cert: str = Field(
-        "", alias="TANDEM_REDIS_CERT", description="PEM file: our certificate, where Redis demands one; with its key."
+        "", alias="TANDEM_REDIS_CERT", description="PEM file: certificate of this service, if Redis requires one."
     )
     redis_key: str = Field("", alias="TANDEM_REDIS_KEY", description="PEM file: the key of TANDEM_REDIS_CERT.")
     redis_url: str = Field(
@@ -42,21 +42,21 @@ class ServiceEnvironment(BaseModel):
         alias="TANDEM_REDIS_WAIT_S",
         ge=0,
         le=3600,
-        description="Seconds that a starting service waits for a Redis that does not answer, or refuses what we need: "
-        "pods come in any order.",
+        description="Seconds that a starting service waits for a Redis that is unreachable or refuses its commands, as "
+        "pods start in any order.",
     )
     run_id: str = Field(
         alias="TANDEM_RUN_ID",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
-        description="Tells runs that share a Redis apart; the same for all services of a run.",
+        description="Name of the run in Redis; the same for all services of a run.",
     )
     run_token: str = Field(
         "",
         alias=VARIABLE,
         pattern=r"^[\x21-\x7e]{16,256}$|^$",
         description=(
-            "Secret: the word that opens the run's services; calls without it are refused. `tandem run` makes one. "
-            "Unset: whoever reaches a port may call."
+            "Secret that calls to the run's services must carry. `tandem run` makes one. Unset: everyone who reaches a "
+            "port may call."
         ),
     )
     run_dir: Path = Field(
@@ -67,15 +67,15 @@ class ServiceEnvironment(BaseModel):
         "127.0.0.1",
         alias="TANDEM_BIND_HOST",
         min_length=1,
-        description="Where to listen; nobody outside of the machine without being asked to. A pod: 0.0.0.0.",
+        description="Address to listen on; the default is reachable only from this machine. A pod: 0.0.0.0.",
     )
     advertise_host: str = Field(
         "",
         alias="TANDEM_ADVERTISE_HOST",
         validate_default=True,
         description=(
-            "Where others reach this process: what it announces, and its end of the weight sync. Unset: "
-            "TANDEM_BIND_HOST. A pod: status.podIP."
+            "Address at which others reach this process, for its record and for weight syncs. Unset: TANDEM_BIND_HOST. "
+            "A pod: status.podIP."
         ),
     )
     grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT", description="Port of the service; 0: a free one, announced.")
@@ -95,7 +95,7 @@ class ServiceEnvironment(BaseModel):
     web_port: Port | None = Field(
         None,
         alias="TANDEM_WEB_PORT",
-        description="Port of the coordinator's web page, for whoever can reach it. Unset: no page.",
+        description="Port of the coordinator's web page, which needs no login. Unset: no page.",
     )
     device: Literal["auto", "cuda"] = Field(
         "auto",
@@ -103,10 +103,10 @@ class ServiceEnvironment(BaseModel):
         description="cuda: a trainer or rollout without a GPU refuses to start, instead of training on the CPU.",
     )
     tls_cert: str = Field(
-        "", alias=CERT, description="PEM file: our certificate for mutual TLS; with the next two, or none of them."
+        "", alias=CERT, description="PEM file: certificate of this service for mutual TLS; all three or none."
     )
-    tls_key: str = Field("", alias=KEY, description="PEM file: its key.")
-    tls_ca: str = Field("", alias=CA, description="PEM file: the authorities whose certificates are believed.")
+    tls_key: str = Field("", alias=KEY, description="PEM file: the key of TANDEM_TLS_CERT.")
+    tls_ca: str = Field("", alias=CA, description="PEM file: the trusted authorities.")
 
     @field_validator("health_port", "web_port", mode="before")
     @classmethod
@@ -136,7 +136,7 @@ class ServiceEnvironment(BaseModel):
         host = given or str(info.data.get("bind_host", ""))
         if host in WILDCARDS:
             raise ValueError(
-                f"{host} says where to listen (TANDEM_BIND_HOST), and nobody can connect to it: set "
+                f"{host} is an address to listen on (TANDEM_BIND_HOST), not to connect to: set "
                 "TANDEM_ADVERTISE_HOST to the address of this process, in a pod to status.podIP"
             )
         if ":" in host:
@@ -154,23 +154,23 @@ class ServiceEnvironment(BaseModel):
         return None if self.health_port is None else f"{self.bind_host}:{self.health_port}"
 
     def identity(self, role: str) -> Identity | None:
-        """Who this process is to its peers; None: no TLS. Raises: ConfigError: what is wrong with the files."""
+        """Make this process's identity for mutual TLS; None: no TLS. Raises: ConfigError: the files are invalid."""
         files = TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
         return None if files is None else Identity(files, role)
 
     def advertised(self, bound: str | int) -> str:
-        """Where others reach what is bound here: `host:port` for a bound address or a port of this process."""
+        """Return the address `host:port` at which others reach a bound address or port of this process."""
         return f"{self.advertise_host}:{str(bound).rpartition(':')[2]}"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "ServiceEnvironment":
-        """Raises: ConfigError: naming every variable that is unset or malformed."""
+        """Read the environment. Raises: ConfigError: with every variable that is unset or malformed."""
         aliases = [field.alias for field in cls.model_fields.values() if field.alias is not None]
         given = {alias: environ[alias] for alias in aliases if alias in environ}
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise ConfigError("; ".join(_problem(dict(each), given) for each in error.errors())) from None
+            raise ConfigError("; ".join(_problem(dict(detail), given) for detail in error.errors())) from None
 
 
 def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:

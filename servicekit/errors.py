@@ -1,7 +1,7 @@
 """The error vocabulary: one class per way to fail, each with its gRPC status and a reason code.
 
-What the caller should do decides the status: repeat this call -> UNAVAILABLE; restart the transfer -> ABORTED; fix the
-state first -> FAILED_PRECONDITION; fix the request -> INVALID_ARGUMENT. The reason travels in the trailing metadata
+The status follows from what the caller should do: repeat this call -> UNAVAILABLE; restart the transfer -> ABORTED; fix
+the state first -> FAILED_PRECONDITION; fix the request -> INVALID_ARGUMENT. The reason is sent in the trailing metadata
 (`tandem-reason`), so that a client raises the class that the server raised.
 """
 
@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import grpc
 
 REASON_KEY = "tandem-reason"
-# A status message travels percent-encoded in HTTP/2 trailers, of which peers accept 8 KiB by default; up to three
-# bytes per byte, and room for the rest of the trailers.
+# A status message is percent-encoded (up to three bytes per byte) in HTTP/2 trailers, of which peers accept 8 KiB by
+# default; the rest of the trailers needs room too.
 MAX_MESSAGE_TEXT_BYTES = 2000
 
 
 class TandemError(Exception):
-    """An error that means something to the caller; `str(error)` is the message."""
+    """An error for the caller, with status and reason; `str(error)` is the message."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
@@ -75,7 +75,7 @@ class Poisoned(TandemError):
 
 
 class Fenced(TandemError):
-    """The caller no longer leads the run: a newer coordinator has taken over. It must end, and change nothing more."""
+    """The caller no longer leads the run: a newer coordinator has taken over. The caller must end without changes."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "FENCED"
@@ -89,7 +89,7 @@ class ReleaseSkew(TandemError):
 
 
 class AlreadyExists(TandemError):
-    """The name is held by somebody else."""
+    """Another process holds the name."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     reason = "ALREADY_EXISTS"
@@ -103,7 +103,7 @@ class TooLarge(TandemError):
 
 
 class Unavailable(TandemError):
-    """The peer cannot be reached right now; the same call may be repeated."""
+    """The peer is unreachable; the same call may be repeated."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
@@ -117,7 +117,7 @@ class Aborted(TandemError):
 
 
 class PeerLost(TandemError):
-    """A participant of a collective operation went away."""
+    """A participant of a collective operation is lost."""
 
     code = grpc.StatusCode.ABORTED
     reason = "PEER_LOST"
@@ -137,7 +137,7 @@ class DigestMismatch(TandemError):
 
 
 class DeadlineExceeded(TandemError):
-    """A wait has used up its time; the message names what did not come."""
+    """A wait has exceeded its deadline; the message names what was waited for."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     reason = "DEADLINE_EXCEEDED"
@@ -165,7 +165,7 @@ class Unauthenticated(TandemError):
 
 
 class Internal(TandemError):
-    """A bug of ours, or an error that we have no name for."""
+    """A bug, or an unexpected error."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
@@ -195,23 +195,21 @@ ERRORS: tuple[type[TandemError], ...] = (
     Internal,
 )
 _BY_REASON = {error.reason: error for error in ERRORS}
-# Statuses that arrive without our reason (raised by gRPC itself or by a proxy). First class of a status wins.
+# For statuses without a reason (of gRPC itself or of a proxy): the first class with that status.
 _BY_CODE = {error.code: error for error in reversed(ERRORS)} | {grpc.StatusCode.CANCELLED: Aborted}
 
-# Texts of gRPC and BoringSSL at the end that refuses. The end that is refused hears "Socket closed" only.
+# Texts of gRPC and BoringSSL at the end that refuses. The refused end gets only "Socket closed".
 _HANDSHAKE = {
     "Hostname Verification Check failed": "the peer's certificate is for another name than that of its role",
-    "certificate has expired": "the peer's certificate has expired, or our clock is wrong",
-    "unable to get local issuer certificate": (
-        "the peer's certificate is not of an authority that we believe (TANDEM_TLS_CA)"
-    ),
+    "certificate has expired": "the peer's certificate has expired, or this machine's clock is wrong",
+    "unable to get local issuer certificate": ("the peer's certificate is not of a trusted authority (TANDEM_TLS_CA)"),
     "WRONG_VERSION_NUMBER": "the peer speaks no TLS, and TANDEM_TLS_CERT is set here",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """What goes over the wire for an error."""
+    """The wire form of an error."""
 
     code: grpc.StatusCode
     reason: str
@@ -219,14 +217,14 @@ class Status:
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """The reason code, for the caller's error."""
+        """Metadata with the reason code."""
         return ((REASON_KEY, self.reason),)
 
 
 def to_status(error: BaseException) -> Status:
-    """Maps any exception to its status: the one place that decides.
+    """Map any exception to its status.
 
-    An error of a call that the handler itself made passes through with its own status and reason.
+    The error of a call that the handler itself made keeps its status and reason.
     """
     if isinstance(error, grpc.RpcError):
         error = from_rpc_error(error)
@@ -237,13 +235,13 @@ def to_status(error: BaseException) -> Status:
     if isinstance(error, ValueError):
         return Status(code=InvalidRequest.code, reason=InvalidRequest.reason, message=_cut(str(error)))
     if isinstance(error, TimeoutError):
-        message = _cut(str(error)) or "a wait inside the service has used up its time"
+        message = _cut(str(error)) or "a wait inside the service has exceeded its deadline"
         return Status(code=DeadlineExceeded.code, reason=DeadlineExceeded.reason, message=message)
     return Status(code=Internal.code, reason=Internal.reason, message=_cut(f"{type(error).__name__}: {error}"))
 
 
 def from_rpc_error(error: grpc.RpcError) -> TandemError:
-    """The error that the server raised, by its reason; by its status where there is no reason we know."""
+    """Make the error that the server raised, by its reason, or by its status if the reason is missing or unknown."""
     call: Any = error  # gRPC's runtime errors are Calls as well; the base class declares nothing
     code, details = call.code(), _explain_handshake(call.details() or "")
     found = _BY_REASON.get(_reason(call.trailing_metadata()) or "")
@@ -257,7 +255,7 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
 
 @contextlib.contextmanager
 def rpc_errors(peer: str = "") -> Iterator[None]:
-    """Turns gRPC errors of the calls inside into TandemErrors; `peer` ("rollout-0") goes in front of the message."""
+    """Turn gRPC errors inside a `with` block into TandemErrors; `peer` ("rollout-0") is put before the message."""
     try:
         yield
     except grpc.RpcError as error:
@@ -268,7 +266,7 @@ def rpc_errors(peer: str = "") -> Iterator[None]:
 
 
 def _explain_handshake(details: str) -> str:
-    """What gRPC says of a failed TLS handshake, and what that means here."""
+    """Explain gRPC's message of a failed TLS handshake."""
     for mark, meaning in _HANDSHAKE.items():
         if mark in details:
             return f"{meaning} ({details})"

@@ -1,4 +1,4 @@
-"""A small HTTP server for pages and metrics: few connections at a time, none of them for ever."""
+"""A small HTTP server for pages and metrics, with limits on connections and their time."""
 
 import threading
 from ipaddress import ip_address
@@ -9,17 +9,19 @@ from wsgiref.types import WSGIApplication
 
 # A client that is silent for longer loses its connection.
 CLIENT_S = 10.0
-# A scraper and some browsers; whoever opens more is hung up on, at once.
+# Enough for a scraper and some browsers; further connections are closed.
 MOST_CONNECTIONS = 32
 
 
 class HttpServer(ThreadingMixIn, WSGIServer):
-    """One thread per connection, at most MOST_CONNECTIONS; they end with the process. Serves until shutdown().
+    """Serves until shutdown(), with a daemon thread per connection, at most MOST_CONNECTIONS.
 
     Raises: OSError: the address cannot be bound.
     """
 
     daemon_threads = True
+    # The default of 5 drops the connections of a burst: each client then waits a second or more to try again.
+    request_queue_size = 4 * MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
@@ -27,30 +29,30 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         self.set_app(application)
 
     def server_bind(self) -> None:
-        """As WSGIServer's, without its question to the name server, which may be away."""
+        """Bind as WSGIServer does, but without a query to the name server, which may be unreachable."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, if one is free."""
+        """Process a request in a thread, if one is free."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The life of one connection."""
+        """Serve one connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no event of the run."""
+        """Ignore errors of a connection, e.g. of a client that disconnects."""
 
     def start(self, name: str) -> None:
-        """Serves from a daemon thread of this name."""
+        """Serve from a daemon thread of this name."""
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
 
@@ -58,7 +60,7 @@ class _Handler(WSGIRequestHandler):
     timeout = CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no events of the run."""
+        """Do not log requests."""
 
 
 def is_own_name(host: str, bound: str) -> bool:

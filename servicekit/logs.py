@@ -12,7 +12,7 @@ _CHATTY = ("asyncio", "grpc", "httpcore", "httpx", "matplotlib", "urllib3")
 
 
 def configure_logging(service: str, *, level: str = "INFO", **fields: Any) -> None:
-    """Sends every log line of this process to stderr as one JSON object; a later call replaces the fields.
+    """Send every log line of this process to stderr as one JSON object; a later call replaces the fields.
 
     Args:
         service: "trainer", "rollout", "coordinator", ...; a field of every line, as is the run's id (TANDEM_RUN_ID).
@@ -52,7 +52,7 @@ def configure_logging(service: str, *, level: str = "INFO", **fields: Any) -> No
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger for `name` (`__name__`): `log.info("round committed", round_id=..., seconds=...)`."""
+    """Return a logger for `name` (`__name__`): `log.info("round committed", round_id=..., seconds=...)`."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 

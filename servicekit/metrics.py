@@ -28,20 +28,20 @@ LEASE_FAILURES = prometheus_client.Counter(
 )
 for _kind in ("record", "slot"):
     for _reason in ("unavailable", "expired", "lost"):
-        # From 0: a counter that appears with its first event has no increase that an alert could see.
+        # Exported from 0 on: for a counter that appears with its first event, an alert would see no increase.
         LEASE_FAILURES.labels(_kind, _reason)
 _DISK_FREE = prometheus_client.Gauge("tandem_run_dir_free_bytes", "Bytes free on the file system of the run's folder.")
 _DISK_SIZE = prometheus_client.Gauge("tandem_run_dir_size_bytes", "Size of the file system of the run's folder.")
 
 
 def export_disk_of(folder: Path) -> None:
-    """From now on, every scrape tells how full the file system of `folder` is; NaN while it cannot be asked."""
+    """Export free space and size of the file system of `folder`, read at every scrape; NaN if that fails."""
     _DISK_FREE.set_function(lambda: _disk_usage(folder)[0])
     _DISK_SIZE.set_function(lambda: _disk_usage(folder)[1])
 
 
 def _disk_usage(folder: Path) -> tuple[float, float]:
-    """(free, size) in bytes; free is what an ordinary user may still write."""
+    """Return (free, size) in bytes; free is what an ordinary user can still write."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -56,8 +56,9 @@ TLS_EXPIRY = prometheus_client.Gauge(
 
 
 def serve_metrics(host: str, port: int = 0) -> int:
-    """Serves /metrics from a daemon thread; returns the port, chosen by the system for 0.
+    """Serve /metrics from a daemon thread.
 
+    Returns: the port, which the system chooses for 0.
     Raises: ConfigError: the address cannot be bound.
     """
     try:

@@ -1,4 +1,4 @@
-"""Wall seconds by part."""
+"""Measures wall seconds by part."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Stopwatch:
-    """Times named parts; a part that occurs twice is summed.
+    """Times named parts; the seconds of a part that occurs twice are added.
 
     Args:
-        around: makes, from a part's name, what is entered while the part goes on (a span, say).
+        around: makes a context manager, e.g. a span, from a part's name; it is entered during the part.
     """
 
     def __init__(self, around: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
@@ -19,7 +19,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what happens inside as `name`, also if it fails."""
+        """Time a `with` block as `name`, also if it fails."""
         start_s = time.perf_counter()
         try:
             with self._around(name):
@@ -28,5 +28,5 @@ class Stopwatch:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start_s
 
     def total_s(self) -> float:
-        """Seconds since the stopwatch was made."""
+        """Return the seconds since the stopwatch was made."""
         return time.perf_counter() - self._start_s

@@ -1,8 +1,8 @@
 """OpenTelemetry spans, off unless OTEL_EXPORTER_OTLP_ENDPOINT is set; sent as OTLP over gRPC, by OTel's own variables.
 
-While off, neither tracer nor exporter is loaded, and every function here does nothing. An RPC takes the span of its
-caller along as `traceparent` metadata, so that an iteration is one trace over all services. The ranks behind a service
-are not part of it: what they did is in the reports of the RPC that asked them.
+While off, neither tracer nor exporter is loaded, and every function here does nothing. An RPC carries the span of its
+caller as `traceparent` metadata, so that an iteration is one trace over all services. The ranks behind a service have
+no spans; their work is in the reports of the RPC.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class _Tracing:
 
 
 def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Sends spans from now on, if an endpoint is set; `service` is a part of their service.name: `tandem-trainer`.
+    """Send spans from now on, if an endpoint is set; `service` is part of their service.name: `tandem-trainer`.
 
     Raises: ConfigError: the endpoint is not an address with http:// or https://.
     """
@@ -54,7 +54,7 @@ def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> None
 
 
 def stop_tracing() -> None:
-    """Delivers what is left, for _FLUSH_MS at most; a collector that is away costs spans, not the run."""
+    """Deliver the last spans within _FLUSH_MS; an unreachable collector loses spans and does not fail the run."""
     provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
     if provider is not None:
         provider.force_flush(_FLUSH_MS)
@@ -62,14 +62,14 @@ def stop_tracing() -> None:
 
 
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[object]:
-    """A span around what happens inside, a child of the one around it; errors are recorded on it."""
+    """Open a span for a `with` block, a child of the current one; errors are recorded on it."""
     if _Tracing.tracer is None:
         return nullcontext()
     return _Tracing.tracer.start_as_current_span(name, attributes=attributes)
 
 
 def outgoing() -> Metadata:
-    """Metadata of a call that is made in the span that we are in."""
+    """Return the metadata with the current span, for an outgoing call."""
     if _Tracing.tracer is None:
         return ()
     from opentelemetry import propagate
@@ -81,7 +81,7 @@ def outgoing() -> Metadata:
 
 @contextlib.contextmanager
 def served(method: str, metadata: Sequence[tuple[str, Any]] | None) -> Iterator[None]:
-    """A span around the handling of an RPC, a child of the caller's; none for calls that came without one (probes)."""
+    """Open a span for the handling of an RPC, a child of the caller's; none for calls without one (probes)."""
     if _Tracing.tracer is None:
         yield
         return

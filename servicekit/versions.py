@@ -1,17 +1,17 @@
-"""Versions of the software that a process runs, without importing any of it."""
+"""Reads the versions of installed software without importing it."""
 
 import platform
 from collections.abc import Iterable
 from importlib import metadata
 
-# Goes up with every change by which services of two releases misunderstand each other: protos, records in Redis, Lua.
+# Increased with every incompatible change between services: protos, records in Redis, Lua.
 PROTOCOL = 2
 
 
 def software_versions(names: Iterable[str]) -> dict[str, str]:
-    """Installed version by name as given ("megatron_core" and "megatron-core" are the same package), and python's.
+    """Read the installed versions, by the names as given ("megatron_core" is "megatron-core"), and python's.
 
-    Packages that are not installed are left out: the coordinator has no torch.
+    Packages that are not installed are left out, e.g. torch on the coordinator.
     """
     found = {"python": platform.python_version()}
     for name in names:
@@ -23,6 +23,6 @@ def software_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def release() -> str:
-    """What all services of a run must have in common, in words."""
+    """Describe the release, which must be the same in all services of a run."""
     version = software_versions(["tandem"]).get("tandem", "(not installed)")
     return f"tandem {version}, protocol {PROTOCOL}"

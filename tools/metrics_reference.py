@@ -77,7 +77,7 @@ def _metric(kind: str, call: ast.Call) -> Metric:
 
 
 def series_of(job: str) -> dict[str, frozenset[str]]:
-    """Series name to its own labels, for one `job`."""
+    """Map the series names of a `job` to their own labels."""
     return {name: labels for metric in metrics_of(job) for name, labels in metric.series.items()} | {
         name: frozenset[str]() for name in BUILT_IN
     }

@@ -37,12 +37,7 @@ def plan_command(
     """Plan a weight sync and print its figures.
 
     Args:
-        model: built-in name, config.json, or the folder of one.
-        trainer: parallel sizes as text, e.g. "tp=8,pp=2".
-        rollout: parallel sizes of a replica as text.
-        bucket_mib: largest message in MiB; None: the default for GPUs.
-        speeds: of links, copies and calls.
-        faults: faults to simulate, e.g. "slow:3=4".
+        trainer: parallel sizes as text, e.g. "tp=8,pp=2"; so is rollout.
     Returns: the exit code.
     """
     try:

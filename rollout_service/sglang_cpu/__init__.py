@@ -5,7 +5,7 @@ SGLang calls `activate` in every process that imports it (entry point group `sgl
 
 
 def activate() -> str | None:
-    """Name the platform class, or None where there is a GPU and SGLang's own platform is the right one."""
+    """Return the name of the platform class; None if there is a GPU, for SGLang's own platform."""
     import torch
 
     if torch.cuda.is_available():

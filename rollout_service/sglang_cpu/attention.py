@@ -15,7 +15,7 @@ from rollout_service.sglang_cpu.padding import MAX_CHUNK_MASK, AttentionChunk, a
 
 
 def register() -> None:
-    """Serve the backend name `torch_native` in this process; SGLang tests that name in several places."""
+    """Register the backend under the name `torch_native`, which SGLang tests in several places."""
     register_attention_backend("torch_native")(BatchedTorchAttention)
 
 
@@ -23,7 +23,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     """Decoder self-attention in padded chunks; everything else (sliding window, cross attention) is upstream's."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward pass; chunks are planned by its first layer."""
+        """Prepare a forward pass; its first layer plans the chunks."""
         super().init_forward_metadata(forward_batch)
         self.chunks: dict[
             bool, list[AttentionChunk]

@@ -1,4 +1,4 @@
-"""Expert parallelism in SGLang's torch-native mixture of experts, which knows no experts but its own rank's."""
+"""Expert parallelism in SGLang's torch-native mixture of experts, which supports only the rank's own experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 def leave_out_foreign_experts(
     original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, runner_config: Any
 ) -> torch.Tensor:
-    """Around `moe_forward_native`, which fails on -1, the dispatcher's mark for an expert of another rank.
+    """Skip experts of other ranks, whose id is -1, on which the wrapped `moe_forward_native` fails.
 
     Returns: [T, hidden] the sum over this rank's experts; SGLang adds up the ranks' sums.
     """
@@ -24,7 +24,12 @@ def leave_out_foreign_experts(
 def local_experts(
     x_TH: torch.Tensor, w13_EFH: torch.Tensor, w2_EHF: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Gated SiLU experts of one rank (T tokens, K choices each, E experts); ids of other ranks' experts are -1."""
+    """Compute the gated SiLU experts of one rank (T tokens, K choices each, E experts).
+
+    Args:
+        ids_TK: experts of each token; -1 for those of other ranks.
+    Returns: [T, hidden].
+    """
     total_TH = torch.zeros(x_TH.shape, dtype=weights_TK.dtype)
     for expert in range(w13_EFH.shape[0]):
         token, choice = (ids_TK == expert).nonzero(as_tuple=True)

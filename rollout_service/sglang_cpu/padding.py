@@ -17,10 +17,10 @@ MAX_CHUNK_MASK = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChunk:
-    """Sequences that are computed together."""
+    """Sequences that are computed in one call."""
 
     slots_NK: torch.Tensor  # KV cache slot of each key; padding points at slot 0, which holds no sequence
-    mask_NQK: torch.Tensor  # True where a query may look
+    mask_NQK: torch.Tensor  # True where a query may attend
     index_NQ: torch.Tensor  # rows of the flat query; -1 is padding
 
 
@@ -48,7 +48,7 @@ def plan_chunks(lengths: list[int], queries: list[int]) -> list[list[int]]:
 
 
 def decode_chunks(req_to_token: torch.Tensor, pool_index: torch.Tensor, seq_lens: torch.Tensor) -> list[AttentionChunk]:
-    """Chunks of a decode step: N sequences, one query token each."""
+    """Plan the chunks of a decode step: N sequences, one query token each."""
     lengths = seq_lens.tolist()
     chunks = []
     for rows in plan_chunks(lengths, [1] * len(lengths)):
@@ -65,7 +65,7 @@ def extend_chunks(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
 ) -> list[AttentionChunk]:
-    """Chunks of a prefill: N sequences of extend_lens new tokens after prefix_lens cached ones."""
+    """Plan the chunks of a prefill: N sequences of extend_lens new tokens after prefix_lens cached ones."""
     starts = extend_lens.cumsum(0) - extend_lens
     chunks = []
     for rows in plan_chunks(seq_lens.tolist(), extend_lens.tolist()):
@@ -87,14 +87,14 @@ def extend_chunks(
 def _slots(req_to_token: torch.Tensor, pool_N: torch.Tensor, len_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     longest = int(len_N.max())
     valid_NK = torch.arange(longest) < len_N.unsqueeze(1)
-    # Whatever lies behind a sequence's end in req_to_token is stale; a NaN there would survive a softmax weight of 0.
+    # Entries of req_to_token after a sequence's end are stale; a NaN there would survive a softmax weight of 0.
     return req_to_token[pool_N, :longest].masked_fill(~valid_NK, 0).long(), valid_NK
 
 
 def attend(
     query_NQHD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, chunk: AttentionChunk, scaling: float | None
 ) -> torch.Tensor:
-    """Grouped-query attention of a chunk: returns [N, Q, H, D]."""
+    """Compute grouped-query attention of a chunk. Returns: [N, Q, H, D]."""
     n, q, h, d = query_NQHD.shape
     j = k_cache.shape[1]
     keys = k_cache[chunk.slots_NK].transpose(1, 2)  # [N, J, K, D]

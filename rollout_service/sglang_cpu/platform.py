@@ -1,4 +1,4 @@
-"""The platform class: every operator takes its plain torch form, attention is our batched one."""
+"""The platform class: operators in their plain torch form, and batched attention."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -14,22 +14,22 @@ class TandemCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()  # no triton, no graph capture
 
     def get_default_attention_backend(self) -> str:
-        """SGLang's plain torch attention; ours replaces it by that name."""
+        """Return the name of SGLang's plain torch attention, under which ours is registered."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Operators take their plain torch form."""
+        """Select the plain torch form of operators."""
         return "native"
 
     def get_device(self, device_id: int = 0) -> str:
-        """Where tensors go: host memory."""
+        """Return the device of tensors, host memory."""
         return "cpu"  # a str: server_args splits it when no device is given
 
     def empty_cache(self) -> None:
-        """None. SGLang's own collects garbage, 13 ms and more, at every flush of the KV cache."""
+        """Do nothing; SGLang's own method collects garbage, for 13 ms and more, at every flush of the KV cache."""
 
     def init_backend(self) -> None:
-        """Called by SGLang once in each worker, before it builds the attention backend."""
+        """Register the attention backend; SGLang calls this in each worker before it builds the backend."""
         from rollout_service.sglang_cpu.attention import register
 
         register()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class InterpolationMode(enum.Enum):
-    """The names that are looked at while importing."""
+    """The names that SGLang's imports read."""
 
     NEAREST = "nearest"
     BILINEAR = "bilinear"
@@ -24,10 +24,10 @@ class InterpolationMode(enum.Enum):
 
 
 def install_stub() -> bool:
-    """Put the stub in `sys.modules` unless a real torchvision is installed. Returns whether it was needed."""
+    """Put the stub in `sys.modules` unless a real torchvision is installed. Returns: whether it was needed."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return False
-    # transformers looks for torchvision once and remembers: let it see the truth before the stub appears.
+    # transformers checks for torchvision once: let it do so before the stub exists.
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()

@@ -1,4 +1,4 @@
-"""Sends a call's requests to SGLang in few messages and reports each group the moment its last completion ends.
+"""Sends a call's requests to SGLang in few messages, and yields each group when its last completion has ended.
 
 SGLang's own `generate_request` answers a batch when the whole batch is done, or streams every token through a task per
 request. This subclass of its TokenizerManager registers the same request states, with an event that only counts down.
@@ -18,12 +18,12 @@ from rollout_service.engine import Finish, FinishedGroup, GroupRequest, SampledC
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
-# Building a message holds the event loop up for about 0.1 ms a request.
+# Building a message blocks the event loop for about 0.1 ms per request.
 REQUESTS_PER_MESSAGE = 1024
 
 
 class _Countdown:
-    """Stands in for the asyncio.Event of each request of a group: SGLang sets it when the request has ended."""
+    """Replaces the asyncio.Event of each request of a group: SGLang sets it when the request has ended."""
 
     def __init__(self, group: GroupRequest, whole: "asyncio.Queue[_Countdown]") -> None:
         self.group = group
@@ -47,7 +47,11 @@ class GroupTokenizerManager(TokenizerManager):
     async def generate_groups(
         self, groups: Sequence[GroupRequest], sampling: SamplingSettings, cache_key: str | None
     ) -> AsyncIterator[list[FinishedGroup]]:
-        """See RolloutEngine.generate. cache_key: prefixes are shared only between requests of the same key."""
+        """Sample groups; see RolloutEngine.generate.
+
+        Args:
+            cache_key: prefixes are shared only between requests of the same key.
+        """
         self.auto_create_handle_loop()
         whole: asyncio.Queue[_Countdown] = asyncio.Queue()
         prefix = f"{uuid.uuid4().hex}/"
@@ -65,8 +69,8 @@ class GroupTokenizerManager(TokenizerManager):
                     while not whole.empty():
                         ready.append(whole.get_nowait())
                     left -= len(ready)
-                    yield [each.finished_group() for each in ready]
-        finally:  # a closed iterator or an error: what has been sent is aborted, the rest forgotten
+                    yield [countdown.finished_group() for countdown in ready]
+        finally:  # a closed iterator or an error: requests that have been sent are aborted, the others dropped
             self._abort_all(prefix, states)
             self._release_req_states_on_failure(states)
 
@@ -78,7 +82,7 @@ class GroupTokenizerManager(TokenizerManager):
         prefix: str,
         states: dict[str, Any],
     ) -> None:
-        """Send a request for each countdown, by its number in the call. Adds the requests' states, by their ids."""
+        """Send a request for each countdown, by its number in the call, and add the requests' states to `states`."""
         request = _batch_request(message, sampling, cache_key, prefix)
         request.normalize_batch_and_arguments()
         self._init_req_state(request)
@@ -90,9 +94,9 @@ class GroupTokenizerManager(TokenizerManager):
         await self._send_batch_request(tokenized)
 
     def _abort_all(self, prefix: str, states: dict[str, Any]) -> None:
-        """One message for all of a call's requests: for each message the scheduler looks through its whole queue.
+        """Abort all requests of a call with one message, since the scheduler searches its whole queue per message.
 
-        It aborts whatever id begins with that of the message.
+        SGLang aborts every request whose id begins with that of the message.
         """
         running = [state for rid, state in states.items() if self.rid_to_state.get(rid) is state and state.dispatched]
         if running:
@@ -102,9 +106,9 @@ class GroupTokenizerManager(TokenizerManager):
 
 
 def _requests(groups: Sequence[GroupRequest], whole: "asyncio.Queue[_Countdown]") -> "list[tuple[int, _Countdown]]":
-    """Numbered. A prompt is repeated for each completion: with n > 1 SGLang first runs every prompt once, by itself."""
+    """Number the requests; a prompt is repeated per completion, as with n > 1 SGLang first runs each prompt alone."""
     countdowns = [_Countdown(group, whole) for group in groups]
-    return list(enumerate(each for each in countdowns for _ in range(each.group.num_completions)))
+    return list(enumerate(one for one in countdowns for _ in range(one.group.num_completions)))
 
 
 def _batch_request(
@@ -145,4 +149,4 @@ def _completion(out: dict[str, Any]) -> SampledCompletion:
 
 def _spans(meta: dict[str, Any], num_tokens: int) -> list[Span]:
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
-    return [Span(start=each["start"], end=each["end"], policy_version=int(each["version"])) for each in spans]
+    return [Span(start=span["start"], end=span["end"], policy_version=int(span["version"])) for span in spans]

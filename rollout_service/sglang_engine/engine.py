@@ -1,4 +1,4 @@
-"""One SGLang engine inside the service's event loop: the real thing behind the Protocol of `rollout_service.engine`."""
+"""An SGLang engine inside the service's event loop; implements the Protocol of `rollout_service.engine`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,9 +17,13 @@ WARM_UP_S = 120.0
 
 
 class SglangEngine:
-    """See RolloutEngine. `on_terminate` gets SIGTERM; share: this process's, None: all ranks are here.
+    """Implements RolloutEngine.
 
-    With several hosts this is the first one: what it tells SGLang's rank 0 reaches the others' ranks from there.
+    With several hosts this is the first one: SGLang's rank 0 forwards its commands to the ranks of the others.
+
+    Args:
+        on_terminate: called at SIGTERM.
+        share: ranks of this host; None: all ranks are on it.
     """
 
     def __init__(
@@ -34,9 +38,9 @@ class SglangEngine:
         on_terminate: Callable[[], None],
         share: HostRanks | None = None,
     ) -> None:
-        here = HostRanks(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
+        ranks = HostRanks(tensor_parallel=config.rollout.tensor_parallel) if share is None else share
         self._processes = SglangProcesses(
-            config, name, here, redis_url=redis_url, group=group, host=host, run_dir=run_dir
+            config, name, ranks, redis_url=redis_url, group=group, host=host, run_dir=run_dir
         )
         self.rank_addresses = self._processes.rank_addresses
         self._name = name
@@ -47,16 +51,16 @@ class SglangEngine:
 
     @property
     def manager(self) -> Any:
-        """SGLang's own control plane, for measurements beside ours."""
+        """The TokenizerManager of SGLang, for benchmarks of SGLang's own weight updates."""
         return self._manager
 
     @property
     def failed(self) -> "asyncio.Future[None]":
-        """Done with an error once a rank has died."""
+        """A future that fails when a rank has died."""
         return self._processes.failed
 
     async def start(self) -> None:
-        """Start SGLang and warm it up. Raises: RuntimeError: it did not come up."""
+        """Start SGLang and warm it up. Raises: RuntimeError: it did not start."""
         await self._processes.start()
         self._cache_prefixes = not self._processes.arguments["disable_radix_cache"]
         self._manager = self._processes.engine.tokenizer_manager
@@ -66,7 +70,7 @@ class SglangEngine:
         await self._warm_up()
 
     async def _warm_up(self) -> None:
-        """One generation, with whatever weights: the first loads what SGLang loads late, and proves that it can."""
+        """Generate once, with any weights, so that SGLang loads now what it loads late, and fails now if it cannot."""
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=())
         async with asyncio.timeout(WARM_UP_S):
             async for _ in self.generate(
@@ -87,16 +91,16 @@ class SglangEngine:
     def generate(
         self, groups: Sequence[GroupRequest], sampling: SamplingSettings
     ) -> AsyncIterator[list[FinishedGroup]]:
-        """Sample groups; parts of them as their last completions end."""
+        """Sample groups; yield them as their last completions end."""
         # KV of one version must never serve another: the version is part of the prefix cache's key, flushed or not.
         key = cache_key(self._policy_version) if self._cache_prefixes else None
         generated: AsyncIterator[list[FinishedGroup]] = self._manager.generate_groups(groups, sampling, key)
         return generated
 
     def load(self) -> EngineLoad:
-        """Requests that run and wait, and the room that is left."""
+        """Read the load: running and waiting requests, KV cache in use, progress."""
         # The scheduler writes a snapshot to shared memory after every prefill, every 15th decode step and when idle. It
-        # does not count what it has just prefilled, so short generations would never be seen: we count what we sent.
+        # does not count what it has just prefilled, so it would miss short generations: count what was sent instead.
         ranks = self._manager.load_snapshot_reader.read_all()
         return EngineLoad(
             requests=len(self._manager.rid_to_state),
@@ -113,24 +117,24 @@ class SglangEngine:
         await self._control(self._manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
 
     async def thaw(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._control(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)))
 
     async def abort_running(self) -> None:
-        """Ask all running requests to end; does not wait for them."""
+        """Abort all running requests, without waiting for their end."""
         self._manager.abort_request(abort_all=True)
 
     async def begin_update(self) -> None:
-        """Open the parameters for writing. Nothing must be generating."""
+        """Open the parameters for writing; no request may be generating."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         call = self._manager.begin_weight_update(BeginWeightUpdateReqInput())
         _require(await self._control(call), "begin_weight_update")
 
     async def end_update(self) -> None:
-        """Let SGLang derive what it caches from the new parameters."""
+        """Let SGLang update what it has derived from the parameters."""
         # No load ran in the session, so SGLang itself derives what it must from the parameters ("P2P/RDMA" protocol).
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
@@ -146,7 +150,7 @@ class SglangEngine:
         self._policy_version = policy_version
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
-        """Forget cached prefixes. Returns: False if requests are still held after timeout_s."""
+        """Drop cached prefixes. Returns: False if requests still hold some after timeout_s."""
         return bool((await self._control(self._manager.flush_cache(timeout_s))).success)
 
     async def _control(self, call: Awaitable[Any]) -> Any:
@@ -163,7 +167,7 @@ class SglangEngine:
         await self._processes.shutdown(self._ask_to_leave)
 
     async def _ask_to_leave(self) -> None:
-        """SGLang passes it on to every rank, of other hosts too."""
+        """Ask all ranks to leave; SGLang forwards it to those of other hosts."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
         if self._manager is not None:
@@ -175,7 +179,7 @@ class SglangEngine:
 
 
 def longest_request(context_tokens: int, cache_tokens: int, page_tokens: int) -> int:
-    """Tokens of the longest request, prompt and completion: it may fill the KV cache but for the page that is begun.
+    """Return the most tokens of a request, prompt and completion: the KV cache without the page that is begun.
 
     >>> longest_request(4096, 1024, 1), longest_request(4096, 1024, 64), longest_request(512, 1024, 64)
     (1023, 960, 512)
@@ -184,7 +188,7 @@ def longest_request(context_tokens: int, cache_tokens: int, page_tokens: int) ->
 
 
 class _SignalHandlers:
-    """What SGLang's TokenizerManager installs on the loop, in place of handlers that end this process by SIGKILL."""
+    """Signal handlers for SGLang's TokenizerManager, instead of its own, which kill this process."""
 
     def __init__(self, on_terminate: Callable[[], None], on_failure: Callable[[Exception], None]) -> None:
         self._on_terminate = on_terminate

@@ -1,13 +1,14 @@
-"""What a flip of the policy version does to requests in SGLang's scheduler, beside what SGLang does.
+"""Hooks in SGLang's scheduler that keep requests correct when the policy version changes between their tokens.
 
 **The step in flight.** The overlap scheduler (the default on GPUs) launches a step before it reads the last one's
-result, and an in-place pause leaves that result unread. A change of the version counts the tokens that have been read:
-the one in flight, sampled by the old version, would be told as the new one's, and a request whose prefill is in flight
-as wholly the new one's. So that result is read at the pause, as the plain scheduler has done by then. What the loop
-reads first when it goes on is an empty stand-in: it takes one result per step for granted.
+result, and an in-place pause leaves that result unread. A change of the version labels tokens as they have been read,
+so the token in flight, sampled by the old version, would be labelled with the new one, and so would a whole request
+whose prefill is in flight. Therefore that result is read at the pause, as the plain scheduler has done by then. The
+loop, which expects one result per step, reads an empty stand-in when it continues.
 
-**Requests that wait.** The version is part of the prefix cache's key, which a request brings along. One that waits at
-the flip is computed by the new version alone: it gets the new key, or it would begin with the old version's KV.
+**Waiting requests.** The version is part of the prefix cache's key, which is stored in a request. A request that waits
+during the change is computed by the new version alone, so it gets the new key; with the old one it would begin with
+the old version's KV cache.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,14 @@ _STAND_IN = object()
 
 
 def cache_key(policy_version: int | str) -> str:
-    """SGLang shares prefixes between requests of the same key only."""
+    """Return the cache key of a version; SGLang shares prefixes only between requests of the same key."""
     return f"v{policy_version}"
 
 
 def read_last_result(result: Any, scheduler: Any, pause: Any) -> None:
-    """After Scheduler.pause_generation: read what has been launched; waits until the device has computed it."""
+    """Read the result of the launched step, after Scheduler.pause_generation; wait until it has been computed."""
     if pause.mode != "in_place" or not scheduler.result_queue:
-        return  # in its other mode SGLang does so itself
+        return  # in its other modes SGLang does so itself
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     while scheduler.result_queue:
@@ -33,12 +34,12 @@ def read_last_result(result: Any, scheduler: Any, pause: Any) -> None:
 
 
 def pass_over_stand_in(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
-    """Around Scheduler.process_batch_result."""
+    """Skip the stand-in, around Scheduler.process_batch_result."""
     return None if result is _STAND_IN else process(scheduler, batch, result)
 
 
 def rekey_waiting(result: Any, scheduler: Any, new_version: str) -> None:
-    """After Scheduler.record_weight_version_change."""
+    """Give waiting requests the new key, after Scheduler.record_weight_version_change."""
     for request in scheduler.waiting_queue:
         if request.extra_key is not None:
             request.extra_key = cache_key(new_version)

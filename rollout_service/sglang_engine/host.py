@@ -1,4 +1,4 @@
-"""SGLang's processes on one host, from start to end: all of an engine's, or one host's share of them."""
+"""SGLang's processes on one host, from start to end: those of a whole engine, or of one of its hosts."""
 
 import asyncio
 import contextlib
@@ -31,15 +31,21 @@ log = get_logger(__name__)
 
 LEAVE_S = 5.0
 _PREFIX = "tdm"
-# Of the files in which SGLang's ranks tell their load; it leaves them behind.
+# Prefix of the files with the load of SGLang's ranks, which SGLang does not remove.
 _LOADS = "sglang_loads_"
 
 
 class SglangProcesses:
-    """See EngineProcesses. `redis_url` and `group` are where the ranks take their slots, `host` where they are reached,
-    `run_dir` what a folder of published weights is below, unless the configuration names another.
+    """Implements EngineProcesses.
 
-    engine: SGLang's, once started; arguments: those it was started with.
+    Args:
+        group: weight group in which the ranks take their slots.
+        host: address at which the ranks are reached.
+        run_dir: parent of the folder of published weights, unless sync.disk_folder is set.
+
+    Attributes:
+        engine: of SGLang, once started.
+        arguments: with which it was started.
     """
 
     def __init__(
@@ -73,10 +79,10 @@ class SglangProcesses:
         self._watch: ChildWatch | None = None
 
     async def start(self) -> None:
-        """Start SGLang's processes on this host and watch them. Raises: RuntimeError: one did not come up."""
+        """Start SGLang's processes on this host and watch them. Raises: RuntimeError: one did not start."""
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
-        loop.add_signal_handler(signal.SIGQUIT, log.error, "a rank reported a failure")
+        loop.add_signal_handler(signal.SIGQUIT, log.error, "sglang rank reported a failure")
         self._start_job = self._starter.submit(self._start_blocking)
         await asyncio.wrap_future(self._start_job)
         self._watch = ChildWatch(self.engine.get_all_child_pids(), self._rank_died)
@@ -92,7 +98,7 @@ class SglangProcesses:
         cuda = torch.cuda.is_available()
         os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
         os.environ.update(self._receiver.to_env())
-        # SGLang leaves the files of its message queues behind; in our folder they go away with it.
+        # SGLang does not remove the files of its message queues; in this folder they are removed with it.
         tempfile.tempdir = str(self._folder)
         self.arguments = engine_arguments(self._config, self._name, self._share, cuda)
         with _own_logging():
@@ -107,7 +113,7 @@ class SglangProcesses:
                 self._owned.note(shared_memory_of(pids, _LOADS))
 
     def fail(self, error: Exception) -> None:
-        """The engine can serve no longer."""
+        """Mark the engine as failed: it can no longer serve."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
@@ -115,14 +121,18 @@ class SglangProcesses:
         self.fail(RuntimeError(f"SGLang process {pid} of replica {self._name} died ({how})"))
 
     async def shutdown(self, ask_to_leave: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Ends every process. `ask_to_leave` tells the ranks to give back their slots (None: somebody else has)."""
+        """End every process.
+
+        Args:
+            ask_to_leave: asks the ranks to release their slots; None: another host does so.
+        """
         self._stopping = True
         if self._watch is not None:
             self._watch.stop()
         if self.engine is not None and not self.failed.done():
             if ask_to_leave is not None:
                 await ask_to_leave()
-            # Killed one by one, ranks would report each other's death.
+            # Wait, since ranks that are killed one by one report each other's death.
             await asyncio.to_thread(_join_children, LEAVE_S)
         await asyncio.to_thread(self._end_processes)
         self._starter.shutdown(wait=False)
@@ -130,7 +140,7 @@ class SglangProcesses:
         tempfile.tempdir = None
 
     def _end_processes(self) -> None:
-        """Blocks. A start under way fails as soon as its ranks are gone, but may start further ones until then."""
+        """End the processes; blocks. A start fails when its ranks have ended, but may start others until then."""
         _kill_children()
         while self._start_job is not None and not wait([self._start_job], timeout=0.1).done:
             _kill_children()
@@ -140,7 +150,7 @@ class SglangProcesses:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Raises: ConfigError: what the ranks would refuse only after they have built the model."""
+    """Check what the ranks would refuse only after they have built the model. Raises: ConfigError."""
     sizes = Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel)
     sglang_layout(ModelSpec.from_folder(config.model.path), sizes)
 
@@ -159,7 +169,7 @@ def _kill_children() -> None:
 
 @contextlib.contextmanager
 def _own_logging() -> Iterator[None]:
-    """SGLang replaces the root logger's handlers; put ours back."""
+    """Restore the root logger's handlers, which SGLang replaces."""
     logging.getLogger("sglang").setLevel(logging.WARNING)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -1,8 +1,8 @@
-"""Which of SGLang's kernels an engine may use: those that read weights in the form in which a sync writes them.
+"""Refuses kernels of SGLang that need weights in another form than that in which a sync writes them.
 
-Weight sync writes parameters in the form that SGLang's loader gives them. Some kernels want another one, into which
-SGLang brings the weights once, after loading: blocks (another shape), padded, or gate and up exchanged or interleaved
-(the same shape, which no check of shapes would see). A sync would write the loader's form over it.
+A sync writes parameters in the form in which SGLang's loader leaves them. Some kernels need another form, into which
+SGLang converts the weights once, after loading: blocks (another shape), padding, or gate and up exchanged or
+interleaved (the same shape, which no check of shapes would detect). A sync would overwrite it with the loader's form.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 
-# Read as they are loaded. On Blackwell SGLang would choose flashinfer_trtllm, which keeps blocks of [up; gate].
+# Reads weights in the loader's form. On Blackwell SGLang's choice would be flashinfer_trtllm: blocks of [up; gate].
 MOE_RUNNER = "triton"
 # The attention of FlashAttention, FlashInfer and TensorRT-LLM computes in 16 bits only.
 FLOAT32_ATTENTION = "triton"
 
-_INTERLEAVED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"  # rows of gate and up in turn; nothing brings them back
+_INTERLEAVED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"  # rows of gate and up alternate, for good
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 _OTHER_FORMS = (
     "use_triton_kernels",
@@ -27,7 +27,7 @@ _OTHER_FORMS = (
 
 
 def refuse_environment(environ: Mapping[str, str]) -> None:
-    """Raises: ConfigError: a variable of SGLang's asks for weights in another form."""
+    """Check SGLang's variables. Raises: ConfigError: one selects weights in another form."""
     value = environ.get(_INTERLEAVED, "")
     if value.lower() not in ("", "0", "false"):
         raise ConfigError(
@@ -37,7 +37,7 @@ def refuse_environment(environ: Mapping[str, str]) -> None:
 
 
 def refuse_other_forms(model: Any) -> None:
-    """Look at a loaded torch module of SGLang's. Raises: ConfigError: a layer keeps its weights in another form."""
+    """Check a loaded torch module of SGLang. Raises: ConfigError: a layer keeps its weights in another form."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None:

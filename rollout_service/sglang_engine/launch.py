@@ -1,4 +1,4 @@
-"""SGLang's Engine with the two parts exchanged that it lets subclasses exchange."""
+"""SGLang's Engine with another TokenizerManager and without detokenizer."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ def _init_group_manager(server_args: Any, port_args: Any) -> Any:
 
 
 class TokenEngine(Engine):
-    """Token ids in, token ids out."""
+    """An Engine that works on token ids only."""
 
     init_tokenizer_manager_func = staticmethod(_init_group_manager)
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
         # With skip_tokenizer_init the schedulers answer the TokenizerManager directly: the detokenizer would be a
-        # process of 600 MiB and seconds of imports that nobody talks to.
+        # unused process of 600 MiB and seconds of imports.
         return [], []
 
 
 def launch_engine(arguments: dict[str, Any]) -> TokenEngine:
-    """Start the processes and wait until they can generate. Raises: RuntimeError: a rank did not come up."""
+    """Start the processes and wait until they can generate. Raises: RuntimeError: a rank did not start."""
     return TokenEngine(**arguments)

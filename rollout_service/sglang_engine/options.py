@@ -1,4 +1,4 @@
-"""How we start SGLang: its arguments and environment, from our configuration."""
+"""Derives SGLang's arguments and environment from the configuration."""
 
 import os
 import zlib
@@ -12,13 +12,19 @@ from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from tandem_config.schema import RunConfig
 
-# Prompts below this length are not worth a prefix cache: keeping the tree costs more than computing them again (with
+# Below this length a prefix cache does not pay: maintaining its tree costs more than computing prompts again (with
 # 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
 SHORTEST_CACHED_PROMPT = 64
 
 
 def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool) -> dict[str, Any]:
-    """Keyword arguments of sglang's Engine on one host of `name`'s engine."""
+    """Make the keyword arguments of SGLang's Engine.
+
+    Args:
+        name: of the replica.
+        share: ranks of this host.
+        cuda: whether the ranks run on GPUs.
+    """
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
@@ -34,7 +40,7 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
         "disable_radix_cache": longest_prompt(config) <= SHORTEST_CACHED_PROMPT,
         "random_seed": zlib.crc32(f"{config.run.seed}/{name}".encode()),
         "sleep_on_idle": True,  # or the scheduler polls at 100 % of a core
-        "batch_notify_size": 1 << 20,  # hand over all that finished in a step at once
+        "batch_notify_size": 1 << 20,  # report all requests that finished in a step together
         "grammar_backend": "none",
         "weight_version": "0",
         "log_level": "error",
@@ -46,7 +52,7 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
 
 
 def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
-    """What SGLang would choose by the GPU's generation, where its choice could not work here."""
+    """Override choices that SGLang makes by the GPU's generation and that a weight sync or float32 cannot use."""
     chosen = {"moe_runner_backend": MOE_RUNNER}
     return chosen | ({"attention_backend": FLOAT32_ATTENTION} if config.model.dtype == "float32" else {})
 
@@ -63,7 +69,7 @@ def _cpu_arguments() -> dict[str, Any]:
 
 
 def longest_prompt(config: RunConfig) -> int:
-    """Tokens of the longest prompt that can come."""
+    """Return the length of the longest possible prompt, in tokens."""
     context = config.rollout.context_length
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
 
@@ -71,12 +77,19 @@ def longest_prompt(config: RunConfig) -> int:
 def engine_environment(
     config: RunConfig, share: HostRanks, host: str, socket_folder: Path, cuda: bool
 ) -> dict[str, str]:
-    """Environment variables that SGLang reads in this process and in its ranks; `host`: where those are reached."""
+    """Make the environment variables that SGLang reads in this process and in its ranks.
+
+    Args:
+        share: ranks of this host.
+        host: address at which they are reached.
+        socket_folder: for the file of their rendezvous.
+        cuda: whether the ranks run on GPUs.
+    """
     variables = {SERVICE_PID: str(os.getpid()), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if share.nodes > 1:
         variables |= _hosts_environment(share, host, os.environ)
     else:
-        # A rendezvous through a file: no port, so nothing that another replica could take in between.
+        # A rendezvous through a file needs no port, which another replica could take in between.
         variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{socket_folder}/ranks"
     if not cuda:
         # SGLang compiles its vocabulary mask and its experts' gate with a C++ compiler: seconds, for microseconds here.
@@ -87,7 +100,7 @@ def engine_environment(
 
 
 def _hosts_environment(share: HostRanks, host: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The ranks of all hosts meet at the leader's store, which they join as torchrun's workers join their agent's."""
+    """Make the variables for a rendezvous at the leader's store, which ranks join as under torchrun."""
     address = resolve(host)
     store_host, _, store_port = share.store.rpartition(":")
     return {
@@ -102,9 +115,9 @@ def _hosts_environment(share: HostRanks, host: str, environ: Mapping[str, str]) 
 
 
 def cpu_binding(ranks: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
-    """SGLang's list of CPU cores for each rank of this host ("0|1"): it insists on one for more ranks than NUMA nodes.
+    """Make SGLang's list of CPU cores per rank of this host ("0|1"), needed for more ranks than NUMA nodes.
 
-    Several hosts of an engine on one machine take different cores while there are enough.
+    Several hosts of an engine on one machine get different cores if there are enough.
     """
     given = environ.get("SGLANG_CPU_OMP_THREADS_BIND")
     if given is not None:

@@ -1,4 +1,4 @@
-"""Our hooks in SGLang's processes (entry point group `sglang.srt.plugins`); none in an SGLang that is not ours."""
+"""Tandem's hooks in SGLang's processes (entry point group `sglang.srt.plugins`); inactive outside of Tandem."""
 
 import gc
 import logging
@@ -15,7 +15,7 @@ from rollout_service.sglang_engine.rank_errors import remember_errors
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-# SGLang's CPU path pads FFN and KV heads to what AMX kernels like. We use plain torch, and the same shapes as on a GPU.
+# SGLang's CPU path pads FFN and KV heads for AMX kernels. Tandem uses plain torch, with the same shapes as on a GPU.
 _CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _CPU_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -24,13 +24,13 @@ _kept: list[tuple[Any, Any, Any]] = []  # (member, server, device) of this rank,
 
 
 def register() -> None:
-    """Called by SGLang in the service and in each rank, before anything is built."""
+    """Register the hooks; SGLang calls this in the service and in each rank, before it builds anything."""
     settings = ReceiverSettings.from_env(os.environ)
     if settings is None or os.environ.get("TANDEM_SERVICE_PID") == str(os.getpid()):
         return
     bind_to_service()
     remember_errors(Path(settings.dir))
-    # SGLang's debug dumper imports Megatron where it is installed: seconds of start-up, for nothing.
+    # SGLang's debug dumper imports Megatron if it is installed, which would cost seconds of start-up.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After a rank has built its model: take the rank's slot and serve its receiver."""
+    """Take the rank's slot and serve its receiver, after the rank has built its model."""
     if runner.is_draft_worker:
         return
     from sglang.srt.runtime_context import get_parallel
@@ -91,15 +91,15 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _end(why: str) -> None:
-    """This rank can take no part in weight syncs any more: its end is the replica's, which is started again."""
+    """End this rank, which can no longer take part in weight syncs; its replica ends too, and is restarted."""
     from servicekit.logs import get_logger
 
-    get_logger(__name__).error("rollout rank ends", error=why)
+    get_logger(__name__).error("rollout rank lost its slot", error=why)
     os._exit(1)
 
 
 def _leave(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """The rank was asked to end: give its slot back now, not when its lease runs out."""
+    """Release the slot of a rank that ends, so that its lease need not expire."""
     for member, server, _ in _kept:
         server.stop(grace=0)
         member.close()
@@ -110,7 +110,7 @@ def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
-    """A frozen scheduler leaves the batch that it has launched to a GPU alone: wait until that has read the weights."""
+    """Wait until the GPU has computed the batch that a frozen scheduler has launched, which reads the weights."""
     from weightsync.transfer.devices import wait_for_device
 
     for _, _, device in _kept:
@@ -118,13 +118,13 @@ def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep the garbage collector off what start-up made: a full collection of it stops generation for 0.3 s."""
+    """Exclude objects of the start-up from garbage collection, which would stop generation for 0.3 s."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def _sleep_while_paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """A paused scheduler polls without a pause, and would take the core (and the GIL) from the weight receiver."""
+    """Let a paused scheduler sleep: it polls, and would take core and GIL from the weight receiver."""
     if threading.current_thread() is threading.main_thread():
         scheduler.maybe_sleep_on_idle()

@@ -1,4 +1,4 @@
-"""Ranks live and die with their service: signals, and the watch over child processes."""
+"""Ties ranks to their service: signals, and a watch over child processes."""
 
 import asyncio
 import contextlib
@@ -13,26 +13,26 @@ SERVICE_PID = "TANDEM_SERVICE_PID"
 
 
 def bind_to_service() -> None:
-    """In a rank: die with the service, and leave Ctrl-C and SIGTERM to it (a terminal sends them to the whole group).
+    """Make a rank die with the service, and ignore Ctrl-C and SIGTERM, which a terminal sends to the whole group.
 
-    SGLang asks for the parent-death signal too, but only after seconds of imports; a service killed before that
-    would leave ranks that nobody ends.
+    SGLang sets the parent-death signal too, but only after seconds of imports; a service killed before that would
+    leave ranks behind.
     """
     service = os.environ.get(SERVICE_PID)
     die_with_parent(os.getppid() if service is None else int(service))
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def ignore_launch_failure(signum: int, frame: FrameType | None) -> None:
-    """SIGQUIT of a rank that fails while starting: the start itself then raises, with the rank's exit code.
+    """Ignore SIGQUIT of a rank that fails during start-up: the start itself raises, with the rank's exit code.
 
-    SGLang's own handler would kill this process without a word.
+    SGLang's own handler would kill this process without a message.
     """
 
 
 class ChildWatch:
-    """Calls `on_death(pid, how)` on the loop as soon as one of the processes ends. Linux (pidfd)."""
+    """Calls `on_death(pid, how)` on the event loop when one of the processes ends. Linux (pidfd)."""
 
     def __init__(self, pids: list[int], on_death: Callable[[int, str], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,7 +43,7 @@ class ChildWatch:
             self._loop.add_reader(descriptor, self._died, descriptor, pid, on_death)
 
     def stop(self) -> None:
-        """Look no further; to be called before the processes are ended on purpose."""
+        """Stop watching; call it before the processes are ended on purpose."""
         for descriptor in self._descriptors:
             self._forget(descriptor)
         self._descriptors = []
@@ -59,10 +59,10 @@ class ChildWatch:
 
 
 def _how(descriptor: int) -> str:
-    """How a child ended: "SIGKILL", "exit code 1". It stays collectable for its parent's own wait."""
-    with contextlib.suppress(ChildProcessError):  # collected already
+    """Describe how a child ended, e.g. "SIGKILL" or "exit code 1", without reaping it."""
+    with contextlib.suppress(ChildProcessError):  # reaped already
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             return signal.Signals(ended.si_status).name if by_signal else f"exit code {ended.si_status}"
-    return "how is not known"
+    return "unknown cause"

@@ -1,6 +1,6 @@
-"""Why a rank died while it started: SGLang tells our process only that it did, and guesses that memory ran out.
+"""Finds out why a rank died during start-up; SGLang itself only reports that it did, and suggests a lack of memory.
 
-A rank leaves the last line of what SGLang logs of its end in the replica's folder, where the service finds it.
+A rank writes the last line of SGLang's log of its end into the replica's folder, where the service reads it.
 """
 
 import logging
@@ -15,23 +15,23 @@ _LONGEST = 1000
 
 
 def remember_errors(folder: Path) -> None:
-    """In a rank: what SGLang logs as an error from here on is kept."""
-    logging.getLogger("sglang").addHandler(_Keeper(folder))
+    """Record, in a rank, the error that SGLang logs when it ends."""
+    logging.getLogger("sglang").addHandler(_ErrorFile(folder))
 
 
 def explain(folder: Path, error: RuntimeError) -> Exception:
-    """What to raise in place of SGLang's `error`: what the rank that died first said, if one said anything."""
-    told = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
-    if not told:
+    """Return the error to raise instead of SGLang's `error`: that of the rank that died first, if it is recorded."""
+    recorded = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+    if not recorded:
         return error
-    reason = told[0].read_text(encoding="utf-8")
+    reason = recorded[0].read_text(encoding="utf-8")
     if reason.startswith(_CONFIG_ERROR):
         return ConfigError(reason.removeprefix(_CONFIG_ERROR))
     return RuntimeError(f"a rank of SGLang did not start: {reason}")
 
 
-class _Keeper(logging.Handler):
-    """Keeps the first error of its process: later ones follow from it."""
+class _ErrorFile(logging.Handler):
+    """Writes the first error of its process to a file; later ones follow from it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.ERROR)

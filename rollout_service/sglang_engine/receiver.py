@@ -20,7 +20,7 @@ TEST_HOOKS = "TANDEM_TEST_HOOKS"
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverSettings:
-    """What a rank must know to take part; travels to the rank as environment variables TANDEM_RECEIVER_<FIELD>."""
+    """Settings of a rank's receiver; passed to the rank as environment variables TANDEM_RECEIVER_<FIELD>."""
 
     dir: str  # folder of the sockets; short, a socket's path has at most 107 bytes
     replica: str
@@ -33,18 +33,18 @@ class ReceiverSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "ReceiverSettings | None":
-        """None in a process that Tandem did not start."""
+        """Read the settings; None in a process that Tandem did not start."""
         if _variable("dir") not in environ:
             return None
         values = {field.name: environ[_variable(field.name)] for field in fields(cls)}
         return cls(**values | {"lease_ttl_s": float(values["lease_ttl_s"])})  # type: ignore[arg-type]
 
     def to_env(self) -> dict[str, str]:
-        """The settings as environment variables of the rank's process."""
+        """Return the settings as environment variables of the rank's process."""
         return {_variable(field.name): str(getattr(self, field.name)) for field in fields(self)}
 
     def address(self, rank: int) -> str:
-        """gRPC address of one rank."""
+        """Return the gRPC address of a rank."""
         return f"unix:{self.dir}/rank{rank}.sock"
 
 
@@ -53,9 +53,9 @@ def _variable(field: str) -> str:
 
 
 def receivable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that inference reads and a checkpoint has: parameters and persistent buffers, by engine name.
+    """Collect the tensors that inference reads and a checkpoint has: parameters and persistent buffers, by engine name.
 
-    The engine's own, no aliases: a staged round gives them other memory.
+    These are the engine's own tensors, not aliases, since a staged round exchanges their memory.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -66,7 +66,7 @@ def receivable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_with_sglang(model: torch.nn.Module, folder: str) -> None:
-    """SGLang's own load_weights of a Hugging Face folder, as its loaders call it."""
+    """Load a Hugging Face folder with SGLang's own load_weights, called as its loaders do."""
     from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 
     files = sorted(str(path) for path in Path(folder).glob("*.safetensors"))
@@ -88,17 +88,17 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_g
         return pb.RunPhaseResponse(reports=[self._member.run_phase(request.phase, request.round)])
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
-        """Load this rank's shard from published weights. Raises: NotReady: the folder holds another version by now."""
+        """Load this rank's shard from published weights. Raises: NotReady: the folder has another version."""
         version = request.policy_version
         loaded = self._member.load_published(
             Path(request.folder), at_least=version, round_id=request.round_id, fence=request.fence
         )
         if loaded != version:
-            raise NotReady(f"{request.folder} holds version {loaded} by now, not {version}")
+            raise NotReady(f"{request.folder} has version {loaded} by now, not {version}")
         return pb.LoadPublishedResponse()
 
     def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
-        """Digest of every parameter of this rank."""
+        """Compute the digest of every parameter of this rank."""
         return pb.GetChecksumsResponse(checksums=self._member.checksums())
 
     def PoisonWeights(self, request: pb.PoisonWeightsRequest, context: Any) -> pb.PoisonWeightsResponse:
@@ -107,8 +107,8 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_g
         return pb.PoisonWeightsResponse(num_tensors=self._member.poison())
 
     def LoadFolder(self, request: pb.LoadFolderRequest, context: Any) -> pb.LoadFolderResponse:
-        """Load a Hugging Face folder by SGLang's own loader (tests only)."""
-        _check_test_hooks("LoadFolder goes around weight sync")
+        """Load a Hugging Face folder with SGLang's own loader (tests only)."""
+        _check_test_hooks("LoadFolder bypasses weight sync")
         self._load_folder(request.path)
         return pb.LoadFolderResponse()
 

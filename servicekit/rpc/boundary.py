@@ -1,4 +1,4 @@
-"""The server's interceptor: errors become statuses, every RPC is counted and timed, a deadline is demanded."""
+"""The server's interceptor: maps errors to statuses, counts and times RPCs, and requires deadlines."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from servicekit.security.run_token import check_token
 from servicekit.tracing import served
 
 log = get_logger(__name__)
-# Tools and probes call these without a deadline, and cannot harm.
+# Tools and probes call these without a deadline, which is harmless.
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
 
@@ -39,7 +39,7 @@ _LINES, _LINES_S = 10, 60.0
 
 @dataclass(frozen=True)
 class Malformed:
-    """Stands for a request that could not be read, until the boundary can answer it: gRPC itself would say UNKNOWN."""
+    """Represents a request that could not be parsed, for the boundary to answer: gRPC itself would answer UNKNOWN."""
 
     why: str
 
@@ -48,8 +48,8 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all four kinds of RPC.
 
     Args:
-        check_caller: called with the method and the names in the caller's certificate; raises what it does not admit.
-        token: the run's, that calls must carry, but those of health; "": none.
+        check_caller: called with the method and the names in the caller's certificate; raises to refuse the call.
+        token: secret of the run that all calls except those of health must carry; "": none.
     """
 
     def __init__(self, check_caller: CallerCheck | None = None, token: str = "") -> None:
@@ -60,14 +60,14 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Wrap the handler of a call; None: nobody serves the method."""
+        """Wrap the handler of a call; None if the method is not served."""
         handler = await continuation(handler_call_details)
         wrap = functools.partial(_wrap, self._boundary)
         return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
 
 
 def wrap_handler(handler: Any, method: str, wrap: Callable[[Any, str, bool], Any]) -> Any:
-    """The same handler around `wrap(behaviour, method, replies are streamed)`."""
+    """Return the same handler around `wrap(behaviour, method, replies are streamed)`."""
     kinds = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
         (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
@@ -96,9 +96,9 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 
 
 def checked(request: Any) -> Any:
-    """A request, or the requests of a stream as they are read, that are well-formed and within their bounds.
+    """Check that a request, or those of a stream as they are read, are well-formed and within their bounds.
 
-    Raises: InvalidRequest: at once, or when it is read.
+    Raises: InvalidRequest: for a stream, when the request is read.
     """
     if isinstance(request, AsyncIterator):
         return _checked_each(request)
@@ -120,7 +120,7 @@ async def _checked_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def check_deadline(method: str, remaining_s: float | None) -> None:
-    """Raises: InvalidRequest: the call carries no deadline and its service needs one."""
+    """Check the deadline of a call. Raises: InvalidRequest: it has none and its service requires one."""
     if method.lstrip("/").startswith(_NO_DEADLINE_NEEDED):
         return
     if remaining_s is None or remaining_s > LONGEST_DEADLINE_S:
@@ -128,14 +128,14 @@ def check_deadline(method: str, remaining_s: float | None) -> None:
 
 
 def record(method: str, code: str, started_s: float) -> None:
-    """Counts one finished RPC; `started_s` is from time.perf_counter()."""
+    """Count one finished RPC; `started_s` is from time.perf_counter()."""
     service, _, name = method.lstrip("/").rpartition("/")
     RPC_TOTAL.labels(service, name, code).inc()
     RPC_SECONDS.labels(service, name).observe(time.perf_counter() - started_s)
 
 
 def status_of(method: str, error: Exception) -> Status:
-    """The status of a handler's error; an error that has no name of its own is logged with its traceback."""
+    """Map a handler's error to its status; an unexpected error is logged with its traceback."""
     status = to_status(error)
     if not _lines.take(f"{method} {status.reason}"):
         return status
@@ -147,7 +147,7 @@ def status_of(method: str, error: Exception) -> Status:
 
 
 class Lines:
-    """Lets so many lines of each kind through per period. Used from any thread: a line too many does not matter."""
+    """Limits log lines per kind and period. Not synchronised between threads: a line too many does not matter."""
 
     def __init__(self, most: int, period_s: float) -> None:
         self._most = most
@@ -156,10 +156,10 @@ class Lines:
         self._began_s = time.monotonic()
 
     def take(self, kind: str) -> bool:
-        """Whether a line of this kind may be written; says how many were not, once per period."""
+        """Return whether a line of this kind may be written; log the number of suppressed ones, once per period."""
         now_s = time.monotonic()
         if now_s - self._began_s > self._period_s:
-            left_out = {each: count - self._most for each, count in self._taken.items() if count > self._most}
+            left_out = {name: count - self._most for name, count in self._taken.items() if count > self._most}
             self._taken, self._began_s = Counter(), now_s
             if left_out:
                 log.info("more rpcs failed than were logged", period_s=self._period_s, left_out=left_out)
@@ -171,15 +171,15 @@ _lines = Lines(_LINES, _LINES_S)
 
 
 def _not_of_gone_callers(record: logging.LogRecord) -> bool:
-    """Leaves out what gRPC says of a reply whose caller has just gone: an error with a traceback.
+    """Suppress gRPC's error, with a traceback, about a reply whose caller has disconnected.
 
-    It is silent where it has heard of that before the reply fails, so callers in a hurry cause a few in ten thousand.
+    gRPC logs none if it knows of that before the reply fails, so impatient callers cause a few in ten thousand calls.
     """
     error = record.exc_info[1] if record.exc_info else None
     if type(error).__name__ != "ExecuteBatchError" or not str(error).startswith('Failed "execute_batch"'):
         return True
     if _lines.take("caller gone"):
-        log.info("reply not sent, the caller is gone", grpc=record.getMessage())
+        log.info("reply not sent, caller disconnected", grpc=record.getMessage())
     return False
 
 
@@ -215,11 +215,11 @@ async def _boundary(
 
 
 async def _read_to_end(requests: AsyncIterator[Any]) -> None:
-    """Reads what the client still sends before it is told that the call has failed.
+    """Read what the client still sends before the call fails.
 
-    An asyncio client whose write meets a call that has ended reports "INTERNAL: Internal error from Core" instead of
-    the status (https://github.com/grpc/grpc/issues/36066): a malformed sample in a train step would look like our bug.
-    A client that waits for a reply before it writes on is told after a pause of _QUIET_S.
+    An asyncio client that writes to a call that has ended reports "INTERNAL: Internal error from Core" instead of the
+    status (https://github.com/grpc/grpc/issues/36066), so a malformed sample in a train step would look like a bug. A
+    client that waits for a reply before it writes gets the status after a pause of _QUIET_S.
     """
     with contextlib.suppress(TimeoutError, StopAsyncIteration):
         while True:
@@ -228,12 +228,12 @@ async def _read_to_end(requests: AsyncIterator[Any]) -> None:
 
 
 def _names(context: grpc.aio.ServicerContext) -> list[str]:
-    """DNS names in the certificate of the caller, which the handshake has verified."""
+    """Return the DNS names in the certificate of the caller, which the handshake has verified."""
     return [name.decode("utf-8", errors="replace") for name in context.auth_context().get("peer_dns", ())]
 
 
 def _set_code(context: grpc.aio.ServicerContext) -> str:
-    """Name of the status that the handler itself has set, OK by default."""
+    """Return the name of the status that the handler itself has set, OK by default."""
     code = context.code()
     name: str = code.name if isinstance(code, grpc.StatusCode) else grpc.StatusCode.OK.name
     return name

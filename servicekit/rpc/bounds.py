@@ -1,8 +1,8 @@
-"""What a field of a request may hold, and the walk that checks a whole message against a table of that.
+"""Bounds of the fields of a request, and the check of a whole message against a table of bounds.
 
-A request is refused here, before any handler sees it, by field and value: no handler can be given a deadline that never
-comes, a list that fills the memory, or a name that leads out of a folder. What depends on more than the request (a
-vocabulary, a state) is checked where that is known.
+A bad request is refused, with field and value, before a handler gets it: no deadline without end, no list that fills
+the memory, no name that leads out of a folder. What depends on more than the request (a vocabulary, a state) is checked
+where that is known.
 """
 
 import math
@@ -20,14 +20,14 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A finite number from `low` to `high`; or_zero: 0, "not set", passes too."""
+    """A finite number from `low` to `high`; with `or_zero` also 0, which means "not set"."""
 
     low: float
     high: float
     or_zero: bool = False
 
     def problem(self, value: float) -> str:
-        """Returns: what is wrong with it, "" if nothing is."""
+        """Check a value. Returns: what is wrong with it; "": nothing."""
         if self.low <= value <= self.high or (self.or_zero and value == 0):  # no comparison holds for NaN
             return ""
         return f"must be {'0, or ' if self.or_zero else ''}from {self.low:.15g} to {self.high:.15g}"
@@ -35,13 +35,13 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A string of at most `longest` characters that matches the whole `pattern`; any without control characters."""
+    """A string of at most `longest` characters that matches the whole `pattern`; by default without control codes."""
 
     longest: int
     pattern: str = r"[^\x00-\x1f]*"
 
     def problem(self, value: str) -> str:
-        """See Number."""
+        """Check a value, as Number.problem."""
         if len(value) > self.longest:
             return f"has {len(value)} characters, must have at most {self.longest}"
         return "" if re.fullmatch(self.pattern, value) else f"must match {self.pattern}"
@@ -51,31 +51,31 @@ class Flag:
     """True or false."""
 
     def problem(self, value: bool) -> str:
-        """See Number."""
+        """Check a value, as Number.problem."""
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A declared value of an enum of this many, 0 included; whether 0 will do is the handler's to say."""
+    """A declared value of an enum with this many values; 0 is allowed, a handler may refuse it."""
 
     last: int
 
     def problem(self, value: int) -> str:
-        """See Number."""
+        """Check a value, as Number.problem."""
         return "" if 0 <= value <= self.last else f"must be a declared value, 0 to {self.last}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubMessage:
-    """A message, with a table of its own. required: it must be there."""
+    """A message with a table of its own; `required`: it must be set."""
 
     required: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """At most `most` of what `each` says; None: judged in a thread by the handler, as they may be millions."""
+    """At most `most` items within `each`; None: the handler checks them in a thread, as they may be millions."""
 
     most: int
     each: "Number | Text | SubMessage | None"
@@ -89,9 +89,11 @@ Rules = Mapping[str, Callable[[Any], str]]
 
 
 def check_message(message: Message, table: Table, rules: Rules, path: str = "") -> None:
-    """Raises: InvalidRequest: naming the first field that breaks its bound, its value and the bound.
+    """Check a message against the table.
 
-    KeyError: the message is not in the table, which is a bug of ours.
+    Raises:
+        InvalidRequest: with the first field that exceeds its bound, its value and the bound.
+        KeyError: the message is not in the table, which is a bug.
     """
     name = message.DESCRIPTOR.full_name
     for field, bound in table[name].items():

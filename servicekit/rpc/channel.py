@@ -1,4 +1,4 @@
-"""Client channels: every call must carry a deadline, or it is refused before anything is sent."""
+"""Client channels that refuse calls without a deadline, before anything is sent."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -15,13 +15,13 @@ from servicekit.tracing import outgoing
 def open_channel(
     address: str, *, identity: Identity | None = None, peer: str = "", token: str | None = None
 ) -> "DeadlineChannel":
-    """A channel to `host:port` or `unix:/path.sock`; connects lazily and reconnects by itself.
+    """Open a channel to `host:port` or `unix:/path.sock`; it connects lazily and reconnects by itself.
 
     Args:
-        token: the run's, that every call carries, except on Unix sockets; None: this process's own.
-        identity: mutual TLS with it, except on Unix sockets; None: plain.
-        peer: role that the certificate at the other end must name ("trainer"); needed with `identity`.
-    Raises: ValueError: TLS without a peer; at the call: when a call is made without `timeout=` seconds.
+        token: secret of the run, sent with every call except on Unix sockets; None: this process's own.
+        identity: for mutual TLS, except on Unix sockets; None: no TLS.
+        peer: role that the certificate of the other end must have ("trainer"); required with `identity`.
+    Raises: ValueError: TLS without a peer; and every call without `timeout=` seconds.
     """
     if address.startswith("unix:"):
         return DeadlineChannel(_PlainSource(address))
@@ -34,13 +34,13 @@ def open_channel(
 
 
 class ChannelSource(Protocol):
-    """Where a DeadlineChannel takes its connection from."""
+    """Provides a DeadlineChannel with channels."""
 
     def current(self) -> grpc.aio.Channel:
-        """The channel for the next call."""
+        """Return the channel for the next call."""
 
     async def close(self, grace_s: float | None) -> None:
-        """Closes what current() has ever returned."""
+        """Close all channels that current() has returned."""
 
 
 class _PlainSource:
@@ -51,14 +51,14 @@ class _PlainSource:
         return self._channel
 
     async def close(self, grace_s: float | None) -> None:
-        """Close the channel; calls under way have `grace` seconds."""
+        """Close the channel; running calls get `grace` seconds."""
         await self._channel.close(grace_s)
 
 
 class _TlsSource:
-    """A channel's credentials are fixed for good, so that a new certificate needs a new channel.
+    """Makes a new channel for a new certificate, since the credentials of a channel cannot change.
 
-    Calls that run on the old one go on there; it is kept until the next change.
+    Running calls continue on the old channel, which is kept until the next change.
     """
 
     def __init__(self, address: str, identity: Identity, peer: str) -> None:
@@ -76,7 +76,7 @@ class _TlsSource:
         return self._channels[0]
 
     async def close(self, grace_s: float | None) -> None:
-        """Close the channel; calls under way have `grace` seconds."""
+        """Close the channel; running calls get `grace` seconds."""
         for channel in self._channels:
             await channel.close(grace_s)
 
@@ -86,9 +86,10 @@ class _TlsSource:
 
 
 class DeadlineChannel(grpc.aio.Channel):
-    """Wraps a channel so that its calls demand `timeout=`.
+    """Wraps a channel so that its calls require `timeout=`.
 
-    Not a gRPC interceptor: those raise only once the call is awaited or iterated, and put a queue into every stream.
+    It is not a gRPC interceptor, since those raise only when the call is awaited or iterated, and add a queue to every
+    stream.
     """
 
     def __init__(self, source: ChannelSource, token: str = "") -> None:
@@ -96,35 +97,35 @@ class DeadlineChannel(grpc.aio.Channel):
         self._metadata = ((METADATA_KEY, token),) if token else ()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel; the call must carry a deadline."""
+        """Make a callable, as grpc.aio.Channel does, whose calls require a deadline."""
         return self._with_deadline(method, lambda channel: channel.unary_unary(method, *args, **kwargs))
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel; the call must carry a deadline."""
+        """Make a callable, as grpc.aio.Channel does, whose calls require a deadline."""
         return self._with_deadline(method, lambda channel: channel.unary_stream(method, *args, **kwargs))
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel; the call must carry a deadline."""
+        """Make a callable, as grpc.aio.Channel does, whose calls require a deadline."""
         return self._with_deadline(method, lambda channel: channel.stream_unary(method, *args, **kwargs))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel; the call must carry a deadline."""
+        """Make a callable, as grpc.aio.Channel does, whose calls require a deadline."""
         return self._with_deadline(method, lambda channel: channel.stream_stream(method, *args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the channel; calls under way have `grace` seconds."""
+        """Close the channel; running calls get `grace` seconds."""
         await self._source.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As grpc.aio.Channel."""
+        """Return the state of the connection, as grpc.aio.Channel does."""
         return self._source.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As grpc.aio.Channel."""
+        """Wait until the state is another one, as grpc.aio.Channel does."""
         await self._source.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As grpc.aio.Channel."""
+        """Wait until the channel is connected, as grpc.aio.Channel does."""
         await self._source.current().channel_ready()
 
     def _with_deadline(

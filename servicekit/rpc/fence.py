@@ -1,4 +1,4 @@
-"""Refuses a coordinator that another one has replaced: a paused process that wakes must not harm its successor."""
+"""Refuses calls of a coordinator that has been replaced, e.g. of a paused process that continues."""
 
 import threading
 
@@ -10,10 +10,10 @@ log = get_logger(__name__)
 
 
 class FenceGuard:
-    """Remembers the newest coordinator that it has seen. Thread-safe.
+    """Admits calls of the newest coordinator known. Thread-safe.
 
-    A call without a fence (a test, a tool) is admitted as long as no coordinator has been seen. A service that starts
-    remembers the one that Redis knows: it must not obey an older one only because it comes first.
+    A call without a fence (of a test, a tool) is admitted as long as no coordinator is known. A service that starts
+    uses `remember` with the one that Redis knows, so that an older one is not admitted because it calls first.
 
     >>> guard = FenceGuard()
     >>> guard.admit(common_pb2.CoordinatorFence(worker_id="b", token=8))
@@ -28,13 +28,13 @@ class FenceGuard:
         self._newest = common_pb2.CoordinatorFence()
 
     def remember(self, fence: common_pb2.CoordinatorFence) -> None:
-        """One that was seen elsewhere, by an earlier process of this service, say."""
+        """Note a coordinator that is known from elsewhere, e.g. from an earlier process of this service."""
         with self._lock:
             if fence.token > self._newest.token:
                 self._newest = common_pb2.CoordinatorFence(worker_id=fence.worker_id, token=fence.token)
 
     def admit(self, fence: common_pb2.CoordinatorFence) -> None:
-        """Raises: Fenced: it is older than one that was admitted before."""
+        """Admit a coordinator's call. Raises: Fenced: it is older than one that was admitted before."""
         with self._lock:
             newest = self._newest
             if fence.token < newest.token:

@@ -1,4 +1,4 @@
-"""The standard gRPC health service, with liveness and readiness apart."""
+"""The standard gRPC health service, with separate liveness and readiness."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,14 +33,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._statuses[full_name] = self._statuses[READINESS]
 
     def set_ready(self, ready: bool) -> None:
-        """Serve or not, under every name but liveness."""
+        """Set the status of every name except liveness."""
         for name in self._statuses:
             if name != LIVENESS:
                 self._statuses[name] = SERVING if ready else NOT_SERVING
         self._wake_watchers()
 
     def close(self) -> None:
-        """Ends the Watch streams after they have told the last status: a drain would wait for them."""
+        """End the Watch streams after they have sent the last status, since a drain would wait for them."""
         self._closed = True
         self._wake_watchers()
 
@@ -49,7 +49,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         changed.set()
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """The status of a name. Aborts with NOT_FOUND for one that is not served."""
+        """Return the status of a name; abort with NOT_FOUND for an unknown one."""
         status = self._statuses.get(request.service)
         if status is None:
             known = ", ".join(sorted(name for name in self._statuses if name))
@@ -61,12 +61,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """The status of every name."""
+        """Return the status of every name."""
         statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """The status of a name, and again whenever it changes."""
+        """Stream the status of a name, now and whenever it changes."""
         told = None
         while True:
             changed = self._changed

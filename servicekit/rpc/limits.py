@@ -1,4 +1,4 @@
-"""Sizes and times of the wire, for servers and channels alike: the only place that sets them."""
+"""Sizes and times of the wire, for servers and channels."""
 
 # gRPC's default of 4 MiB is less than a group of long completions. What can exceed this is streamed.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -18,12 +18,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A peer that vanished without closing its socket is noticed after 30 + 10 s, also during a long call.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Go on pinging during an hour's train step that sends nothing; the default gives up after two pings.
+    # Continue pings during a train step of an hour that sends nothing; by default they stop after two.
     ("grpc.http2.max_pings_without_data", 0),
-    # Services restart within seconds: the default back-off of up to 120 s would hide that they are back.
+    # Services restart within seconds: the default back-off of up to 120 s would delay reconnection.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # In spite of its name the time that one attempt may take, as does its SETTINGS frame: a busy peer needs longer than
-    # a back-off. An attempt that is refused ends at once.
+    # a back-off. An attempt that is refused ends immediately.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -37,5 +37,5 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
-# A deadline further away than this is none: "no deadline" reads as infinity or as a date far in the future.
+# A deadline later than this counts as none: "no deadline" is infinity, or a date far in the future.
 LONGEST_DEADLINE_S = 7 * 86_400.0

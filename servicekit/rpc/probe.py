@@ -1,7 +1,7 @@
-"""`python -m servicekit.rpc.probe readiness`: asks the service of this container how it is; exit 0 if it serves.
+"""`python -m servicekit.rpc.probe readiness`: checks the health of this container's service; exits 0 if it serves.
 
-For health checks that are commands, as Docker's are; Kubernetes asks over gRPC itself. Asks the plain health port
-where there is one (TANDEM_HEALTH_PORT), else the service's own (TANDEM_GRPC_PORT), on the loopback address.
+For health checks that are commands, as Docker's; Kubernetes checks over gRPC itself. Uses the plain health port
+(TANDEM_HEALTH_PORT) if it is set, else the service's own (TANDEM_GRPC_PORT), on the loopback address.
 """
 
 import os
@@ -20,9 +20,9 @@ _USAGE = (
 
 
 def probe(what: str, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> str:
-    """Asks once.
+    """Check the health once.
 
-    Returns: "" if it serves, else what is wrong, in a sentence for Docker's log of health checks.
+    Returns: "" if the service serves, else a sentence for Docker's log of health checks.
     """
     port = environ.get("TANDEM_HEALTH_PORT") or environ.get("TANDEM_GRPC_PORT")
     if what not in (READINESS, LIVENESS) or not port:
@@ -37,7 +37,7 @@ def probe(what: str, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -
 
 
 def main() -> int:
-    """Prints what is wrong; returns the exit code."""
+    """Print the result of the check. Returns: the exit code."""
     problem = probe(sys.argv[1] if len(sys.argv) == 2 else "", os.environ)
     if problem:
         print(problem)

@@ -1,7 +1,7 @@
-"""The bounds of every field of every request: the one table of them, by message.
+"""The table of bounds of every field of every request, by message.
 
-tests/house/test_request_bounds.py asserts that no field of any request is left out. A bound is generous: it is where a
-value stops to make sense on any machine, not where a run's own limits are.
+tests/house/test_request_bounds.py asserts that it is complete. Bounds are generous: beyond them a value makes no sense
+on any machine; the limits of a run are narrower.
 """
 
 from collections import Counter
@@ -166,7 +166,7 @@ BOUNDS: Table = {
 
 
 def _world_size(sizes: Any) -> int:
-    """Ranks of one side; virtual stages and the experts' tensor size divide ranks that are there anyway."""
+    """Return the number of ranks of one side; virtual stages and expert sizes use the same ranks."""
     ranks = 1
     for name in ("tensor", "pipeline", "data", "context"):
         ranks *= max(1, int(getattr(sizes, name)))
@@ -185,7 +185,7 @@ RULES: Rules = {"tandem_api.weights.v1.Round": _possible_ranks}
 
 
 def check_request(request: object) -> None:
-    """A message of ours, at the edge of a service; others (health, reflection) hold nothing that needs bounds.
+    """Check a message of Tandem; those of health and reflection need no bounds.
 
     Raises: InvalidRequest: see check_message.
     """

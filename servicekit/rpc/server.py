@@ -24,13 +24,13 @@ _UNIX = "unix:"
 
 
 class GrpcServer:
-    """One server of a process. Where the run has a token (run_token.py), calls must carry it; those of health need not.
+    """A gRPC server. If the run has a token (run_token.py), all calls except those of health must carry it.
 
     Args:
         service: name in logs ("trainer").
         bind: `host:port`, port 0 for one that the system chooses, or `unix:/path.sock`.
-        identity: serve mutual TLS with it; None: plain.
-        callers: roles that are admitted then.
+        identity: for mutual TLS; None: no TLS.
+        callers: roles that are admitted with TLS.
         health_bind: `host:port` of a further, plain server of nothing but health, for probes that cannot do TLS
             (kubelet's); None: no such server.
         max_workers: threads for handlers that are not coroutines (reflection); ours are.
@@ -71,13 +71,13 @@ class GrpcServer:
         self.health_address = ""
 
     def add(self, add_to_server: Callable[..., Any], servicer: object, full_service_name: str) -> None:
-        """Registers a servicer; `add_to_server` is the generated add_XServicer_to_server."""
+        """Register a servicer; `add_to_server` is the generated add_XServicer_to_server."""
         add_to_server(servicer, self._server)
         self._names.append(full_service_name)
         self._health.add_service(full_service_name)
 
     async def start(self) -> str:
-        """Binds and serves; live at once, ready only after set_ready(True).
+        """Bind and serve; live immediately, ready only after set_ready(True).
 
         Returns: the bound address, `host:port` or `unix:/path.sock`.
         Raises: ConfigError: the address is in use or not ours.
@@ -99,11 +99,11 @@ class GrpcServer:
         log.info("serving health", rpc_service=self._service, address=self.health_address)
 
     def set_ready(self, ready: bool) -> None:
-        """Switches readiness (not liveness)."""
+        """Set the readiness, not the liveness."""
         self._health.set_ready(ready)
 
     async def drain(self, grace_s: float) -> None:
-        """Not ready, refuse new calls, let running ones finish for at most `grace_s`, then cancel the rest."""
+        """End serving: not ready, refuse new calls, let running ones finish for `grace_s`, then cancel the rest."""
         self._health.set_ready(False)
         self._health.close()
         await self._server.stop(grace_s)
@@ -112,9 +112,10 @@ class GrpcServer:
 
 
 def bind_address(server: Any, bind: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Binds an asyncio or a threaded gRPC server; returns the address with the port that was chosen.
+    """Bind an asyncio or a threaded gRPC server.
 
-    Raises: ConfigError: naming the address.
+    Returns: the address, with the port that was chosen.
+    Raises: ConfigError: with the address.
     """
     if bind.startswith(_UNIX):
         _check_socket_is_free(Path(bind.removeprefix(_UNIX)))
@@ -137,7 +138,7 @@ def _bind_error(bind: str) -> ConfigError:
 
 
 def _check_socket_is_free(path: Path) -> None:
-    """gRPC removes an existing socket file without a look, so it would take the address of a running server."""
+    """Check that no server uses a socket, since gRPC removes an existing socket file without a check."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot listen on unix:{path}: there is no folder {path.parent}")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A threaded gRPC server with the same error mapping, for processes whose main thread is not ours (SGLang's)."""
+"""A threaded gRPC server with the same error mapping, for processes whose main thread is SGLang's."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from servicekit.rpc.server import bind_address
 def start_sync_server(
     add_servicer: Callable[..., Any], servicer: object, address: str, max_workers: int = 4
 ) -> grpc.Server:
-    """Serves `servicer` (plain methods) on `unix:/path.sock` or `host:port` until `.stop(grace_s)`.
+    """Serve `servicer` (plain methods) on `unix:/path.sock` or `host:port` until `.stop(grace_s)`.
 
     Raises: ConfigError: the address cannot be bound.
     """

@@ -1,1 +1,1 @@
-"""Who may call: certificates, mutual TLS and the run's token."""
+"""Authentication of callers: certificates, mutual TLS and the run's token."""

@@ -1,4 +1,4 @@
-"""Reads the certificate, the key and the authorities of a process, and says what is wrong with them."""
+"""Reads and checks the certificate, the key and the authorities of a process."""
 
 import datetime
 import hashlib
@@ -19,7 +19,7 @@ _DOMAIN = "tandem"
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files: a certificate with its intermediates, its key, and the authorities whose certificates are believed."""
+    """PEM files: a certificate with its intermediates, its key, and the trusted authorities."""
 
     certificate: Path
     key: Path
@@ -27,7 +27,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, certificate: str, key: str, authorities: str) -> "TlsFiles | None":
-        """Returns: None if all are empty: no TLS. Raises: ConfigError: one is given and another is not."""
+        """Make the set of files. Returns: None if all are empty: no TLS. Raises: ConfigError: one is missing."""
         given = {CERT: certificate, KEY: key, CA: authorities}
         missing = [name for name, value in given.items() if not value]
         if len(missing) == len(given):
@@ -37,17 +37,17 @@ class TlsFiles:
         return cls(certificate=Path(certificate), key=Path(key), authorities=Path(authorities))
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Differs once a file was replaced or rewritten, also behind a symbolic link as in the volume of a Secret.
+        """Return a value that changes with the files, also behind a symbolic link as in the volume of a Secret.
 
-        Raises: OSError: a file is not there.
+        Raises: OSError: a file is missing.
         """
         found = [path.stat() for path in (self.certificate, self.key, self.authorities)]
-        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """What a handshake needs, in PEM, and what people are told of it. fingerprint: of all three parts."""
+    """The parts of a handshake, in PEM, and their description for logs; `fingerprint` is of all three parts."""
 
     chain: bytes
     key: bytes
@@ -58,7 +58,7 @@ class Material:
 
 
 def role_name(role: str) -> str:
-    """The name that the certificate of a role holds (a DNS subject alternative name).
+    """Return the name in the certificate of a role (a DNS subject alternative name).
 
     >>> role_name("trainer")
     'trainer.tandem'
@@ -67,10 +67,10 @@ def role_name(role: str) -> str:
 
 
 def read_material(files: TlsFiles, role: str, now: datetime.datetime) -> Material:
-    """Reads and checks the files of a process of `role`; `now` has a time zone.
+    """Read and check the files of a process of `role`; `now` has a time zone.
 
-    Raises: ConfigError: with the variable, the file, the subject and the dates: unreadable, no PEM, the key of another
-        certificate, expired or not yet valid, for another name, or of an authority that is not believed.
+    Raises: ConfigError: with the variable, the file, the subject and the dates: unreadable, not PEM, the key of another
+        certificate, expired or not yet valid, for another name, or of an untrusted authority.
     """
     chain_pem, key_pem = _read(CERT, files.certificate), _read(KEY, files.key)
     authorities_pem = _read(CA, files.authorities)
@@ -82,10 +82,10 @@ def read_material(files: TlsFiles, role: str, now: datetime.datetime) -> Materia
     _check_name(here, leaf, role_name(role))
     issuer = _authority(leaf, intermediates, authorities)
     if issuer is None:
-        held = ", ".join(_subject(each) for each in authorities)
+        held = ", ".join(_subject(authority) for authority in authorities)
         raise ConfigError(
             f"{here} was issued by {leaf.issuer.rfc4514_string()}, which is not of {CA}={files.authorities} "
-            f"(that holds {held}): peers will not believe it"
+            f"(that holds {held}): peers will not accept it"
         )
     _check_dates(f"{CA}={files.authorities}: the certificate of {_subject(issuer)}", issuer, now)
     return Material(
@@ -145,7 +145,7 @@ def _check_name(here: str, leaf: x509.Certificate, name: str) -> None:
         held = []
     if name not in held:
         raise ConfigError(
-            f"{here} is for {', '.join(held) or 'no DNS name'}, not for {name}: peers will not believe it; "
+            f"{here} is for {', '.join(held) or 'no DNS name'}, not for {name}: peers will not accept it; "
             "issue one with that DNS subject alternative name"
         )
 
@@ -153,13 +153,13 @@ def _check_name(here: str, leaf: x509.Certificate, name: str) -> None:
 def _authority(
     leaf: x509.Certificate, intermediates: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> x509.Certificate | None:
-    """The authority that a chain of signatures leads to from the leaf; None if there is none."""
+    """Find the authority at the end of the chain of signatures from the leaf; None if there is none."""
     current, left = leaf, list(intermediates)
     while True:
         for authority in authorities:
             if _issued(current, authority):
                 return authority
-        following = next((each for each in left if _issued(current, each)), None)
+        following = next((signer for signer in left if _issued(current, signer)), None)
         if following is None:
             return None
         left.remove(following)

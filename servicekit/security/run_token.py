@@ -1,7 +1,7 @@
-"""The word that opens a run's services to their callers: one per run, handed to the processes in their environment.
+"""The secret of a run that its calls must carry; processes get it in their environment.
 
-Without it, whoever reaches a port could command a run; on one machine that is every user of it. It is told in clear
-text in each call's metadata: between machines, use mutual TLS.
+Without it, everyone who reaches a port could control a run; on one machine that is every user. It is sent in clear text
+in each call's metadata: between machines, use mutual TLS.
 """
 
 import hmac
@@ -15,12 +15,12 @@ METADATA_KEY = "tandem-run-token"
 
 
 def own_token(environ: Mapping[str, str] = os.environ) -> str:
-    """What this process's calls carry, and its servers demand; "" without one."""
+    """Return the token of this process's calls and servers; "" without one."""
     return environ.get(VARIABLE, "")
 
 
 def check_token(expected: str, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-    """Raises: Unauthenticated: the call does not carry the run's token."""
+    """Check the token of a call. Raises: Unauthenticated: it does not carry the run's token."""
     for key, value in metadata or ():
         if key == METADATA_KEY and isinstance(value, str) and hmac.compare_digest(value.encode(), expected.encode()):
             return

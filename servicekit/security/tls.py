@@ -1,4 +1,4 @@
-"""Mutual TLS of a process: its certificate, followed when its files change, as gRPC credentials."""
+"""Mutual TLS of a process: gRPC credentials from its certificate, which is read again when its files change."""
 
 import contextlib
 import datetime
@@ -14,10 +14,10 @@ from servicekit.logs import get_logger
 from servicekit.metrics import TLS_EXPIRY
 from servicekit.security.certificates import CA, CERT, KEY, Material, TlsFiles, read_material, role_name
 
-# Roles whose calls a server admits unless it says otherwise: the one that conducts, and people with their tools.
+# Roles whose calls a server admits by default: the coordinator, and people with their tools.
 OPERATOR = "operator"
 CALLERS = ("coordinator", OPERATOR)
-# A look at three files takes 10 us; certificates change every few weeks.
+# A check of three files takes 10 us; certificates change every few weeks.
 _LOOK_EVERY_S = 1.0
 
 log = get_logger(__name__)
@@ -28,15 +28,16 @@ def _utc_now() -> datetime.datetime:
 
 
 class Identity:
-    """Who this process is to its peers. Thread-safe.
+    """The identity of this process towards its peers. Thread-safe.
 
-    Files that are replaced are taken over at the next handshake; new ones that are wrong are refused, with one line in
-    the log, and the old ones stay in use.
+    Replaced files are used from the next handshake on; if they are invalid, that is logged once, and the old ones stay
+    in use.
 
     Args:
-        role: the certificate must hold the name of this role.
-        clock: seconds, only ever growing; now: the date.
-    Raises: ConfigError: what is wrong with the files.
+        role: role whose name the certificate must have.
+        clock: monotonic seconds.
+        now: returns the date.
+    Raises: ConfigError: the files are invalid.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Identity:
         TLS_EXPIRY.set_function(lambda: self.material().expires.timestamp())
 
     def material(self, *, at_once: bool = False) -> Material:
-        """The newest good files; as they were within the last second unless `at_once`."""
+        """Return the newest valid files, checked within the last second, or now with `at_once`."""
         with self._lock:
             if at_once or self._clock() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = self._clock()
@@ -91,7 +92,7 @@ class Identity:
             log.info("certificate changed", subject=found.subject, expires=found.expires.isoformat())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials that demand a certificate of every client; each handshake uses the newest files."""
+        """Make credentials that require a certificate of every client; each handshake uses the newest files."""
         told = self.material()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -109,7 +110,7 @@ class Identity:
 
 
 def operator_identity(environ: Mapping[str, str] = os.environ) -> Identity | None:
-    """Who a person's command is to the services; None: no TLS. Raises: ConfigError: what is wrong with the files."""
+    """Return the identity of a person's command towards the services; None: no TLS. Raises: ConfigError."""
     files = TlsFiles.of(*(environ.get(name, "") for name in (CERT, KEY, CA)))
     if files is None:
         return None
@@ -122,17 +123,17 @@ def operator_identity(environ: Mapping[str, str] = os.environ) -> Identity | Non
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Credentials of a channel that shows our certificate."""
+    """Make the credentials of a channel with this process's certificate."""
     return grpc.ssl_channel_credentials(material.authorities, material.key, material.chain)
 
 
 def name_option(role: str) -> tuple[str, str]:
-    """The channel option by which the peer must hold the name of `role`, whatever address it is reached at."""
+    """Make the channel option that requires the name of `role` in the peer's certificate, whatever its address."""
     return ("grpc.ssl_target_name_override", role_name(role))
 
 
 def check_caller(method: str, names: list[str], callers: Sequence[str] = CALLERS) -> None:
-    """Raises: PermissionDenied: none of the caller's names (of its certificate) is of a role in `callers`."""
+    """Check a caller by the names in its certificate. Raises: PermissionDenied: none is of a role in `callers`."""
     admitted = [role_name(role) for role in callers]
     if not set(names) & set(admitted):
         raise PermissionDenied(

@@ -45,6 +45,7 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
+        """A small Qwen3 of four layers of this hidden size."""
         config = {
             "model_type": "qwen3",
             "num_hidden_layers": 4,
@@ -117,13 +118,14 @@ class Fleet:
         for rule in ROUND:
             start = time.perf_counter()
             with ThreadPoolExecutor(len(self.members)) as pool:
-                calls = [pool.submit(each.run_phase, rule.phase, self._round) for each in self.members.values()]
+                calls = [pool.submit(member.run_phase, rule.phase, self._round) for member in self.members.values()]
                 for call in calls:
                     call.result()
             seconds[rule.name] = time.perf_counter() - start
         return {**seconds, "total": sum(seconds.values())}
 
     def close(self) -> None:
+        """Close all members."""
         for member in self.members.values():
             member.close()
 

@@ -121,7 +121,7 @@ def _link_rate(pairs: list[list[Communicator]], times: int = 12) -> float:
 
 
 def _message_s(pairs: list[list[Communicator]], window: int, times: int = 64) -> float:
-    """Seconds per message of a few bytes, on all pairs at once."""
+    """Seconds per message of a few bytes, on all pairs together."""
     work = []
     for ends in pairs:
         buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The engine on megatron-core: the only package that imports megatron.
+"""The engine on megatron-core; no other package imports megatron.
 
 Importing it prepares megatron-core for the host: a no-op where CUDA is available, `cpu_shim` elsewhere. That must
 happen before the first `import megatron.core`, so it happens here.

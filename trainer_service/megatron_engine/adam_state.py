@@ -1,6 +1,6 @@
-"""AdamW's state by parameter name: what a checkpoint holds, and a copy to go back to.
+"""AdamW's state by parameter name, for checkpoints, and a copy in host memory, to undo a step.
 
-Two optimizers, one form on disk (a step count per parameter), so that each reads what the other has written:
+Two optimizers have one form on disk (a step count per parameter), so that each reads what the other has written:
 
     torch.optim.AdamW                      its step count is a tensor in each parameter's state
     TransformerEngine's (and apex's)       it is a number in each parameter group, `group["step"]`; mcore takes this one
@@ -22,19 +22,19 @@ _STATES = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupSteps:
-    """A parameter group that counts its steps itself, and the tensors (of its parameters) that stand for the count."""
+    """A parameter group with a step count of its own, and the tensors that represent the count per parameter."""
 
     group: dict[str, Any]
     tensors: list[Tensor]
 
     def read(self) -> None:
-        """Bring the tensors to the group's count; there is none before its first step."""
+        """Set the tensors to the group's count, which exists from its first step on."""
         count = int(self.group.get("step", 0))
         for tensor in self.tensors:
             tensor.fill_(count)
 
     def write(self) -> None:
-        """Bring the group to the tensors' count. Raises: ConfigError: its parameters have different ones."""
+        """Set the group's count to that of the tensors. Raises: ConfigError: its parameters have different counts."""
         counts = sorted({int(tensor) for tensor in self.tensors})
         if len(counts) > 1:
             raise ConfigError(
@@ -42,7 +42,7 @@ class _GroupSteps:
                 "one for all: resume with the optimizer that wrote the checkpoint (with TransformerEngine, or without)"
             )
         held = self.group.get("step")
-        # capturable: a tensor on the GPU, which CUDA graphs have the address of
+        # capturable: a tensor on the GPU, whose address CUDA graphs have
         if isinstance(held, Tensor):
             held.fill_(counts[0])
         else:
@@ -65,7 +65,7 @@ class AdamState:
             _GroupSteps(group=group, tensors=[steps[trained] for trained in group["params"]]) for group in counting
         ]
         for name, parameter in parameters.items():
-            # mcore hangs the float32 copy of a bfloat16 parameter on the parameter
+            # mcore's float32 copy of a bfloat16 parameter is an attribute of the parameter
             main = getattr(parameter, "main_param", None)
             trained = parameter if main is None else main
             kept = {"exp_avg": states[trained]["exp_avg"], "exp_avg_sq": states[trained]["exp_avg_sq"]}
@@ -78,16 +78,16 @@ class AdamState:
         self._copies: list[Tensor] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and the parameter's name.
+        """Return the live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and parameter name.
 
-        Whoever writes to them calls `written` afterwards.
+        After writing to them, call `written`.
         """
         for steps in self._group_steps:
             steps.read()
         return dict(self._tensors)
 
     def written(self) -> None:
-        """The optimizer goes on from what was written to `tensors`.
+        """Make the optimizer continue from the values that were written to `tensors`.
 
         Raises: ConfigError: step counts that this optimizer cannot hold.
         """
@@ -95,7 +95,7 @@ class AdamState:
             steps.write()
 
     def forget(self) -> None:
-        """As before the first step."""
+        """Reset the state to that before the first step."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 if name.partition("/")[0] in _STATES:
@@ -106,13 +106,13 @@ class AdamState:
         """Copy everything to host memory, so that a step of several updates can be undone.
 
         12 bytes per parameter of this rank (a master or a float32 parameter, two moments; a bfloat16 parameter is its
-        master, rounded), taken once and used again: page-locked with a GPU, which copies to nothing else at full speed.
+        master, rounded), allocated once; page-locked with a GPU, since only then copies are fast.
         """
         for steps in self._group_steps:
             steps.read()
         if self._copies is None:
             self._copies = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in self._remembered]
-        # In the order of the GPU's stream, as everything that changes these tensors: there is nothing to wait for.
+        # No wait: the copies are in the order of the GPU's stream, as everything that changes these tensors.
         torch._foreach_copy_(self._copies, self._remembered, non_blocking=True)
 
     def restore(self) -> None:
@@ -127,28 +127,28 @@ class AdamState:
 
 
 def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
-    """AdamW's state of each tensor that it changes; mcore has an optimizer of their own for experts."""
+    """Return AdamW's state by tensor, of all optimizers: mcore has a separate one for experts."""
     return {
-        trained: each.optimizer.state[trained]
-        for each in optimizer.chained_optimizers
-        for group in each.optimizer.param_groups
+        trained: part.optimizer.state[trained]
+        for part in optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
         for trained in group["params"]
     }
 
 
 def _groups_that_count(optimizer: ChainedOptimizer) -> list[dict[str, Any]]:
-    """Parameter groups with a step count of their own: of every optimizer that is not torch's."""
+    """Return the parameter groups with a step count of their own: those of optimizers other than torch's."""
     return [
         group
-        for each in optimizer.chained_optimizers
-        if not isinstance(each.optimizer, torch.optim.Adam)
-        for group in each.optimizer.param_groups
+        for part in optimizer.chained_optimizers
+        if not isinstance(part.optimizer, torch.optim.Adam)
+        for group in part.optimizer.param_groups
         if group["params"]
     ]
 
 
 def _fill_in(state: dict[str, Tensor], trained: Tensor, *, counts: bool) -> Tensor:
-    """AdamW makes its state at the first step; make it now, so that it can be saved and restored at any time.
+    """Make AdamW's state, which AdamW makes at its first step, so that it can be saved and restored at any time.
 
     Args:
         counts: the optimizer keeps the parameter's step count in `state`.
@@ -163,7 +163,7 @@ def _fill_in(state: dict[str, Tensor], trained: Tensor, *, counts: bool) -> Tens
 
 
 def masters_from_weights(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """After weights were loaded: the float32 masters of bfloat16 parameters take their values."""
+    """Copy loaded weights to the float32 masters of bfloat16 parameters."""
     with torch.no_grad():
         for parameter in parameters.values():
             main = getattr(parameter, "main_param", None)

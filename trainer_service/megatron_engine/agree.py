@@ -10,10 +10,10 @@ from servicekit.errors import Internal
 
 
 def together(what: str, device: torch.device, action: Callable[[], int] | None) -> int:
-    """Every rank calls this.
+    """Run `action` on some ranks and share its success or failure; every rank must call this.
 
     Args:
-        what: the work in words, for errors ("write checkpoint /a/b").
+        what: the work, for errors ("write checkpoint /a/b").
         action: this rank's part, or None. Its OSErrors are errors of the request, not of the trainer.
     Returns: the sum of all ranks' results, on every rank.
     Raises: Internal: on every rank, if any rank's part failed.
@@ -33,7 +33,7 @@ def together(what: str, device: torch.device, action: Callable[[], int] | None) 
 
 
 def any_rank(value: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank. Every rank calls this."""
+    """Whether a condition holds on any rank; every rank must call this."""
     result = torch.tensor([int(value)], dtype=torch.int64, device=device)
     dist.all_reduce(result)
     return bool(result)

@@ -1,4 +1,4 @@
-"""From a model spec and settings to megatron-core objects: config, model chunks, DDP, AdamW."""
+"""Builds megatron-core objects from a model spec and settings: config, model chunks, DDP, AdamW."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +26,10 @@ EXPERTS = ".local_experts."
 
 
 def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None:
-    """Megatron's process groups and random states; torch.distributed is initialised already.
+    """Initialise Megatron's process groups and random states; torch.distributed must be initialised before.
 
-    timeout_s: of their collectives (trainer.collective_timeout_s): NCCL notices a peer that was killed by that only.
+    Args:
+        timeout_s: of collectives (trainer.collective_timeout_s), the only way for NCCL to notice a killed peer.
 
     Raises: ConfigError: the sizes do not multiply to the world size.
     """
@@ -52,24 +53,27 @@ def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None
 
 
 def _virtual(parallel: Parallel) -> int | None:
-    """As mcore wants it: None is no virtual stages, 1 is not the same."""
+    """Return the virtual stages in mcore's form: None for none, which is not the same as 1."""
     return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 def _leave_uninitialised(weight: torch.Tensor) -> None:
-    """Every parameter is read from files. (perform_initialization=False would also skip mcore's marking of
-    tensor-parallel weights, and its gradient norm would then count the shards of rank 0 only.)"""
+    """Initialise nothing, since every parameter is read from files.
+
+    perform_initialization=False would also skip mcore's marking of tensor-parallel weights, and its gradient norm would
+    then count the shards of rank 0 only.
+    """
 
 
 def _finalize_without_scaling(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """mcore's own gradient reduction. Our loss holds the global denominators, so there is nothing left to divide by."""
+    """Reduce gradients as mcore does, without its division: the loss has the global denominators already."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def transformer_config(
     spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool
 ) -> TransformerConfig:
-    """The model as megatron-core describes it; no option needs TransformerEngine or Apex."""
+    """Make megatron-core's description of the model; no option needs TransformerEngine or Apex."""
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -122,10 +126,10 @@ def transformer_config(
 
 
 def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
-    """Options of a mixture of experts without losses of its own: no token is dropped, none is steered.
+    """Make the options of a mixture of experts: no token is dropped, and there is no load-balancing loss.
 
-    The router computes in the parameters' type, as transformers and SGLang do: in another one trainer and engine would
-    choose other experts.
+    The router computes in the parameters' type, as in transformers and SGLang; in another type, trainer and engine
+    would choose different experts.
     """
     return {
         "num_moe_experts": spec.num_experts,
@@ -143,7 +147,7 @@ def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """This rank's part of the model, one module per virtual stage; its parameters hold no values yet."""
+    """Build this rank's part of the model, one module per virtual stage; its parameters have no values yet."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
     return [_build_chunk(spec, config, device, stage) for stage in stages]
@@ -174,7 +178,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.devic
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of all chunks, by the names of weightsync.layouts.megatron."""
+    """Return the parameters of all chunks, by their names in weightsync.layouts.megatron."""
     return {
         (f"chunk{index}.{name}" if index > 0 else name): parameter
         for index, chunk in enumerate(chunks)
@@ -183,7 +187,7 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
 
 
 def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
-    """Gradient buffers and their reduction over data-parallel ranks."""
+    """Add gradient buffers and their reduction over data-parallel ranks."""
     module = Float16Module(config, model) if config.bf16 else model
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
@@ -192,7 +196,7 @@ def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
 def build_optimizer(
     wrapped: list[DistributedDataParallel], config: TransformerConfig, settings: TrainerSection
 ) -> ChainedOptimizer:
-    """AdamW; each step sets its step size. Norms and biases have no weight decay."""
+    """Build AdamW, whose step size is set in each step; norms and biases have no weight decay."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

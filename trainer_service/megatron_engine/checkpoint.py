@@ -1,12 +1,12 @@
-"""Checkpoints of the trainer: safetensors files of model shards and a meta.json, put in place by one rename.
+"""Checkpoints of the trainer: safetensors files of model shards and a meta.json, published by one rename.
 
 Layout of a folder:
     meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
     shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                      rng/cpu, rng/device (CUDA only), rng/tracker/NAME
-    experts-etp00-ep00-pp00.safetensors    the same of experts, which are spread over ranks in their own way
+    experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
     digests.json                     of all of these (tandem_files/digests.py)
-Ranks that hold equal state: the first of them writes, all read. What a rank reads it compares with its digest before it
+Of ranks with equal state, the first one writes, and all read. A rank compares files with their digests before it
 changes anything.
 """
 
@@ -41,7 +41,7 @@ _NOTE = ".digest"
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """One file's share of this rank's tensors, and whether it is this rank that writes it."""
+    """The tensors of this rank that belong to one file, and whether this rank writes it."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -71,10 +71,10 @@ def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
-    """Every rank calls this together; the folder appears, or is replaced, when all shards are on disk.
+    """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: what the folder must agree with to be loaded, policy_version and steps_done.
+        meta: entries that must be equal when the folder is loaded, and policy_version and steps_done.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write.
     """
@@ -90,14 +90,14 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
         size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
         together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
     except Internal:
-        if leads:  # half a checkpoint is worth nothing, and the disk may be full of it
+        if leads:  # a partial checkpoint is useless, and may have filled the disk
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return size
 
 
 def _prepare(partial: Path) -> int:
-    """An empty folder; what a crashed save left there is removed."""
+    """Make an empty folder; files that a crashed save left there are removed."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return 0
@@ -113,7 +113,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _note_of(path: Path) -> Path:
-    """Where a rank leaves a file's digest for rank 0, which makes the manifest of them."""
+    """Return the path at which a rank leaves a file's digest for rank 0, which writes the manifest."""
     return path.with_name(f"{path.name}{_NOTE}")
 
 
@@ -129,7 +129,7 @@ def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Raises: ConfigError: the folder is no checkpoint of this format."""
+    """Read meta.json. Raises: ConfigError: the folder is not a checkpoint of this format."""
     try:
         meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What load() checks before it fills anything; arguments, result and errors are its."""
+    """Check what load() checks before it changes anything; arguments, result and errors are those of load()."""
     files = _files(tensors)
     damage = "; ".join(_damages(folder, [META, *(file.name for file in files)]))
     if any_rank(damage != "", device):
@@ -158,10 +158,10 @@ def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], 
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Fill this rank's tensors and random states. Every rank calls this together.
+    """Fill this rank's tensors and random states; every rank must call this.
 
     Args:
-        meta: what the checkpoint must agree with.
+        meta: entries that the checkpoint must have.
     Returns: the checkpoint's own meta.
     Raises, on every rank alike and with nothing changed:
         ConfigError: another model, layout or dtype, or a shard that lacks tensors; all that differs is named.
@@ -203,7 +203,7 @@ def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fills the tensors; returns the file's random states."""
+    """Fill the tensors from a file. Returns: the file's random states."""
     with safe_open(path, framework="pt") as file, torch.no_grad():
         held = set(file.keys())
         for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Lets unmodified megatron-core run on a host without CUDA (CPU tensors, gloo groups).
 
-`install()` does nothing where CUDA is available. Elsewhere it hooks the import of `megatron.core.*`, and of nothing
-else, so that those modules spell the device "cpu":
+`install()` does nothing if CUDA is available. Otherwise it hooks the import of `megatron.core.*` only, so that these
+modules use the device "cpu":
 
 1. In their compiled code the string constants "cuda" and "torch.cuda.FloatTensor" (Half, BFloat16) become "cpu" and
    "torch.FloatTensor": device arguments, and the type checks of optimizers and gradient clipping.
@@ -41,7 +41,7 @@ _PINNABLE_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 
 
 class _Inert:
-    """A stream or an event: CPU work is ordered already."""
+    """An inert stream or event: work on a CPU is ordered anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -97,7 +97,7 @@ def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _cpu_torch() -> ModuleType:
-    """`torch` as megatron.core sees it on this host."""
+    """Make the `torch` that megatron.core gets on this host."""
     cuda = _View(
         torch.cuda,
         current_device=lambda: _CPU,
@@ -119,7 +119,7 @@ def _cpu_torch() -> ModuleType:
 
 
 def _renamed(constant: Any) -> Any:
-    """A constant of compiled code with the device names replaced, nested code included."""
+    """Replace the device names in a constant of compiled code, also in nested code."""
     if isinstance(constant, CodeType):
         return constant.replace(co_consts=tuple(_renamed(c) for c in constant.co_consts))
     if isinstance(constant, tuple):
@@ -132,24 +132,24 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 def _all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Of tensors of different lengths too, which NCCL takes and gloo does not: padded to the longest."""
+    """Gather tensors, of different lengths too, which gloo does not support: they are padded to the longest."""
     longest = max(output.shape[0] for output in outputs)
     padded = [output.new_zeros((longest, *output.shape[1:])) for output in outputs]
     padded[group.rank()][: mine.shape[0]] = mine
     dist.all_gather(padded, padded[group.rank()].clone(), group=group)
-    for output, each in zip(outputs, padded, strict=True):
-        output.copy_(each[: output.shape[0]])
+    for output, received in zip(outputs, padded, strict=True):
+        output.copy_(received[: output.shape[0]])
 
 
 def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Of tensors of different lengths too."""
+    """Reduce and scatter tensors, of different lengths too."""
     whole = torch.cat(inputs)
     dist.all_reduce(whole, group=group)
-    output.copy_(whole.split([each.shape[0] for each in inputs])[group.rank()])
+    output.copy_(whole.split([part.shape[0] for part in inputs])[group.rank()])
 
 
 def _adjust(module: ModuleType, cpu_torch: ModuleType) -> None:
-    """What is replaced in a module after it ran."""
+    """Replace parts of a module after it has been executed."""
     names: Any = module
     if hasattr(module, "torch"):
         names.torch = cpu_torch
@@ -197,9 +197,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> bool:
-    """Prepare megatron.core for this host; repeated calls are fine.
+    """Prepare megatron.core for this host; idempotent.
 
-    Returns: True where megatron.core now runs on the CPU, False where CUDA is available and nothing was changed.
+    Returns: True if megatron.core now runs on the CPU; False if CUDA is available, and nothing was changed.
     Raises: RuntimeError: megatron.core was imported before.
     """
     if torch.cuda.is_available():

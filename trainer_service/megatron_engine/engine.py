@@ -1,4 +1,4 @@
-"""`TrainerEngine` on megatron-core."""
+"""Implements `TrainerEngine` on megatron-core."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ from weightsync.transfer.hf_files import gather_tensors, load_shards, write_fold
 
 
 class MegatronEngine:
-    """One rank of the policy. torch.distributed is initialised before it is made."""
+    """A rank of the policy; see `TrainerEngine` for its methods. Needs an initialised torch.distributed."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         trainer = config.trainer
@@ -36,11 +36,11 @@ class MegatronEngine:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._version = 0
-        self._steps_done = 0  # fewer than the version where a restarted run has left numbers out
+        self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
         self._spec = ModelSpec.from_folder(config.model.path)
         self._identity = identity(config, self._spec)
         self._parallel = Parallel(**trainer.parallel_sizes)
-        # names every problem of model and sizes before anything is built
+        # reports every problem of model and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
@@ -71,7 +71,7 @@ class MegatronEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `TrainerEngine`; as for the rest."""
+        """Version of the policy."""
         return self._version
 
     @property
@@ -81,12 +81,12 @@ class MegatronEngine:
 
     @property
     def parallel(self) -> Parallel:
-        """How it is spread."""
+        """The parallel sizes."""
         return self._parallel
 
     @property
     def limits(self) -> Limits:
-        """What a sample may be."""
+        """The limits of samples."""
         return Limits(
             vocab_size=self._spec.vocab_size,
             max_positions=self._spec.max_positions,
@@ -94,7 +94,7 @@ class MegatronEngine:
         )
 
     def load(self, folder: Path) -> None:
-        """This rank's slices of a Hugging Face folder's weights."""
+        """Load this rank's slices of a Hugging Face folder's weights."""
         with torch.no_grad():
             for parameter in self._parameters.values():
                 # padding of the vocabulary is in no file; it stays zero
@@ -105,7 +105,7 @@ class MegatronEngine:
         self._version = self._steps_done = 0
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
-        """One GRPO step."""
+        """Run one GRPO step."""
         result = self._runner.run(samples, num_updates, self._learning_rate())
         self._version += 1
         self._steps_done += 1
@@ -115,7 +115,7 @@ class MegatronEngine:
         return learning_rate_at(self._steps_done, self._config.run.iterations, self._config.trainer)
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
-        """Forward only."""
+        """Compute log-probs and entropies, by a forward pass only."""
         out = torch.zeros(2, samples.num_completion_tokens, device=self._device)
 
         def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
@@ -130,31 +130,31 @@ class MegatronEngine:
         return logprobs, entropies
 
     def save(self, folder: Path) -> int:
-        """Weights, AdamW and random states."""
+        """Save weights, AdamW's state and random states."""
         meta = self._identity | {"policy_version": self._version, "steps_done": self._steps_done}
         return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
 
     def check_checkpoint(self, folder: Path) -> None:
-        """As load_checkpoint, up to the first change."""
+        """Check a checkpoint as load_checkpoint does before it changes anything."""
         checkpoint.check(folder, self._adam.tensors(), self._identity, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """The reverse of save, at the same layout."""
+        """Load what `save` has saved, with the same layout."""
         saved = checkpoint.load(folder, self._adam.tensors(), self._identity, self._device)
         self._adam.written()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
 
     def renumber(self, policy_version: int) -> None:
-        """The same policy under another version."""
+        """Give the same policy another version."""
         self._version = policy_version
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Live parameters by megatron-core's local names."""
+        """Return the live parameters, by megatron-core's local names."""
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def export(self, folder: Path) -> int:
-        """Gathers on rank 0, which writes."""
+        """Gather the weights on rank 0, which writes the Hugging Face folder."""
         gathered = gather_tensors(self._spec, self._parallel, dist.get_rank(), self.tensors(), dist.group.WORLD)
 
         def write() -> int:
@@ -166,5 +166,5 @@ class MegatronEngine:
         return together(f"write {folder}", self._device, write)
 
     def close(self) -> None:
-        """Megatron's process groups are given up; another engine can be made in this process."""
+        """Destroy Megatron's process groups, so that another engine can be made in this process."""
         parallel_state.destroy_model_parallel()

@@ -1,7 +1,7 @@
-"""A megatron-core decoder that needs torch only: no TransformerEngine, no Apex, on CPU and GPU alike.
+"""A megatron-core decoder that needs torch only, on CPU and GPU: no TransformerEngine, no Apex.
 
-Everything is mcore's local spec except two modules, put in through ModuleSpec, mcore's own extension point: its
-WrappedTorchNorm refuses sequence parallelism, and its DotProductAttention builds the full score matrix.
+It is mcore's local spec with two modules replaced through ModuleSpec, mcore's extension point: WrappedTorchNorm, which
+refuses sequence parallelism, and DotProductAttention, which builds the full score matrix.
 """
 
 from functools import lru_cache
@@ -36,9 +36,9 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 class CausalAttention(MegatronModule):
     """Causal core attention of right-padded rows by F.scaled_dot_product_attention.
 
-    A padding token comes after every real one, so the causal mask alone keeps it out of all results that count.
-    Under context parallelism a rank has two of the chunks of each row (see padded.context_share): it gathers the keys
-    and values of all ranks and attends with its own queries.
+    Padding comes after all real tokens, so the causal mask alone excludes it from all results that are used. Under
+    context parallelism a rank has two of the chunks of each row (see padded.context_share): it gathers the keys and
+    values of all ranks and attends with its own queries.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CausalAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """query [S, B, heads, head_dim], key and value [S, B, groups, head_dim] -> [S, B, heads * head_dim]."""
+        """Attend: query [S, B, heads, head_dim], key and value [S, B, groups, head_dim] -> [S, B, heads * head_dim]."""
         if kwargs.get("packed_seq_params") is not None:
             raise NotImplementedError("packed sequences are not supported; pad the rows")
         mask = None
@@ -74,13 +74,13 @@ class CausalAttention(MegatronModule):
 
 @lru_cache(maxsize=1)  # the layers of a micro-batch ask for the same one
 def _causal_over_ranks(tokens: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[tokens, tokens * size] bool: which of all ranks' keys this rank's queries may see."""
-    columns = torch.stack([_columns_of(tokens, each, size, device) for each in range(size)])
+    """Make the mask of all ranks' keys for this rank's queries, [tokens, tokens * size] bool."""
+    columns = torch.stack([_columns_of(tokens, other, size, device) for other in range(size)])
     return columns[rank][:, None] >= columns.flatten()[None]
 
 
 def _columns_of(tokens: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[tokens] columns of a row that a context-parallel rank has: chunks `rank` and `2 * size - 1 - rank`."""
+    """Return a context-parallel rank's columns of a row, [tokens]: chunks `rank` and `2 * size - 1 - rank`."""
     half = tokens // 2
     within = torch.arange(half, device=device)
     return torch.cat([within + rank * half, within + (2 * size - 1 - rank) * half])
@@ -103,7 +103,7 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
 
 
 def decoder_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, or of one of its virtual ones, and the final norm."""
+    """Make the spec of the layers of this pipeline stage, or of one of its virtual ones, and of the final norm."""
     first = get_transformer_layer_offset(config, virtual_stage)
     count = get_num_layers_to_build(config, virtual_stage)
     layers = [_layer_spec(config, layer) for layer in range(first, first + count)]

@@ -1,4 +1,4 @@
-"""Runs micro-batches through megatron-core's pipeline schedule and hands the last stage its log-probs and entropies."""
+"""Runs micro-batches through megatron-core's pipeline schedule; the last stage gets log-probs and entropies."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ TokenFunction = Callable[[MicroBatchTensors, Tensor, Tensor], Tensor]
 
 
 def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
-    """Copies the index arrays (no copy on a CPU)."""
+    """Copy the index arrays (no copy on a CPU)."""
 
     def move(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -48,7 +48,7 @@ def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
 
 
 class Schedule:
-    """Forward, or forward and backward, of a list of micro-batches on every rank of a data-parallel rank's model."""
+    """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model."""
 
     def __init__(self, chunks: list[DistributedDataParallel], *, temperature: float, true_vocab: int) -> None:
         self._chunks = chunks
@@ -60,7 +60,7 @@ class Schedule:
     def measure(
         self, batches: Sequence[MicroBatchTensors], on_tokens: Callable[[MicroBatchTensors, Tensor, Tensor], None]
     ) -> None:
-        """Forward only, without gradients."""
+        """Run forward passes without gradients."""
 
         def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
             if batch.counted:
@@ -71,9 +71,9 @@ class Schedule:
             self._through(batches, record, forward_only=True)
 
     def train(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction) -> None:
-        """Forward, backward and the reduction of gradients over data-parallel ranks, tied embeddings and norms.
+        """Run forward and backward passes, and reduce gradients over data-parallel ranks, tied embeddings and norms.
 
-        Every data-parallel rank calls this together, with at least one micro-batch.
+        Every data-parallel rank must call this, with at least one micro-batch.
         """
         self._through(batches, on_tokens, forward_only=False)
 
@@ -86,7 +86,7 @@ class Schedule:
             data_iterator=[iter(batches) for _ in self._chunks] if interleaved else iter(batches),
             model=self._chunks if interleaved else self._chunks[0],
             num_microbatches=len(batches),
-            # both are ignored: with variable_seq_lengths the stages tell each other the shape of each micro-batch
+            # both are ignored: with variable_seq_lengths the stages send each other the shape of each micro-batch
             seq_length=batches[0].input_ids.shape[1],
             micro_batch_size=batches[0].input_ids.shape[0],
             forward_only=forward_only,
@@ -102,7 +102,7 @@ class Schedule:
     def _loss(
         self, on_tokens: TokenFunction, batch: MicroBatchTensors, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """logits [B, S, v] -> (loss, token count that mcore would divide by and does not, nothing)."""
+        """Compute the loss from logits [B, S, v]. Returns: loss, a token count that mcore ignores here, no metrics."""
         # only completion positions: prompts and padding need no softmax over the vocabulary
         chosen = logits.flatten(0, 1).index_select(0, batch.positions)
         if self._temperature != 1.0:

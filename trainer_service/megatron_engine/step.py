@@ -1,4 +1,4 @@
-"""One GRPO step on this rank: old log-probs, then per update forward, backward, finiteness check and AdamW."""
+"""Runs a GRPO step on this rank: old log-probs, then per update forward, backward, finiteness check and AdamW."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ MAX_NAMED_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class StepRunner:
-    """What a step needs of the engine; the same on every rank."""
+    """Runs GRPO steps with the parts of an engine."""
 
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
@@ -40,9 +40,9 @@ class StepRunner:
     device: torch.device
 
     def run(self, samples: Samples, num_updates: int, learning_rate: float) -> StepResult:
-        """Every rank calls this together with the same samples.
+        """Run a step; every rank must call this with the same samples.
 
-        Raises: NotFinite: on every rank alike; the weights and AdamW's state are what they were before.
+        Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
         watch = Stopwatch()
         for group in self.optimizer.param_groups:
@@ -78,21 +78,21 @@ class StepRunner:
         return [to_device(batch, self.device) for batch in batches]
 
     def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:
-        """Leaves the update's gradients in the model's main_grad buffers; zeros where no sample has a gradient."""
+        """Compute the update's gradients in the model's main_grad buffers; zeros if no sample has a gradient."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.schedule.train(batches, state.loss)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the optimizer's part would be charged for it
+            torch.cuda.synchronize(self.device)  # else its time would count as the optimizer's
 
     def _gradient_norm(self) -> float:
-        """Global L2 norm before clipping; NaN or inf if any gradient is."""
+        """Compute the global L2 norm before clipping; NaN or inf if any gradient is."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def _reduced(self, sums: Tensor, norm: float) -> Tensor:
-        """Sums over all tokens of the update, which are on the last stage; equal on its tensor-parallel ranks."""
+        """Reduce the sums over all tokens of the update, which are on the last stage, equal on its tensor ranks."""
         if not self._counts:
             sums.zero_()
         if not math.isfinite(norm):
@@ -118,14 +118,14 @@ class StepRunner:
         raise NotFinite(_describe(bad.cpu(), norm, samples, update))
 
     def _apply(self, norm: float) -> None:
-        """Clip by the global norm, then AdamW."""
-        for each in self.optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(each.get_parameters(), self.clip_grad, norm)
+        """Clip gradients by the global norm, then step AdamW."""
+        for part in self.optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
 
 
 def _describe(bad: Tensor, norm: float, samples: Samples, update: int) -> str:
-    """Names the samples with a log-prob or loss that is not finite; without one, the gradient's whole update."""
+    """Name the samples with a log-prob or loss that is not finite, else the update whose gradient is not."""
     tokens = torch.nonzero(bad).flatten().numpy()
     owners = sorted(set((samples.completion_starts.searchsorted(tokens, side="right") - 1).tolist()))
     what = "loss"

@@ -1,4 +1,4 @@
-"""What a step knows of every completion token, as [T] tensors on the device, and the sums that become its metrics."""
+"""The state of every completion token during a step, as [T] tensors on the device, and sums for the step's metrics."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class TokenState:
 
     @classmethod
     def of(cls, samples: Samples, grpo: GrpoSection, device: torch.device) -> "TokenState":
-        """The state at the step's start."""
+        """Make the state at the start of a step."""
         rollout = torch.from_numpy(samples.rollout_logprobs).to(device)
         return cls(
             grpo=grpo,
@@ -50,7 +50,7 @@ class TokenState:
         )
 
     def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
-        """Log-probs [t] and entropies [t] of the policy that the step started from."""
+        """Record log-probs [t] and entropies [t] of the policy that the step started from."""
         index = batch.token_index
         self._count("padded_tokens", batch.padded_tokens)
         if index.numel() == 0:
@@ -66,13 +66,13 @@ class TokenState:
         self._note_not_finite(index, logprobs)
 
     def share_measured(self, group: dist.ProcessGroup) -> None:
-        """Old log-probs go to all context-parallel ranks: which one has a token depends on its micro-batch's width."""
+        """Share old log-probs with all context-parallel ranks: a token's rank depends on its micro-batch's width."""
         both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
         dist.all_reduce(both, group=group)
         self.old_logprobs = torch.where(both[1] > 0, both[0], self.old_logprobs)
 
     def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """This micro-batch's part of the update's loss; scalar, differentiable."""
+        """Compute a micro-batch's part of the update's loss; scalar, differentiable."""
         if not batch.counted:
             return logprobs.sum() * 0.0
         if self.measures_old:
@@ -116,7 +116,7 @@ class TokenState:
         self._add(name, torch.tensor(amount, device=self.weights.device))
 
     def take_sums(self) -> Tensor:
-        """[len(SUMS)] float64 of the update, in order; starts anew."""
+        """Return the sums of the update, [len(SUMS)] float64, and reset them."""
         zero = torch.zeros((), dtype=torch.float64, device=self.weights.device)
         out = torch.stack([self.sums.get(name, zero) for name in SUMS])
         self.sums = {}

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _LogprobEntropy(Function):
-    """One MAX and one packed SUM all-reduce forward, none backward."""
+    """The autograd function: one MAX and one packed SUM all-reduce forward, none backward."""
 
     @staticmethod
     def forward(
@@ -47,7 +47,7 @@ class _LogprobEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
-        """d logprob / dx = onehot - p;  d entropy / dx = -p (x - E[x])."""
+        """Compute d logprob / dx = onehot - p and d entropy / dx = -p (x - E[x])."""
         x, p, mean, mine, index = ctx.saved_tensors
         grad = torch.zeros_like(p)
         if grad_logprob is not None:
@@ -63,7 +63,7 @@ class _LogprobEntropy(Function):
 def logprob_entropy(
     logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, true_vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution over the true vocabulary.
+    """Compute the log-prob of each target, and the entropy of its distribution over the true vocabulary.
 
     Args:
         logits: [t, v] this rank's columns, divided by the temperature.

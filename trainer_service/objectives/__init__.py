@@ -1,1 +1,1 @@
-"""What is optimized: the loss, its weights, the step size, and the metrics of a step."""
+"""The objective: the loss, its weights, the step size, and the metrics of a step."""

@@ -1,4 +1,4 @@
-"""The step size of an iteration, from the number of steps done alone: a resumed run needs no other state."""
+"""The step size of an iteration, which depends on the number of steps only: a resumed run needs no other state."""
 
 import math
 
@@ -6,10 +6,10 @@ from tandem_config.schema import TrainerSection
 
 
 def learning_rate_at(steps_done: int, iterations: int, settings: TrainerSection) -> float:
-    """AdamW step size of the step that follows `steps_done` of them.
+    """Compute AdamW's step size for the step after `steps_done` steps.
 
     Args:
-        iterations: run.iterations; a decay ends with it. Steps beyond it keep the last value.
+        iterations: run.iterations, at which a decay ends; later steps keep the last value.
 
     >>> settings = TrainerSection(learning_rate=1.0, learning_rate_decay="linear", warmup_iterations=2)
     >>> [round(learning_rate_at(steps, 6, settings), 3) for steps in range(8)]

@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss:
-    """Per completion token, all [t]."""
+    """The loss and its details per completion token, [t] each."""
 
     loss: Tensor  # differentiable
     ratio: Tensor  # pi_theta / pi_old, detached
@@ -38,7 +38,7 @@ def clipped_ratio_loss(
     clip_high: float,
     dual_clip: float | None,
 ) -> TokenLoss:
-    """max(-rho A, -clip(rho) A), for A < 0 at most -dual_clip * A.
+    """Compute max(-rho A, -clip(rho) A), for A < 0 at most -dual_clip * A.
 
     Args:
         logprobs: [t] log pi_theta, differentiable.
@@ -69,7 +69,7 @@ def clipped_ratio_loss(
 
 
 def sample_weights(completion_lengths: Tensor, aggregation: Aggregation, *, max_new_tokens: int) -> Tensor:
-    """Weight of each completion token of a sample; all samples of the update count, trainable or not.
+    """Compute the weight of a completion token of each sample; all samples of the update count, trainable or not.
 
     token-mean: 1 / (tokens of the update). seq-mean-token-mean: 1 / (S * the sample's tokens). seq-mean-token-sum:
     1 / S. dr-grpo: 1 / (S * max_new_tokens), a constant length normaliser.
@@ -97,12 +97,12 @@ def sample_weights(completion_lengths: Tensor, aggregation: Aggregation, *, max_
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: min(pi_old / pi_roll, cap), detached. All [t]."""
+    """Compute the weights of truncated importance sampling: min(pi_old / pi_roll, cap), detached; all [t]."""
     log_ratio = (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp().clamp(max=cap)
 
 
 def kl_k3(sampled_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """k3 estimate of KL(sampled || other) per token: e^d - d - 1, d = other - sampled, never negative. All [t]."""
+    """Estimate KL(sampled || other) per token by k3: e^d - d - 1 >= 0, d = other - sampled; all [t]."""
     delta = (other_logprobs - sampled_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return delta.exp() - delta - 1

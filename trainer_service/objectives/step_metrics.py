@@ -1,4 +1,4 @@
-"""From the sums of a step's updates to the metrics that the coordinator reports."""
+"""Computes the metrics of a step, which the coordinator reports, from the sums of its updates."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def step_metrics(
     learning_rate: float,
     samples: Samples,
 ) -> dict[str, float]:
-    """Means over the step.
+    """Compute the means over a step.
 
     Args:
         sums: [updates, len(names)] summed over all ranks.

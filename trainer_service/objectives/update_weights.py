@@ -9,7 +9,7 @@ from trainer_service.objectives.loss import sample_weights
 
 
 def update_weights(samples: Samples, grpo: GrpoSection) -> FloatArray:
-    """[S]; denominators are those of the whole update, masked samples included, whose own weight is 0."""
+    """Compute the weight of each sample, [S]: denominators count masked samples of the update, whose weight is 0."""
     weights = np.zeros(len(samples), np.float32)
     for update in np.unique(samples.update_index):
         rows = samples.of_update(int(update))

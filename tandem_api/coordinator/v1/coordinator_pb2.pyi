@@ -34,7 +34,7 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_FINISHED: _RunState.ValueType  # 4
     RUN_STATE_FAILED: _RunState.ValueType  # 5
     RUN_STATE_INTERRUPTED: _RunState.ValueType  # 6
-    """Stopped by a signal; `tandem run --resume` goes on."""
+    """Stopped by a signal; `tandem run --resume` resumes it."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper): ...
 
@@ -45,7 +45,7 @@ RUN_STATE_PAUSED: RunState.ValueType  # 3
 RUN_STATE_FINISHED: RunState.ValueType  # 4
 RUN_STATE_FAILED: RunState.ValueType  # 5
 RUN_STATE_INTERRUPTED: RunState.ValueType  # 6
-"""Stopped by a signal; `tandem run --resume` goes on."""
+"""Stopped by a signal; `tandem run --resume` resumes it."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 class _EventKind:
@@ -56,7 +56,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
     EVENT_KIND_STATE: _EventKind.ValueType  # 1
-    """The run's state changed; message says to what and why."""
+    """The run's state changed; the message has the new state and the reason."""
     EVENT_KIND_ITERATION: _EventKind.ValueType  # 2
     """An iteration has ended; values holds its metrics.jsonl row."""
     EVENT_KIND_PROGRESS: _EventKind.ValueType  # 3
@@ -70,7 +70,7 @@ class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
 EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 EVENT_KIND_STATE: EventKind.ValueType  # 1
-"""The run's state changed; message says to what and why."""
+"""The run's state changed; the message has the new state and the reason."""
 EVENT_KIND_ITERATION: EventKind.ValueType  # 2
 """An iteration has ended; values holds its metrics.jsonl row."""
 EVENT_KIND_PROGRESS: EventKind.ValueType  # 3
@@ -124,7 +124,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def troubles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What is wrong with the cluster now, in words (fleet.kind: kubernetes); empty if nothing is."""
+        """Troubles of the cluster now, as sentences (fleet.kind: kubernetes)."""
 
     def __init__(
         self,

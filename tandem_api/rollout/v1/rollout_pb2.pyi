@@ -426,8 +426,8 @@ class GetStatusResponse(_message.Message):
     generated_tokens: _builtins.int
     """Tokens of finished completions."""
     engine_progress: _builtins.int
-    """Another number whenever the engine has computed tokens, of running completions too, as far as its scheduler has told
-    (SGLang: after each prefill and every 15th decode step). It is no count: only that it changes means something.
+    """A number that changes when the engine computes tokens, of running completions too, as its scheduler reports them
+    (SGLang: after each prefill and every 15th decode step). It is not a count: only its changes have a meaning.
     """
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...

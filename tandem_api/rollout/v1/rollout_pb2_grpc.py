@@ -85,7 +85,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateGroups(self, request, context):
-        """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
+        """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
         Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.

@@ -38,7 +38,7 @@ class RolloutServiceStub:
     answers. Longest deadline: 3600 s. Idempotent.
     """
     GenerateGroups: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]
-    """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
+    """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
     Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
@@ -67,7 +67,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     answers. Longest deadline: 3600 s. Idempotent.
     """
     GenerateGroups: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]  # type: ignore[assignment]
-    """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
+    """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
     Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
@@ -105,7 +105,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateGroupsResponse], _abc.AsyncIterator[_rollout_pb2.GenerateGroupsResponse]]:
-        """Samples num_completions completions for each prompt; a group is streamed as soon as it is whole.
+        """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
         Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.

@@ -112,7 +112,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RestorePolicy(self, request, context):
-        """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+        """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
         restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
         INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
         run; every rank looks before a weight changes.

@@ -53,7 +53,7 @@ class TrainerServiceStub:
     INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
     """
     RestorePolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]
-    """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+    """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
     restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
     INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
     run; every rank looks before a weight changes.
@@ -90,7 +90,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
     """
     RestorePolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]  # type: ignore[assignment]
-    """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+    """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
     restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
     INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
     run; every rank looks before a weight changes.
@@ -154,7 +154,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.RestorePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.RestorePolicyResponse, _abc.Awaitable[_trainer_pb2.RestorePolicyResponse]]:
-        """Goes back to a checkpoint or to the initial model, under a version that is new to everybody: a run that is
+        """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
         restarted takes over replicas that are ahead of its checkpoint. Longest deadline: 1800 s. Idempotent.
         INVALID_ARGUMENT: the version is less than the trainer's own, or the folder holds no whole checkpoint of this
         run; every rank looks before a weight changes.

@@ -36,10 +36,10 @@ class _RoundPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundPhase
     ROUND_PHASE_VERIFY: _RoundPhase.ValueType  # 4
     """Digests of what was installed against what the trainer sent (rollouts only)."""
     ROUND_PHASE_COMMIT: _RoundPhase.ValueType  # 5
-    """The version flips, the prefix cache is flushed, generation goes on."""
+    """The version flips, the prefix cache is flushed, generation continues."""
     ROUND_PHASE_ABORT: _RoundPhase.ValueType  # 6
-    """Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned. Of a round that
-    is not the open one it changes nothing.
+    """Give the round up. Before TRANSFER the replica continues to serve its version; after it the replica is poisoned. An
+    ABORT of a round that is not the open one changes nothing.
     """
 
 class RoundPhase(_RoundPhase, metaclass=_RoundPhaseEnumTypeWrapper): ...
@@ -54,10 +54,10 @@ ROUND_PHASE_TRANSFER: RoundPhase.ValueType  # 3
 ROUND_PHASE_VERIFY: RoundPhase.ValueType  # 4
 """Digests of what was installed against what the trainer sent (rollouts only)."""
 ROUND_PHASE_COMMIT: RoundPhase.ValueType  # 5
-"""The version flips, the prefix cache is flushed, generation goes on."""
+"""The version flips, the prefix cache is flushed, generation continues."""
 ROUND_PHASE_ABORT: RoundPhase.ValueType  # 6
-"""Give the round up. Before TRANSFER the old version goes on serving; after it the replica is poisoned. Of a round that
-is not the open one it changes nothing.
+"""Give the round up. Before TRANSFER the replica continues to serve its version; after it the replica is poisoned. An
+ABORT of a round that is not the open one changes nothing.
 """
 Global___RoundPhase: _TypeAlias = RoundPhase  # noqa: Y015
 
@@ -114,7 +114,7 @@ class _SyncTransport:
 class _SyncTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SyncTransport.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SYNC_TRANSPORT_UNSPECIFIED: _SyncTransport.ValueType  # 0
-    """Collective: what a coordinator says that does not know the field."""
+    """Collective, as for a coordinator that does not know the field."""
     SYNC_TRANSPORT_AUTO: _SyncTransport.ValueType  # 1
     """Colocated where every participant is on one host and proves it, collective elsewhere."""
     SYNC_TRANSPORT_COLLECTIVE: _SyncTransport.ValueType  # 2
@@ -128,7 +128,7 @@ class SyncTransport(_SyncTransport, metaclass=_SyncTransportEnumTypeWrapper):
     """How the bytes travel."""
 
 SYNC_TRANSPORT_UNSPECIFIED: SyncTransport.ValueType  # 0
-"""Collective: what a coordinator says that does not know the field."""
+"""Collective, as for a coordinator that does not know the field."""
 SYNC_TRANSPORT_AUTO: SyncTransport.ValueType  # 1
 """Colocated where every participant is on one host and proves it, collective elsewhere."""
 SYNC_TRANSPORT_COLLECTIVE: SyncTransport.ValueType  # 2
@@ -408,7 +408,7 @@ Global___PhaseReport: _TypeAlias = PhaseReport  # noqa: Y015
 
 @_typing.final
 class TransportCard(_message.Message):
-    """What each rank lays open in PREPARE; all ranks see all cards and judge them alike, before any byte moves."""
+    """What each rank reports in PREPARE; all ranks get all reports and judge them alike, before any byte moves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -431,7 +431,7 @@ class TransportCard(_message.Message):
     memory_generation: _builtins.int
     """Counts how often this trainer rank's memory has moved since it was laid open."""
     memory_socket: _builtins.str
-    """Abstract Unix socket on which this trainer rank hands out its memory, and the word that opens it."""
+    """Abstract Unix socket on which this trainer rank shares its memory, and the secret for it."""
     memory_key: _builtins.bytes
     link_error: _builtins.str
     """Why this rank could not open the others' memory; empty: it could."""
@@ -622,7 +622,7 @@ class RunPhaseResponse(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseReport]:
-        """One per rank of whoever was asked, in rank order."""
+        """One per rank of the service, in rank order."""
 
     def __init__(
         self,

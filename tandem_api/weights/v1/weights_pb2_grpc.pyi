@@ -36,7 +36,7 @@ class RoundServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RoundServiceAsyncStub: ...
     RunPhase: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]
-    """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase): what was done answers with the same
+    """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
     formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
@@ -52,7 +52,7 @@ class RoundServiceAsyncStub(RoundServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunPhase: _aio.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]  # type: ignore[assignment]
-    """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase): what was done answers with the same
+    """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
     formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
@@ -71,7 +71,7 @@ class RoundServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.RunPhaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.RunPhaseResponse, _abc.Awaitable[_weights_pb2.RunPhaseResponse]]:
-        """Runs one phase on every rank of whoever is asked. Idempotent by (round_id, phase): what was done answers with the same
+        """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
         reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
         formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
         host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of

@@ -36,7 +36,7 @@ def test_the_advertised_host_is_the_bind_host_unless_given(
 def test_an_address_that_nobody_can_connect_to_is_refused_by_name(name: str, host: str) -> None:
     with pytest.raises(ConfigError, match="TANDEM_ADVERTISE_HOST") as caught:
         read(**{name: host})
-    assert f"{host} says where to listen" in str(caught.value)
+    assert f"{host} is an address to listen on" in str(caught.value)
     assert "status.podIP" in str(caught.value)
 
 

@@ -142,7 +142,7 @@ async def test_a_server_of_another_authority_is_not_believed(
 ) -> None:
     other = Authority("theirs")
     address, _ = await serve(identity("trainer", issuer=other, believes=other))
-    with pytest.raises(errors.Unavailable, match=r"authority that we believe.*TANDEM_TLS_CA"), rpc_errors():
+    with pytest.raises(errors.Unavailable, match=r"trusted authority.*TANDEM_TLS_CA"), rpc_errors():
         await client(address, identity("coordinator")).unary(b"b")
 
 

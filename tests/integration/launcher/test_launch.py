@@ -12,9 +12,11 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
+from tests.integration.launcher.processes import alive, read_pid
 from tests.kit.folders import write_config
 from tests.kit.waiting import until
-from tests.unit.launcher.processes import alive, read_pid
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +28,7 @@ from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest, launch
 from launcher.view.run_view import RunView, make_console
 from tandem_config.loading import load_config
-from tests.unit.launcher import processes
+from tests.integration.launcher import processes
 
 config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
 

@@ -21,6 +21,8 @@ from coordinator.learn.rewards.workers import Answer, RewardWorkers
 from tandem_config.schema import RewardSection
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.integration
+
 # The pattern of a user who means well; on n digits without "=" it takes time exponential in n.
 SLOW_PATTERN = r"(\d+)+=(\d+)"
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.run.supervisor import ProcessSpec, Supervisor
-from tests.kit.waiting import until
-from tests.unit.launcher.processes import (
+from tests.integration.launcher.processes import (
     FAILS,
     HAS_GRANDCHILD,
     IGNORES_SIGTERM,
@@ -23,6 +22,9 @@ from tests.unit.launcher.processes import (
     read_pid,
     spec,
 )
+from tests.kit.waiting import until
+
+pytestmark = pytest.mark.integration
 
 
 async def _pid(tmp_path: Path, name: str) -> int:
@@ -198,7 +200,7 @@ _LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
 from launcher.run.supervisor import Supervisor
-from tests.unit.launcher.processes import HAS_GRANDCHILD, IGNORES_SIGTERM, spec
+from tests.integration.launcher.processes import HAS_GRANDCHILD, IGNORES_SIGTERM, spec
 
 async def main():
     supervisor = Supervisor()

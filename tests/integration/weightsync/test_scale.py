@@ -15,6 +15,8 @@ from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.presets import preset
 from weightsync.plans.plan import make_plan
 
+pytestmark = pytest.mark.integration
+
 GIB = 2**30
 # model, trainer, rollout, replicas, trainer ranks, rollout ranks, GiB of memory allowed
 LARGE = [
