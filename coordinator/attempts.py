@@ -81,7 +81,9 @@ async def _work(app: App) -> None:
                 return
             returns = returns + 1 if app.inputs.state.iteration == before else 0
             if returns >= MAX_RETURNS:
-                raise Unavailable(f"the trainer was lost {returns} times in a row without a finished iteration")
+                raise Unavailable(
+                    f"the trainer was lost {returns} times in a row without a finished iteration: see its log"
+                )
             app = await _from_checkpoint(app)
 
 

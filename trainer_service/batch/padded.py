@@ -24,7 +24,7 @@ class Padded:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of the matrix, padding included: B * S."""
+        """B * S, the tokens of the matrix with padding."""
         return int(self.input_ids.size)
 
 
