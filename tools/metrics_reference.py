@@ -38,7 +38,7 @@ class Metric:
 
     @property
     def series(self) -> dict[str, frozenset[str]]:
-        """Names and labels under which Prometheus stores it."""
+        """The names under which Prometheus stores it, with their labels."""
         if self.kind == "Histogram":
             return {
                 f"{self.name}_bucket": self.labels | {"le"},

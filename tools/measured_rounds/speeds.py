@@ -63,7 +63,7 @@ def measure_speeds(pairs: list[list[Communicator]], threads: int) -> Speeds:
         digest=_rate(_digest, 1),
         op_s=_small_copy_s(),
         cores=cores,
-        # Two pairs at once go 2 x cores / (2 x link_cores) as fast as one alone, if that is less than 2.
+        # Two concurrent pairs go 2 x cores / (2 x link_cores) as fast as one alone, if that is less than 2.
         link_cores=max(0.5, min(2.0, cores * link / links)),
     )
 
