@@ -1,1 +1,1 @@
-"""The conductor of a run: GRPO iterations over gRPC, on a CPU. Read `loop.py` first. Never imports torch."""
+"""The coordinator: runs GRPO iterations over gRPC, on a CPU. Read `loop.py` first. Never imports torch."""

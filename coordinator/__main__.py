@@ -1,7 +1,7 @@
-"""`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE]`: conducts one run, then ends.
+"""`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE]`: coordinates one run, then exits.
 
 Exit codes are those of servicekit.life.exit_codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
-that a signal has ended before its time says so by another code.
+that a signal has interrupted exits with another code.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main() -> int:
     """Parse the command line and run the coordinator to its exit code."""
     parser = argparse.ArgumentParser(prog="coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint")
     parser.add_argument("--interrupted-exit", type=int, default=EXIT_OK, help="exit code after a signal; default 0")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Wiring of the coordinator process: what lives as long as it does, what it serves, and in which order both end."""
+"""Wiring of the coordinator process: its long-lived parts, its servers, and the order in which they end."""
 
 import asyncio
 import uuid
@@ -37,7 +37,7 @@ from weightsync.group.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
 
-# Long enough for watchers to read the last events, short enough not to be waited for.
+# Long enough for watchers to read the last events, short enough not to delay the exit noticeably.
 _DRAIN_S = 2.0
 log = get_logger(__name__)
 
@@ -45,8 +45,10 @@ log = get_logger(__name__)
 async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume: bool, stop: asyncio.Event) -> int:
     """Run the coordinator until the run is over or `stop` is set.
 
-    Returns: the exit code: 0 finished or stopped, 1 failed.
-    Raises: ConfigError: something on disk or in the environment cannot be used; nothing was started.
+    Args:
+        resume: continue from the newest complete checkpoint.
+    Returns: the exit code: 0 finished or stopped, 3 failed since the trainer was lost, 1 failed otherwise.
+    Raises: ConfigError: a file or the environment cannot be used; nothing was started.
     """
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
@@ -92,7 +94,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
 
 
 def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> "Cluster | None":
-    """None: the fleet is not made of pods. Imports the Kubernetes client, which takes a second, only if it is."""
+    """Connect to the cluster of a fleet of pods; else None, without the import of its client, which takes a second."""
     if config.fleet.kind != "kubernetes":
         return None
     from coordinator.fleet.kubernetes.cluster import reach_cluster
@@ -101,7 +103,7 @@ def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: E
 
 
 async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
-    """Serve status and events from the start, so that a watcher sees what the run waits for."""
+    """Serve status and events from the start, so that a watcher sees which services the run waits for."""
     environment = app.environment
     export_disk_of(environment.run_dir)
     metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
@@ -132,7 +134,7 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
 
 
 async def _overview(app: App, stack: AsyncExitStack) -> Source:
-    """The run at a glance, from now on: for the web page and for `tandem top`."""
+    """Make the source of the run's overview, for the web page and `tandem top`, and follow events from now on."""
     environment, state = app.environment, app.inputs.state
     rows = await asyncio.to_thread(MetricsFile(environment.run_dir / METRICS_FILE).rows)
     history = History([numeric(row) for row in rows if (row["iteration"] or 0) <= state.iteration])
@@ -151,7 +153,7 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
 
 
 async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None:
-    """The run's web page, if a port is set. Its address goes to the registry, where the launcher looks for it."""
+    """Serve the run's web page, if a port is set. Its address goes to the registry, where the launcher finds it."""
     environment = app.environment
     if environment.web_port is None:
         return
@@ -159,4 +161,4 @@ async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None
     stack.push_async_callback(asyncio.to_thread, page.close)
     url = f"http://{environment.advertised(page.port)}/"
     await asyncio.to_thread(app.registry.set_value, PAGE_URL, url)
-    log.info("the run's page is served", url=url)
+    log.info("web page served", url=url)

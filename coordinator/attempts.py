@@ -1,4 +1,4 @@
-"""A run's attempts and its end: again from the newest checkpoint when a trainer was lost, and how it ended on disk."""
+"""A run's attempts and its end: repeats it from the newest checkpoint when a trainer was lost; records how it ended."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -26,21 +26,24 @@ from weightsync.group.rendezvous import Evicted
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.returns import TrainerGuard
 
-# A trainer that is lost this often without an iteration in between will not be better next time.
+# A trainer lost so many times in a row without a finished iteration would be lost again.
 MAX_RETURNS = 3
 
 log = get_logger(__name__)
 
 
 async def run_or_stop(app: App, stop: asyncio.Event) -> int:
-    """The run, unless a signal (see leaving.py) or another coordinator comes first: then it is cancelled at once."""
+    """Execute the run until a signal (see leaving.py) or another coordinator's take-over, which cancels it immediately.
+
+    Returns: the exit code.
+    """
     work = asyncio.create_task(_work(app), name="run")
     first = await first_of({"run": end_of(work), "lost": end_of(app.lost), "stop": stop})
     if first.name == "lost":
         await cancel(work)
         why = str(app.lost.exception())
         log.error("run failed", error=why)
-        await _end(app, State.FAILED, f"{why}; the run is that one's")
+        await _end(app, State.FAILED, f"{why}; another coordinator leads the run")
         return EXIT_FAILED
     if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
@@ -49,7 +52,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     if error is None:
         await _end(app, State.FINISHED)
         return EXIT_OK
-    # The boundary of the run: whatever failed ends it, by name.
+    # The boundary of the run: any failure ends it, and is reported with its cause.
     await _make_room(app)
     why = words_of(error)
     log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
@@ -58,14 +61,14 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
 
 
 async def _work(app: App) -> None:
-    """The run; where the cluster gives it another trainer, again from its newest checkpoint.
+    """Attempt the run, again from its newest checkpoint whenever the cluster replaces a lost trainer.
 
     Raises: AlreadyExists: another coordinator is alive.
     """
     await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
     await asyncio.to_thread(take_reserve, app.environment.run_dir)
-    there = await asyncio.to_thread(marks, app.environment.run_dir)
-    if app.inputs.resumed and there != app.inputs.marks:  # a predecessor went on while we waited for its end
+    on_disk = await asyncio.to_thread(marks, app.environment.run_dir)
+    if app.inputs.resumed and on_disk != app.inputs.marks:  # a predecessor has worked while we waited for its end
         app = await _as_on_disk(app)
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
@@ -78,12 +81,14 @@ async def _work(app: App) -> None:
                 return
             returns = returns + 1 if app.inputs.state.iteration == before else 0
             if returns >= MAX_RETURNS:
-                raise Unavailable(f"the trainer was lost {returns} times in a row without a finished iteration")
+                raise Unavailable(
+                    f"the trainer was lost {returns} times in a row without a finished iteration: see its log"
+                )
             app = await _from_checkpoint(app)
 
 
 async def _attempt(app: App) -> bool:
-    """Find the services, run the run, write its summary. Returns: whether it is over, or its trainer another one."""
+    """Find the services, execute the run, write its summary. Returns: False: its trainer was lost and replaced."""
     async with AsyncExitStack() as stack:
         services = await find_services(
             app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
@@ -109,7 +114,7 @@ async def _attempt(app: App) -> bool:
 
 
 def _guard(app: App, services: Services) -> "TrainerGuard | None":
-    """None: nobody would bring a lost trainer back."""
+    """Make the guard that waits for a lost trainer; None: without a cluster, a lost trainer is not replaced."""
     if app.cluster is None:
         return None
     from coordinator.fleet.kubernetes.returns import TrainerGuard
@@ -118,18 +123,18 @@ def _guard(app: App, services: Services) -> "TrainerGuard | None":
 
 
 async def _from_checkpoint(app: App) -> App:
-    """The app with data and state as of the newest checkpoint, as after a restart with --resume."""
+    """Return the app as after a restart with --resume from the newest checkpoint, and warn of the lost iterations."""
     done = app.inputs.state.iteration
     app = await _as_on_disk(app)
     state = app.inputs.state
-    message = f"the trainer is back: going on after iteration {state.iteration}, {done} were done"
+    message = f"trainer restarted: resuming after iteration {state.iteration}, {done} were done"
     log.warning(message, iteration=state.iteration, done=done)
     app.events.append(EventKind.WARNING, message)
     return app
 
 
 async def _as_on_disk(app: App) -> App:
-    """The app with data and state as of the newest checkpoint; whoever looks at its state sees that."""
+    """Return the app with data and state of the newest checkpoint; the state object stays the same, for its readers."""
     state = app.inputs.state
     inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
     state.become(inputs.state)
@@ -137,7 +142,7 @@ async def _as_on_disk(app: App) -> App:
 
 
 async def _make_room(app: App) -> bool:
-    """Give the reserve back for our last words, if the run's folder is ours. Returns: whether it is."""
+    """Free the disk reserve for the final records, if we may write to the run's folder. Returns: whether we may."""
     ours = await may_write(app.lead, app.lost)
     if ours:
         release_reserve(app.environment.run_dir)
@@ -145,7 +150,7 @@ async def _make_room(app: App) -> bool:
 
 
 async def _end(app: App, ended: State, why: str = "") -> None:
-    """Record how the run ended: on disk if the run is ours, in the status, in the log's last line."""
+    """Record how the run ended: on disk if we still lead the run, in the status, in the log's last line."""
     state = app.inputs.state
     state.status, state.error = ended.value, why
     if await _make_room(app):

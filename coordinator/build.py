@@ -1,4 +1,4 @@
-"""Connects the parts: those of the process (`App`), and those of a run: loop, weight sync, dispatch, checkpoints."""
+"""The parts of the process (`App`), and the wiring of a run: loop, weight sync, dispatch, checkpoints."""
 
 import asyncio
 import uuid
@@ -42,9 +42,10 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class App:
-    """The coordinator process's parts that live as long as it does.
+    """The parts of the coordinator process that live as long as it does.
 
-    lost: fails, with a sentence, when another coordinator has taken our place.
+    Attributes:
+        lost: fails when another coordinator has taken our place; its error says how that was noticed.
     """
 
     config: RunConfig
@@ -64,7 +65,12 @@ class App:
 
 
 def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> Run:
-    """Connect the parts of a run."""
+    """Connect the parts of a run.
+
+    Args:
+        group: the weight group of the run.
+        lead: our claim to be the run's only coordinator.
+    """
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights)

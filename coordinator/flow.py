@@ -1,8 +1,8 @@
-"""What flows from step to step, as plain data: prompts, groups of completions, scores, a batch, what a sync cost.
+"""The data that steps pass on: prompts, groups of completions, scores, a batch, the figures of a sync.
 
 Legend: P prompts (one group each), G completions per prompt, S = P * G samples, T tokens of one completion.
-Token ids and log-probs are kept as compact `array.array`s (4 bytes an item): a protobuf field is filled from and read
-into them faster than NumPy, which boxes every item, and they hold a long batch in a tenth of a list's memory.
+Token ids and log-probs are kept as compact `array.array`s (4 bytes an item): protobuf fields are copied from and into
+them faster than with NumPy, which boxes every item, and they take a tenth of a list's memory.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tandem_api.trainer.v1 import trainer_pb2
 
-# Whose prompts were scored: the key of the section `data`.
+# Whose prompts were scored: a key of the configuration's section `data`.
 DataKey = Literal["train", "heldout"]
 
 
@@ -24,7 +24,7 @@ DataKey = Literal["train", "heldout"]
 class Prompt:
     """A row of the data, tokenized."""
 
-    # 1-based line (JSONL) or row (Parquet): how errors and sample ids name it.
+    # 1-based line (JSONL) or row (Parquet), as in errors and sample ids.
     row: int
     token_ids: Sequence[int]
     answer: str
@@ -53,16 +53,16 @@ class Group:
     completions: tuple[Completion, ...]
 
     def sample_id(self, index: int) -> str:
-        """Name of a sample, as the trainer's errors repeat it: `i12.g3.row77#5`."""
+        """Return the name of a sample, as in the trainer's errors: `i12.g3.row77#5`."""
         return f"{self.group_id}#{index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """What the replicas produced for a list of prompts, in the prompts' order."""
+    """Completions of a list of prompts, in the prompts' order."""
 
     groups: tuple[Group, ...]
-    # Seconds that the busiest replica's engine worked.
+    # Seconds of work of the busiest replica's engine.
     engine_s: float
     # Calls that failed and whose groups were generated elsewhere or again.
     retried_calls: int
@@ -77,22 +77,22 @@ class Generation:
 class Scored:
     """Scores of groups."""
 
-    # [P, G] scores times reward.weight: what advantages are made of.
+    # [P, G] scores times reward.weight: the input of the advantages.
     rewards_PG: NDArray[np.float64]
     # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
     num_errors: int = 0
     first_error: str = ""
     num_timeouts: int = 0
-    # Completions whose prompt's answer cannot be read, so that none of them could score.
+    # Completions whose prompt has an unreadable answer, so that none of them could score.
     num_unreadable: int = 0
-    # Those answers: row of the data file -> why.
+    # Row of the data file -> why its answer cannot be read.
     unreadable_rows: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """Everything that one TrainStep sends."""
+    """Everything that one TrainStep call sends."""
 
     step_id: str
     policy_version: int
@@ -101,7 +101,7 @@ class TrainBatch:
     chunks: tuple[trainer_pb2.SampleChunk, ...]
 
     def requests(self) -> Iterator[trainer_pb2.TrainStepRequest]:
-        """The request stream: a header, then the chunks in ascending order of their update."""
+        """Yield the request stream: a header, then the chunks in ascending order of their update."""
         yield trainer_pb2.TrainStepRequest(
             header=trainer_pb2.TrainStepHeader(
                 step_id=self.step_id,
@@ -119,7 +119,7 @@ class ReplicaOutcome(Enum):
 
     # Serves the new version.
     COMMITTED = "committed"
-    # No byte of it was written: what the replica had before is intact.
+    # No byte of the new version was written: the replica still has its previous one.
     ABORTED = "aborted"
     # Bytes may be partly written: it must be seeded again before it may serve.
     POISONED = "poisoned"
@@ -130,21 +130,21 @@ class SyncResult:
     """A committed round."""
 
     policy_version: int
-    # Rounds that it took; 1 without failures.
+    # Rounds until the commit; 1 without failures.
     attempts: int
     # Wall seconds from the first phase's start to the last one's end, failed rounds included.
     total_s: float
-    # Stage to the seconds of the participant that took longest over it.
+    # By stage, the seconds of the slowest rank.
     stages: dict[str, float]
-    # Of the rollout rank that received most.
+    # Bytes received by the rollout rank that received most.
     bytes_per_rollout_rank: int
-    # Over all rollout ranks.
+    # Bytes received by all rollout ranks.
     bytes_received: int
-    # Bytes received / bytes of the ranks' own shards: 1.0 means that nothing travelled twice or for nothing.
+    # Bytes received / bytes of the ranks' own shards: 1.0 means that nothing was sent twice or in vain.
     redundancy: float
-    # By replica, of the last round that it was in.
+    # By replica, its outcome in the last round that it took part in.
     outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)
     # The weight group's epoch in the last round.
     epoch: int = 0
-    # Replica to the seconds that its slowest rank worked, over all stages.
+    # By replica, the seconds of its slowest rank, over all stages.
     replica_s: Mapping[str, float] = field(default_factory=dict)

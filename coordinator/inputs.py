@@ -1,4 +1,4 @@
-"""What a run reads from disk before it asks any service: data, tokenizer, the state to resume from."""
+"""Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,10 @@ from tandem_files.tokenizer import TextCodec
 class Inputs:
     """Data and state of a run; `cursor` and `rng` stand where `state` says.
 
-    resumed: it may have begun earlier. checkpoint: the one that it goes on from. marks: of the checkpoints that were
-    there to choose from.
+    Attributes:
+        resumed: whether the run was started with --resume, so may have begun earlier.
+        checkpoint: the one that it resumes from; None: it starts from the beginning.
+        marks: the checkpoints found on disk, to notice later ones.
     """
 
     codec: TextCodec
@@ -37,7 +39,7 @@ class Inputs:
     marks: dict[str, int] = field(default_factory=dict)
 
     def dropped_prompts(self) -> dict[DataKey, int]:
-        """Prompts that are too long and were left out, by data file."""
+        """Count the prompts that were dropped as too long, by data file."""
         heldout = 0 if self.heldout is None else self.heldout.num_dropped
         return {"train": self.train.num_dropped, "heldout": heldout}
 
@@ -45,7 +47,7 @@ class Inputs:
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     """Load data and tokenizer, and the newest checkpoint's state on a resume.
 
-    Raises: ConfigError: naming the file that cannot be used; a checkpoint of another model; a run folder in use.
+    Raises: ConfigError: names the file that cannot be used; a checkpoint of another model; a run folder in use.
     """
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
@@ -62,7 +64,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         model_fingerprint=fingerprint,
         order=order_of(config, train),
     )
-    newest, there = None, marks(run_dir)
+    newest, found = None, marks(run_dir)
     if not resume:
         _refuse_used_folder(run_dir)
     else:
@@ -78,12 +80,12 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         state=state,
         resumed=resume,
         checkpoint=None if newest is None else newest.sound,
-        marks=there,
+        marks=found,
     )
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:
-    """The checkpoint's state. Raises: ConfigError: naming all in which its data differs from a fresh run's."""
+    """Return the checkpoint's state. Raises: ConfigError: lists how its data differs from a new run's."""
     if fresh.order is not None:
         different = order_differences(newest.state, fresh.order, fresh.cursor.num_prompts)
         if different:
@@ -105,4 +107,4 @@ def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> N
 def _refuse_used_folder(run_dir: Path) -> None:
     metrics_file = run_dir / METRICS_FILE
     if list_complete(run_dir) or (metrics_file.exists() and metrics_file.stat().st_size > 0):
-        raise ConfigError(f"{run_dir} already holds a run: go on with --resume, or choose another run.name")
+        raise ConfigError(f"{run_dir} already holds a run: continue it with --resume, or choose another run.name")

@@ -1,4 +1,4 @@
-"""Our claim to be the run's coordinator, which is asked for before anything is written."""
+"""Our claim to be the run's only coordinator, checked before anything is written."""
 
 import asyncio
 from typing import Protocol
@@ -15,34 +15,40 @@ class Lead(Protocol):
 
     @property
     def fence(self) -> common_pb2.CoordinatorFence:
-        """What calls that change something carry."""
+        """The fence that calls carry if they change something."""
         ...
 
     @property
     def is_held(self) -> bool:
-        """Whether it was made good, and nobody else is known to have come since."""
+        """Whether the lead was acquired, and no other coordinator is known to have taken over since."""
         ...
 
     @property
     def left_s(self) -> float:
-        """Seconds for which nobody else can have it, whether Redis answers or not."""
+        """Seconds for which no other coordinator can acquire the lead, whether Redis answers or not."""
         ...
 
     def confirm(self, epoch: int) -> None:
-        """Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over; Unavailable."""
+        """Check with Redis that we lead the run and the epoch lasts.
+
+        Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over; Unavailable: no answer.
+        """
         ...
 
     def hold(self) -> None:
-        """Raises: Evicted: another coordinator has taken over; Unavailable: Redis does not answer."""
+        """Check with Redis that we lead the run.
+
+        Raises: Evicted: another coordinator has taken over; Unavailable: Redis does not answer.
+        """
         ...
 
 
 async def check_lead(lead: Lead, patience_s: float) -> None:
-    """Returns once it is certain that we lead the run: before a row, a state or a checkpoint is written.
+    """Return once it is certain that we lead the run; called before a row, a state or a checkpoint is written.
 
     Args:
-        patience_s: for a Redis that does not answer, once our lease may have run out.
-    Raises: Evicted: another coordinator has taken over; Unavailable: Redis was away for longer.
+        patience_s: how long to wait for Redis, once our lease may have run out.
+    Raises: Evicted: another coordinator has taken over; Unavailable: Redis was unreachable for longer.
     """
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
@@ -54,15 +60,15 @@ async def check_lead(lead: Lead, patience_s: float) -> None:
                 return
             if asyncio.get_running_loop().time() >= deadline_s:
                 raise Unavailable(
-                    f"waited {patience_s:g} s to be told whether this coordinator still leads the run: {error}"
+                    f"waited {patience_s:g} s to learn whether this coordinator still leads the run: {error}"
                 ) from error
         await asyncio.sleep(_RETRY_S)
 
 
 def last_look(lead: Lead) -> None:
-    """In the moment before a write: nothing, while our lease lasts by our own clock; else Redis is asked.
+    """Check the lead in the moment before a write: by our own clock while our lease lasts, else with Redis.
 
-    So a process that was stopped for longer than its lease since check_lead notices, without a trip to Redis per write.
+    So a process that was stopped for longer than its lease since check_lead notices, without a call to Redis per write.
     Raises: Evicted: another coordinator has taken over; Unavailable: Redis does not answer.
     """
     if lead.left_s <= 0:
@@ -70,7 +76,9 @@ def last_look(lead: Lead) -> None:
 
 
 async def may_write(lead: Lead, lost: "asyncio.Future[None]") -> bool:
-    """Whether nobody else is known to lead the run; yes while Redis is away: one that ends of that says so on disk.
+    """Whether no other coordinator is known to lead the run.
+
+    True while Redis is unreachable: a run that fails because of that records it on disk.
 
     Args:
         lost: done once another coordinator is known to have taken over.

@@ -1,14 +1,14 @@
-"""How a run ends before its time: on a stop signal what is finished is saved first; a failure is put into words.
+"""How a run ends early: a stop signal saves finished work first. Also texts and exit codes of failures.
 
-A stop signal finds the run in one of these:
+When the stop signal comes
 
-the run                          what happens
-starting                         it is cancelled at once: nothing is unsaved
-generating, scoring, held        cancelled; a checkpoint of the last finished iteration, if it has none yet
+while the run is                 what happens
+starting                         it is cancelled immediately: nothing is unsaved
+generating, scoring, paused      it is cancelled; a checkpoint of the last finished iteration, if it has none yet
 training, syncing, saving        the iteration is finished, without its evaluation; then the same
-exporting, after its last one    it is finished
+exporting, after the last one    the export is finished
 
-all within run.stop_timeout_s; after that the run is cancelled wherever it is, and goes on from an older checkpoint.
+all within run.stop_timeout_s; after that the run is cancelled wherever it is, and a resume uses an older checkpoint.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class TrainerLost(Unavailable):
-    """The run failed, and the trainer does not answer: whatever failed first, the trainer is what must start again."""
+    """The run failed, and the trainer does not answer: whatever failed first, the trainer must be restarted."""
 
 
 class Leaving:
-    """What a run and whoever stops it agree on.
+    """The state shared by a run and the code that stops it.
 
     Attributes:
-        asked: the run is to end; set by whoever stops it.
-        settled: the trainer holds what the run's state says, and nothing of a further iteration; set by the run.
-        saves: there is something that the run would save; set by the run.
+        asked: the run is to end; set by `leave`.
+        settled: the trainer's state matches the run's, and no further iteration has changed it; set by the run.
+        saves: the run has begun, so may have something to save; set by the run.
         left: the run has ended because it was asked to.
     """
 
@@ -44,7 +44,7 @@ class Leaving:
         self.left = False
 
     async def leave(self, work: "asyncio.Task[None]", timeout_s: float) -> bool:
-        """End the run that `work` is, as the table says. Returns: whether it has ended before its time."""
+        """End the run `work` as the table says. Returns: whether it ended early."""
         self.asked.set()
         if self.saves:
             await asyncio.wait([work], timeout=timeout_s)
@@ -57,24 +57,24 @@ class Leaving:
         return work.cancelled() or self.left
 
     async def until_safe(self, working: "asyncio.Task[None]") -> None:
-        """Return when `working` is done, or the run was asked to end and may."""
+        """Return when `working` is done, or when the run was asked to end and is settled."""
         for event in (self.asked, self.settled):
             if (await first_of({"work": end_of(working), "event": event})).name == "work":
                 return
 
     async def unless_asked(self, action: Coroutine[Any, Any, T]) -> T | None:
-        """What the action returns; None if the run is to end before it does. It is cancelled then."""
+        """Await the action. Returns: its result; None: it was cancelled, since the run is to end."""
         first = await first_of({"action": action, "asked": self.asked})
         return first.value if first.name == "action" else None
 
 
 def words_of(error: BaseException) -> str:
-    """A failure for people: the file of one that is about a file."""
+    """Describe a failure to the user; one of a file with the file's name."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot write {error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The coordinator's exit code after a failure."""
+    """Return the coordinator's exit code after a failure."""
     return EXIT_LOST_TRAINER if isinstance(error, TrainerLost) else EXIT_FAILED

@@ -1,7 +1,7 @@
 """One GRPO iteration, from top to bottom: start reading here.
 
-`GrpoLoop.iterate` is the table of contents; each of its lines is a step, lives in the file that the step names, takes
-data and returns data. Steps are numbered as in ARCHITECTURE.md (3 and 9 happen in the rollout services).
+`GrpoLoop.iterate` is the table of contents: each of its lines is a step, which takes data and returns data, and is
+implemented in the module that it calls. Steps are numbered as in ARCHITECTURE.md (3 and 9 run in the rollout services).
 Legend: P prompts, G completions per prompt, S samples.
 """
 
@@ -26,13 +26,13 @@ from servicekit.errors import WrongVersion
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 
-# A synchronous iteration trains on what the current policy has just sampled.
+# A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """What the scores of an iteration are worth for training."""
+    """Advantages of an iteration's samples, and which groups have none."""
 
     advantages_PG: NDArray[np.float64]
     zero_variance_P: NDArray[np.bool_]
@@ -41,7 +41,7 @@ class Learnt:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLoop:
-    """The parts that an iteration needs, and the iteration."""
+    """One GRPO iteration, with the parts that it needs."""
 
     grpo: GrpoSection
     sampling: Sampling
@@ -50,7 +50,7 @@ class GrpoLoop:
     scorer: Scorer
     trainer: Trainer
     weights: WeightSync
-    # Of this process: a trainer that outlives us must not answer a new step with an old reply.
+    # Id of this process in step ids: a trainer that outlives us must not answer a new step with an old reply.
     incarnation: str
     # Shuffles samples into updates; its state is saved with the run's.
     rng: np.random.Generator = field(repr=False)
@@ -58,7 +58,7 @@ class GrpoLoop:
     async def iterate(self, number: int, policy_version: int, watch: Stopwatch) -> IterationRecord:
         """Run iteration `number` (from 1) with the policy that the replicas serve now.
 
-        Raises: TandemError: of the service that failed, named. Nothing of the iteration is kept then.
+        Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
             await self.weights.seed_late_joiners(policy_version)
@@ -86,12 +86,12 @@ class GrpoLoop:
         )
 
     def take_prompts(self, number: int) -> dict[str, Prompt]:
-        """The next P prompts by group id; an id says iteration, place and data row: `i12.g3.row77`."""
+        """Take the next P prompts, by group id; an id consists of iteration, place and data row: `i12.g3.row77`."""
         prompts = self.cursor.take(self.grpo.prompts_per_iteration)
         return {f"i{number}.g{place}.row{prompt.row}": prompt for place, prompt in enumerate(prompts)}
 
     async def generate(self, prompts: Mapping[str, Prompt], policy_version: int) -> Generation:
-        """G completions of each prompt, all sampled by the current policy.
+        """Sample G completions of each prompt with the current policy.
 
         Raises: WrongVersion: a sample is too old to train on.
         """
@@ -103,7 +103,7 @@ class GrpoLoop:
         return generation
 
     def learn(self, scored: Scored) -> Learnt:
-        """Advantages, and which groups have none."""
+        """Compute the advantages, and which groups have none or are dropped."""
         zero_variance_P = zero_variance(scored.rewards_PG)
         drop = self.grpo.zero_variance == "drop"
         return Learnt(
@@ -113,7 +113,7 @@ class GrpoLoop:
         )
 
     def make_batch(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
-        """The train step's batch; None if every group was dropped."""
+        """Build the train step's batch; None if every group was dropped."""
         samples = select_samples(
             generation.groups, learnt.advantages_PG, learnt.dropped_P, truncated=self.grpo.truncated
         )
@@ -128,9 +128,9 @@ class GrpoLoop:
         )
 
     async def train(self, batch: TrainBatch | None) -> TrainResult | None:
-        """One GRPO step; none without samples."""
+        """Run one GRPO step; None without samples."""
         return None if batch is None else await self.trainer.train_step(batch)
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
-        """Bring the new weights to the replicas; without a step they have them already."""
+        """Bring the new weights to the replicas; None without a step: they have them already."""
         return None if step is None else await self.weights.publish(step.policy_version)

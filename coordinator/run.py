@@ -49,16 +49,20 @@ log = get_logger(__name__)
 
 @dataclass(kw_only=True)
 class Run:
-    """One run on its way.
+    """A run in progress.
 
     Attributes:
-        logprob_diff_limit: grpo.logprob_diff_limit; logprob_diff_stop: grpo.logprob_diff_stop.
+        settings: the configuration's section `run`.
+        logprob_diff_limit: grpo.logprob_diff_limit.
+        logprob_diff_stop: grpo.logprob_diff_stop.
         evaluator: None without held-out data.
-        state: what has been done, by this process and those before it.
-        resumed: there may have been processes before it, and services that have worked with them.
-        checkpoint: the one that the run goes on from.
-        lead: asked before anything is written.
-        lead_patience_s: for a Redis that cannot say whether we lead the run.
+        state: progress of the run, by this process and earlier ones.
+        resumed: whether earlier processes may have worked on this run, with the same services.
+        checkpoint: the one that the run resumes from.
+        lead: checked before anything is written.
+        lead_patience_s: how long to wait for Redis to confirm that we lead the run.
+        dropped_prompts: by data file, prompts dropped since they are longer than data.max_prompt_tokens.
+        leaving: the state shared with the code that stops the run.
     """
 
     settings: RunSection
@@ -73,29 +77,28 @@ class Run:
     state: RunState
     lead: Lead
     lead_patience_s: float
-    # Prompts that are longer than data.max_prompt_tokens and were left out, by data file.
     dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
-    # Rows by data file whose answers have been complained about.
+    # By data file, rows with an unreadable answer that were warned about.
     _remarked_rows: dict[DataKey, set[int]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
-        # Seconds that earlier processes worked on this run.
+        # Seconds of work of earlier processes on this run.
         self._earlier_s = self.state.wall_s
         self._start_s = time.monotonic()
         self._checkpointed = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
-        """The whole run; or, when it is asked to leave, what leaving.py says.
+        """Execute the whole run; when asked to end early, do what leaving.py says.
 
-        Raises: TandemError: of the service that failed, named; the state on disk is that of the last iteration.
+        Raises: TandemError: of the service that failed, with its name; the state on disk is that of the last iteration.
         """
         working = asyncio.create_task(self._work(), name="iterations")
         try:
@@ -123,13 +126,13 @@ class Run:
         lost = self._rows.cut_after(self.state.iteration)
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
-            self._warn("lost_rows", f"{message}: a crash or a full disk has torn them")
+            self._warn("lost_rows", f"{message}: lost in a crash or on a full disk")
         self._curves = [numeric(row) for row in self._rows.rows()]
         self._note_dropped_prompts()
         self._announce("sync")
         await self._agree_on_version()
         self._step_over_damaged()
-        # Forced, on a resume too: replicas start without weights, and nobody else would send them.
+        # On a resume too: replicas start without weights, and no other process would send them.
         self._note_sync(await self.loop.weights.publish(self.state.policy_version))
         metrics.POLICY_VERSION.set(self.state.policy_version)
         metrics.ITERATION.set(self.state.iteration)
@@ -144,46 +147,47 @@ class Run:
         self.leaving.saves = True
 
     async def _agree_on_version(self) -> None:
-        """Raises: WrongVersion: a new run finds a trainer that has trained already."""
+        """Bring run and trainer to one policy version.
+
+        Raises: WrongVersion: a new run finds a trainer that has trained already.
+        """
         trainer, ours = self.loop.trainer, self.state.policy_version
         if self.resumed:
             folder = self.checkpointer.trainer_folder(self.state.iteration) if self.state.iteration else None
             version = await take_over(trainer, self.loop.weights, ours, folder)
             if version != ours:
-                self._warn(
-                    "take_over", f"the checkpoint's version {ours} goes on as {version}: others were ahead of it"
-                )
+                self._warn("take_over", f"the checkpoint's version {ours} is now {version}: services were ahead of it")
             self.state.policy_version = version
             return
         trained = (await trainer.status()).policy_version
         if trained != ours:
             raise WrongVersion(
                 f"the trainer is at policy version {trained}, this run begins at {ours}: "
-                "start a new trainer too, or go on from a checkpoint (--resume)"
+                "start a new trainer too, or resume from a checkpoint (--resume)"
             )
 
     def _step_over_damaged(self) -> None:
-        """Say which newer checkpoints could not be used, and take them out of the way of those to come."""
+        """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
         if self.checkpoint is None:
             return
         damages, complaints = self.checkpoint.stepped_over, self.checkpoint.complaints()
         for damage, complaint in zip(damages, complaints, strict=True):
             try:
                 aside = set_aside(damage)
-            except OSError as error:  # it stays where it is, and is stepped over again
-                log.warning("a damaged checkpoint cannot be moved", folder=str(damage.folder), error=str(error))
+            except OSError as error:  # it stays where it is, and the next resume skips it too
+                log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
                 aside = None
             self.state.damaged_checkpoints.append(complaint)
             self._warn("damaged_checkpoint", complaint + ("" if aside is None else f"; it is kept as {aside.name}"))
         self.checkpoint = None
 
     def _note_dropped_prompts(self) -> None:
-        """data.overlong_prompts: drop leaves data out; that changes what is trained."""
+        """Warn of dropped prompts (data.overlong_prompts: drop): they change what is trained."""
         for data, count in self.dropped_prompts.items():
             metrics.DROPPED_PROMPTS.labels(data=data).set(count)
             if count:
                 self._warn(
-                    "dropped_prompts", f"{count} prompts of data.{data} are left out: longer than max_prompt_tokens"
+                    "dropped_prompts", f"{count} prompts of data.{data} were dropped: longer than max_prompt_tokens"
                 )
 
     def _is_over(self, iteration: int) -> bool:
@@ -193,7 +197,7 @@ class Run:
         return reached or self.control.stop_requested or iteration >= self.settings.iterations
 
     async def _traced_iteration(self, number: int) -> None:
-        """An iteration as one trace, and its number in every log line."""
+        """Run an iteration as one trace, with its number in every log line."""
         where = {"iteration": number, "policy_version": self.state.policy_version}
         with bound_contextvars(**where), span("iteration", **where):
             await self._iterate(number)
@@ -215,7 +219,7 @@ class Run:
         await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
     async def _report(self, record: IterationRecord, heldout: Scored | None, timing: Timing, checkpoint: bool) -> None:
-        """Write the row, then the state, then complete the checkpoint: what counts comes last."""
+        """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
         await self._check_lead()
         row = build_row(record, heldout, timing)
@@ -227,7 +231,7 @@ class Run:
         self._rows.append(row, self._last_look)
         self._save_state("running")
         if adopt_next(self.run_dir):
-            log.info("the run goes on with the configuration of this launch")
+            log.info("configuration of this launch adopted")
         if checkpoint:
             self._rows.sync()
             await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
@@ -244,7 +248,7 @@ class Run:
             )
 
     def _look_at_the_training(self, row: Row) -> None:
-        """Note what is wrong with it, and warn when that begins."""
+        """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
         now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
         self.state.troubles = [trouble.text for trouble in now]
@@ -253,7 +257,7 @@ class Run:
                 self._warn("training", f"iteration {self.state.iteration}: {trouble.text}")
 
     def _advance(self, record: IterationRecord, row: Row) -> None:
-        """Bring the state to the end of the iteration."""
+        """Update the state and its metrics to the end of the iteration."""
         state, totals = self.state, self.state.totals
         state.iteration, state.policy_version = record.iteration, record.policy_version
         state.cursor, state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
@@ -277,7 +281,7 @@ class Run:
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
 
     def _note_scores(self, data: DataKey, scored: Scored) -> None:
-        """Count the zeros that say nothing about the policy, and warn of them."""
+        """Count scores of 0 that are not the policy's fault, and warn of them."""
         totals = self.state.totals
         (totals if data == "train" else totals.heldout).note_scores(scored)
         metrics.observe_scores(data, scored)
@@ -299,7 +303,7 @@ class Run:
         return scored
 
     async def _save(self) -> None:
-        """A checkpoint of the state, if it has none and there is something in it."""
+        """Write a checkpoint of the last iteration, if there is one and it has none yet."""
         if self.state.iteration in (0, self._checkpointed):
             return
         await self._check_lead()
@@ -307,10 +311,10 @@ class Run:
         self._rows.sync()
         await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
         self._checkpointed = self.state.iteration
-        log.info("checkpoint of the last iteration", iteration=self.state.iteration)
+        log.info("checkpoint saved at the end", iteration=self.state.iteration)
 
     async def _finish(self) -> None:
-        """Leave everything that the run is for: a checkpoint of its end and the policy as a Hugging Face folder."""
+        """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
         await self._save()
         self._announce("export")
         await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
@@ -318,14 +322,14 @@ class Run:
         self._save_state("finished")
 
     async def _check_lead(self) -> None:
-        """Raises: Evicted: another coordinator has taken over, and writes where we would."""
+        """Wait until it is certain that we lead the run. Raises: Evicted: another coordinator has taken over."""
         await check_lead(self.lead, self.lead_patience_s)
 
     def _last_look(self) -> None:
         last_look(self.lead)
 
     def rows(self) -> list[Row]:
-        """The rows of metrics.jsonl."""
+        """Return the rows of metrics.jsonl."""
         return self._rows.rows()
 
     def _note_sync(self, sync: SyncResult) -> None:
@@ -334,7 +338,7 @@ class Run:
         totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
 
     def _part(self, part: str) -> AbstractContextManager[object]:
-        """A part of an iteration begins. Returns: its span."""
+        """Announce that a part of an iteration begins. Returns: its span."""
         self._announce(part)
         return span(part)
 

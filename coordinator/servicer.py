@@ -1,4 +1,4 @@
-"""CoordinatorService: watch the run, pause it, stop it. Translates between the wire and `RunControl`/`EventLog`."""
+"""CoordinatorService: watches, pauses and stops the run. Translates between the wire and `RunControl`/`EventLog`."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -37,9 +37,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     Args:
         run: the run's name.
-        total_iterations: what the run is configured for.
-        progress, fleet: read only, changed by the run.
-        overview: takes a snapshot of the run for people.
+        total_iterations: run.iterations.
+        progress: the run's state; read only here.
+        fleet: read only here.
+        overview: takes a snapshot of the run for `tandem top`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._overview = overview
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        """Where the run stands."""
+        """Report the run's state and progress, serving replicas and troubles."""
         return pb.GetStatusResponse(
             run=self._run,
             state=_STATES[self._control.state],
@@ -76,24 +77,24 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         )
 
     async def GetOverview(self, request: pb.GetOverviewRequest, context: Any) -> pb.GetOverviewResponse:
-        """The run at a glance."""
+        """Send a snapshot of the run, as the web page shows it."""
         return ParseDict({"overview": self._overview()}, pb.GetOverviewResponse())
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        """Events after a sequence number, then new ones."""
+        """Stream the events after a sequence number, then new ones."""
         async for event in self._events.watch(request.after_sequence):
             yield _to_proto(event)
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        """Hold before the next iteration."""
+        """Pause the run before the next iteration."""
         return pb.PauseResponse(state=_STATES[self._control.pause()])
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
-        """Go on."""
+        """Continue a paused run."""
         return pb.ResumeResponse(state=_STATES[self._control.resume()])
 
     async def StopAfterStep(self, request: pb.StopAfterStepRequest, context: Any) -> pb.StopAfterStepResponse:
-        """End after the current iteration. Returns: iterations that have ended so far."""
+        """End the run after the current iteration. Returns: number of iterations finished so far."""
         self._control.stop_after_step()
         return pb.StopAfterStepResponse(iteration=self._progress.iteration)
 

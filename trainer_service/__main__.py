@@ -20,7 +20,7 @@ from weightsync.transfer.devices import gpu_name
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the rank. Returns: 2 for a bad configuration; otherwise the process ends in app.run."""
+    """Run the rank. Returns: 2 for a bad configuration; otherwise app.run ends the process."""
     parser = argparse.ArgumentParser(prog="python -m trainer_service", description="One rank of the Megatron trainer.")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file (YAML)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place.from_env(os.environ)
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
-        # With every transport: ranks on GPUs compare these, and prove an NCCL group, before they agree on one.
+        # With every transport: ranks on GPUs compare these settings, and test an NCCL group, before they agree on one.
         settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
     except ConfigError as error:
         get_logger(__name__).error("bad configuration", error=str(error))

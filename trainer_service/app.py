@@ -1,4 +1,4 @@
-"""Wires a rank together: rank 0 serves gRPC and commands, the others follow."""
+"""Wires a rank together: rank 0 serves gRPC and issues commands, the others execute them."""
 
 import asyncio
 import contextlib
@@ -32,14 +32,14 @@ from weightsync.transfer.devices import check_device
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
-# Running calls may finish for this long after SIGTERM, then all ranks have as long to stop.
+# After SIGTERM running calls have this long to finish, then all ranks have as long to stop.
 DRAIN_GRACE_S = 30.0
 
 log = get_logger(__name__)
 
 
 def run(settings: WorkerSettings) -> int:
-    """Serves until the process is asked to stop. Returns: its exit code."""
+    """Run the rank until the process is asked to stop, then end the process with its exit code."""
 
     async def main(stop: asyncio.Event) -> int:
         configure_logging(NAME, rank=settings.place.rank)
@@ -48,19 +48,19 @@ def run(settings: WorkerSettings) -> int:
 
     code = run_main(NAME, main, name=failure_name(settings.place.rank))
     sys.stderr.flush()
-    # threads that wait for a dead peer would hold the interpreter up until their timeout
+    # threads that wait for a lost peer would delay the interpreter's exit until their timeout
     os._exit(code)
 
 
 class _RankZero:
-    """Life of the rank that serves."""
+    """The rank that serves gRPC."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._environment: ServiceEnvironment = settings.environment
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Live at once, ready when the model is loaded."""
+        """Serve from the start, ready when the model is loaded. Returns: the exit code."""
         loop = asyncio.get_running_loop()
         identity = self._environment.identity(NAME)
         registry = await asyncio.to_thread(
@@ -90,7 +90,7 @@ class _RankZero:
         try:
             if not await _loaded(worker, stop):
                 return EXIT_OK
-            # Last: whoever leads later than this calls first.
+            # Read last: a coordinator that leads later calls TakeOver first.
             servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._leader))
             lost: asyncio.Future[None] = loop.create_future()
             record = self._record(address, metrics_port)
@@ -119,7 +119,7 @@ class _RankZero:
         )
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, ended: "asyncio.Future[None]") -> int:
-        """Refuse new calls, finish running ones, stop all ranks."""
+        """Refuse new calls, finish running ones, stop all ranks. Returns: the exit code."""
         await server.drain(DRAIN_GRACE_S)
         stopping = commander.submit(Command.STOP)
         try:
@@ -133,7 +133,7 @@ class _RankZero:
 
 
 async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
-    """Life of the other ranks: rank 0 says when it is over."""
+    """Run a rank other than 0, until rank 0 stops it. Returns: the exit code."""
     environment = settings.environment
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
@@ -150,12 +150,15 @@ async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
 
 
 async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None:
-    """Follows rank 0 to the end. Raises: DeadlineExceeded: asked to stop, and rank 0 does not see to it."""
+    """Wait for the end of the commands; on a stop signal ask rank 0 to stop all ranks.
+
+    Raises: DeadlineExceeded: rank 0 did not do so in time.
+    """
     ended = asyncio.wrap_future(worker.ended)
     first = await first_of({"ranks": ended, "stop": stop})
     if first.name == "stop":
         if worker.liveness is not None:
-            with contextlib.suppress(RuntimeError):  # rank 0 is gone already
+            with contextlib.suppress(RuntimeError):  # rank 0 has ended already
                 worker.liveness.ask_to_stop(f"rank {rank} was asked to stop")
         first = await first_of({"ranks": ended}, timeout_s=3 * DRAIN_GRACE_S)
     if first.name == DEADLINE:
@@ -164,9 +167,9 @@ async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None
 
 @contextlib.asynccontextmanager
 async def _host_health(settings: WorkerSettings) -> AsyncIterator[Callable[[bool], None]]:
-    """Health for the probes of a host that rank 0 is not on: its first rank serves that, and nothing else.
+    """Serve health for the probes of a host without rank 0: its first rank does so, and serves nothing else.
 
-    Yields: what switches readiness.
+    Yields: the function that sets readiness.
     """
     bind = settings.environment.health_bind
     if bind is None or settings.place.local_rank != 0:
@@ -181,8 +184,8 @@ async def _host_health(settings: WorkerSettings) -> AsyncIterator[Callable[[bool
 
 
 async def _loaded(worker: Worker, stop: asyncio.Event) -> bool:
-    """Waits for the model.
+    """Wait for the model.
 
-    Returns: False if the process was asked to stop first. Raises: why the model could not be loaded.
+    Returns: False if the process was asked to stop first. Raises: the error of loading the model.
     """
     return (await first_of({"loaded": asyncio.wrap_future(worker.loaded), "stop": stop})).name == "loaded"

@@ -1,4 +1,4 @@
-"""What the service asks of a training engine. Every method is called on all ranks together, with equal arguments."""
+"""The interface of a training engine. Every method is called on all ranks together, with equal arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,12 @@ from weightsync.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """metrics by name, over all ranks; seconds by part, of this rank."""
+    """Result of one train step.
+
+    Attributes:
+        metrics: by name, over all ranks.
+        seconds: by part, of this rank.
+    """
 
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
@@ -24,7 +29,7 @@ class TrainerEngine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """0 for the initial model, +1 per train step; renumber() may leave numbers out."""
+        """0 for the initial model, +1 per train step; renumber() may skip numbers."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -32,39 +37,46 @@ class TrainerEngine(Protocol):
 
     @property
     def parallel(self) -> Parallel:
-        """How it is spread."""
+        """The parallel sizes."""
 
     @property
     def limits(self) -> Limits:
-        """What a sample may be."""
+        """Largest sizes and token ids of samples."""
 
     def load(self, folder: Path) -> None:
-        """Weights from a Hugging Face folder; fresh optimizer; no steps done; policy version 0."""
+        """Load weights from a Hugging Face folder, with a fresh optimizer, no steps done, and policy version 0."""
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
-        """One GRPO step; the policy version grows by 1. Raises: NotFinite: nothing changed."""
+        """Run one GRPO step; the policy version grows by 1.
+
+        Raises: NotFinite: a loss or gradient was not finite; nothing changed.
+        """
 
     def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
-        """Log-probs and entropies of the completion tokens, [T] each, on every rank."""
+        """Compute log-probs and entropies of the completion tokens. Returns: [T] each, on every rank."""
 
     def save(self, folder: Path) -> int:
-        """Everything that a restart needs, atomically. Returns: bytes written by all ranks."""
+        """Write everything that a restart needs, atomically. Returns: bytes written by all ranks."""
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Changes nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""
+        """Check a checkpoint, changing nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Raises, on every rank alike: ConfigError: the folder is from another model, or another parallel layout;
-        DamagedCheckpoint: its files are not what was written, and nothing has changed here."""
+        """Load weights, optimizer and random states from a folder.
+
+        Raises, the same on every rank:
+            ConfigError: the folder is from another model, or another parallel layout.
+            DamagedCheckpoint: its files are not as they were written; nothing has changed here.
+        """
 
     def renumber(self, policy_version: int) -> None:
-        """The same policy is called `policy_version` from now on."""
+        """Set the version of the present policy to `policy_version`."""
 
     def tensors(self) -> Mapping[str, Any]:
-        """This rank's live parameters (torch tensors) by the engine's own names."""
+        """Return this rank's live parameters (torch tensors), by the engine's own names."""
 
     def export(self, folder: Path) -> int:
-        """The policy as a Hugging Face folder, atomically. Returns: bytes written."""
+        """Write the policy as a Hugging Face folder, atomically. Returns: bytes written."""
 
     def close(self) -> None:
-        """Gives up the engine's process groups."""
+        """Destroy the engine's process groups."""

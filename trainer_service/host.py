@@ -1,8 +1,8 @@
 """`python -m trainer_service.host --config FILE [--resume]`: all ranks of the trainer that belong on this host.
 
-The first process of the trainer's container. Each rank is a `python -m trainer_service` with RANK, LOCAL_RANK and
-WORLD_SIZE; the ranks of all hosts find each other through the registry. SIGTERM goes to every rank. When one rank
-ends, so do the others, and the exit code is that of the first that failed.
+The first process of the trainer's container. It starts each rank as a `python -m trainer_service` with RANK, LOCAL_RANK
+and WORLD_SIZE; the ranks of all hosts find each other through the registry. SIGTERM goes to every rank. When one rank
+ends, the others are ended too, and the exit code is that of the first that failed.
 """
 
 import argparse
@@ -24,11 +24,11 @@ STOP_GRACE_S = 70.0
 
 
 def ranks_here(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
-    """What each rank of this host finds in its environment.
+    """Make the environment variables of each rank of this host.
 
     Args:
         environ: TANDEM_RANKS_PER_HOST (unset: all ranks are here), TANDEM_HOST_INDEX (unset: 0).
-    Raises: ConfigError: a value is no number, the hosts do not divide the ranks evenly, or there is no such host.
+    Raises: ConfigError: a value is not a number, the hosts do not divide the ranks evenly, or no host has this index.
 
     >>> ranks_here({"TANDEM_RANKS_PER_HOST": "2", "TANDEM_HOST_INDEX": "1"}, 4)[0]
     {'RANK': '2', 'LOCAL_RANK': '0', 'WORLD_SIZE': '4'}
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         environments = ranks_here(os.environ, load_config(options.config).trainer.world_size)
         command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
         command += ["--resume"] if options.resume else []
-        programs = [Program(name=f"rank {each['RANK']}", command=command, env=each) for each in environments]
+        programs = [Program(name=f"rank {env['RANK']}", command=command, env=env) for env in environments]
         return await run_together(programs, stop, grace_s=STOP_GRACE_S)
 
     return run_main("trainer", ranks)

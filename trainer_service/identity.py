@@ -1,6 +1,6 @@
-"""What a checkpoint of the trainer and the run that goes on from it must have in common. Pure.
+"""The properties that a trainer checkpoint and the run that resumes from it must share. Pure.
 
-Shards are of one model, cut in one way, in one type: a trainer of another layout cannot read them. All else may change.
+Shards are of one model, one parallel layout and one dtype: a trainer with others cannot read them. All else may change.
 """
 
 import json
@@ -14,7 +14,7 @@ from weightsync.model.spec import ModelSpec
 
 _SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor")
 _OTHERS = ("virtual_pipeline", "first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts")
-# Where a user has set what meta.json holds.
+# By key of meta.json, the key of the configuration.
 _KEYS = {
     "dtype": "model.dtype",
     **{f"parallel.{name}": f"trainer.{name}_parallel" for name in _SIZES},
@@ -23,24 +23,24 @@ _KEYS = {
 
 
 def identity(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
-    """JSON values: model, parallel sizes, dtype."""
+    """Return what meta.json stores of a run as JSON values: model, parallel sizes, dtype."""
     parallel = asdict(Parallel(**config.trainer.parallel_sizes))
-    # as it will be read back: lists, not tuples
+    # as JSON reads it back: lists, not tuples
     return {"model": json.loads(spec.fingerprint()), "parallel": parallel, "dtype": config.model.dtype}
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Everything in which a checkpoint's meta.json differs from a run, in words, by the keys of the configuration.
+    """List, as text, all differences of a checkpoint's meta.json from a run, by the keys of the configuration.
 
     >>> differences({"dtype": "float32", "parallel": {"tensor": 1}}, {"dtype": "float32", "parallel": {"tensor": 2}})
     ['trainer.tensor_parallel: 1 in the checkpoint, 2 in the run']
     """
-    there, here = _flat(saved), _flat(own)
-    keys = [key for key in here | there if key.partition(".")[0] in own]
+    in_checkpoint, in_run = _flat(saved), _flat(own)
+    keys = [key for key in in_run | in_checkpoint if key.partition(".")[0] in own]
     return [
-        f"{_KEYS.get(key, key)}: {there.get(key)} in the checkpoint, {here.get(key)} in the run"
+        f"{_KEYS.get(key, key)}: {in_checkpoint.get(key)} in the checkpoint, {in_run.get(key)} in the run"
         for key in keys
-        if there.get(key) != here.get(key)
+        if in_checkpoint.get(key) != in_run.get(key)
     ]
 
 

@@ -36,18 +36,22 @@ CHECKPOINT_SECONDS = Histogram(
 )
 
 for _result in ("ok", "not_finite", "failed"):
-    # From 0: a counter that appears with its first event has no increase that an alert could see.
+    # Start at 0: a counter that appears with its first event shows no increase to an alert.
     STEPS.labels(result=_result)
 
 
 def observe_phase(phase: weights_pb2.RoundPhase.ValueType, reports: Sequence[weights_pb2.PhaseReport]) -> None:
-    """A phase of a sync round that worked, with the report of each rank."""
+    """Record a sync phase that succeeded.
+
+    Args:
+        reports: of each rank.
+    """
     if phase == weights_pb2.ROUND_PHASE_TRANSFER:
         STAGING_BYTES.set(max(report.staging_bytes for report in reports))
 
 
 def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], policy_version: int) -> None:
-    """A step that worked."""
+    """Record a train step that succeeded."""
     for part, value in seconds.items():
         STEP_SECONDS.labels(part=part).observe(value)
     STEPS.labels(result="ok").inc()

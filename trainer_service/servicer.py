@@ -1,6 +1,6 @@
-"""TrainerService of rank 0: checks what can be checked here, then commands all ranks.
+"""TrainerService of rank 0: checks requests, then commands all ranks.
 
-Nothing that can be wrong with a request reaches a collective: a refused request leaves the trainer serving.
+A wrong request is refused before any collective, so the trainer keeps serving.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, RULES, name_of
 from weightsync.transfer.hf_files import EXPORT_MARK
 
-# A step is repeated right after its reply was lost, so few replies need to be kept.
+# A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
 CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 EXPORT = FolderKind(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
@@ -41,9 +41,12 @@ log = get_logger(__name__)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
-    """Until `serve_engine` is called every RPC is refused with NOT_READY.
+    """Serves the trainer's RPCs; refuses each with NOT_READY until `serve_engine` is called.
 
-    run_dir: where requests may write. interrupt: ends what ranks wait for in a phase of the round of that id; blocking.
+    Args:
+        max_samples: most samples of one train step.
+        run_dir: the folder that requests may write to.
+        interrupt: ends the waits of ranks in a phase of the round with this id; blocking.
     """
 
     def __init__(
@@ -63,29 +66,33 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
 
     def serve_engine(self, engine: TrainerEngine, leader: common_pb2.CoordinatorFence | None = None) -> None:
-        """The model is loaded. leader: the newest coordinator that the run has had; None: there was none."""
+        """Serve calls from now on: the model is loaded.
+
+        Args:
+            leader: the fence of the run's newest coordinator; None: there was none.
+        """
         if leader is not None:
             self._fence.remember(leader)
         self._engine = engine
         metrics.POLICY_VERSION.set(engine.policy_version)
 
     def _ready(self) -> TrainerEngine:
-        """The engine. Raises: NotReady: there is none yet."""
+        """Return the engine. Raises: NotReady: it is not loaded yet."""
         if self._engine is None:
             raise NotReady("the trainer is still loading its model")
         return self._engine
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
-        """Another coordinator leads from now on; answers when what older ones have begun is done."""
+        """Refuse older coordinators from now on; answer when the work that they started is done."""
         engine = self._ready()
         self._fence.admit(request.fence)
-        await self._command(Command.NOOP, b"")  # one command at a time: it comes behind theirs
+        await self._command(Command.NOOP, b"")  # commands run one at a time: this one waits for theirs
         return pb.TakeOverResponse(policy_version=engine.policy_version)
 
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Any
     ) -> pb.TrainStepResponse:
-        """One GRPO step; a repeated step_id gets the first reply."""
+        """Run one GRPO step; a repeated step_id gets the first reply."""
         engine = self._ready()
         step = await receive_header(request_iterator, self._max_samples)
         step_id = step.header.step_id
@@ -93,14 +100,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if step_id not in self._steps:
             check_version(step.header.policy_version, engine.policy_version)
             await receive_chunks(request_iterator, step)
-            # in a thread: a large batch must not hold up health checks
+            # in a thread: a large batch must not delay health checks
             parts = await asyncio.to_thread(_step_parts, step, engine)
-            self._fence.admit(step.header.fence)  # another may have taken over while the samples came
-            if step_id not in self._steps:  # nor did another call bring it meanwhile
+            self._fence.admit(step.header.fence)  # another coordinator may have taken over meanwhile
+            if step_id not in self._steps:  # another call may have brought the same step meanwhile
                 self._steps[step_id] = asyncio.create_task(self._train(step, parts), name=f"step-{step_id}")
                 while len(self._steps) > KEPT_REPLIES:
                     self._steps.popitem(last=False)
-        # a caller that goes away does not stop a step that other ranks have begun
+        # a caller that disconnects must not stop a step that other ranks have begun
         return await asyncio.shield(self._steps[step_id])
 
     async def _train(self, step: ReceivedStep, parts: Sequence[bytes]) -> pb.TrainStepResponse:
@@ -128,7 +135,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
     async def ComputeLogprobs(
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
     ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
-        """A reply per message, in order."""
+        """Compute log-probs and entropies; one reply per message, in order."""
         engine = self._ready()
         async for request in request_iterator:
             samples = await asyncio.to_thread(merge, [request.chunk], engine.limits)
@@ -136,16 +143,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             yield pb.ComputeLogprobsResponse.FromString(replies[0])
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
-        """A phase of a sync round on every rank."""
+        """Run a phase of a sync round on every rank."""
         self._ready()
         if request.phase not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         self._fence.admit(request.round.fence)
         if request.phase == ABORT:
-            # Beside the queue: the command that waits for a lost peer would hold this one up until its deadline.
+            # Bypasses the queue: a running command that waits for a lost peer would delay this one until its deadline.
             await asyncio.to_thread(self._interrupt, request.round.round_id)
         with metrics.PUBLISH_SECONDS.labels(phase=name_of(request.phase)).time():
-            # Ranks keep to the round's deadlines: one that is late has been frozen, and must not hold the fleet up.
+            # Ranks keep to the round's deadlines: one that is late is frozen, and must not delay the fleet.
             replies = await self._command(
                 Command.PUBLISH, request.SerializeToString(), deadlines.command_s(request.round)
             )
@@ -154,7 +161,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return weights_pb2.RunPhaseResponse(reports=reports)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Weights, optimizer and random states."""
+        """Write weights, optimizer and random states to a folder."""
         self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", CHECKPOINT)
         self._fence.admit(request.fence)
@@ -165,7 +172,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return response
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
-        """A Hugging Face folder."""
+        """Write the policy as a Hugging Face folder."""
         self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", EXPORT)
         self._fence.admit(request.fence)
@@ -175,14 +182,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return response
 
     async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
-        """Back to a checkpoint, under a new version."""
+        """Go back to a checkpoint or the initial model, under a new version."""
         own = self._ready().policy_version
         if request.policy_version < own:
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
             await asyncio.to_thread(inside, request.path, self._run_dir, "path")
             self._fence.admit(request.fence)
-            # Every rank looks before any of them touches a weight: half a policy is none.
+            # Every rank checks its files before any rank changes a weight: a policy restored in part is useless.
             await self._command(Command.CHECK_CHECKPOINT, request.SerializeToString())
         self._fence.admit(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
@@ -192,7 +199,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return response
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        """What the trainer has and does."""
+        """Report version, parallel sizes, activity and software versions."""
         engine = self._ready()
         current = self._commander.current
         return pb.GetStatusResponse(
@@ -204,15 +211,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         )
 
     async def _command(self, command: Command, body: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """A caller that goes away does not cancel what the ranks have begun."""
+        """Run a command on all ranks; a caller that disconnects does not cancel it. Returns: the reply of each rank."""
         replies = asyncio.wrap_future(self._commander.submit(command, [body], timeout_s))
-        # Its error is the ranks' to log if nobody waits for it any more.
+        # Retrieve the error: without a caller that awaits it, asyncio would log it once more.
         replies.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(replies)
 
 
 def _step_parts(step: ReceivedStep, engine: TrainerEngine) -> list[bytes]:
-    """The command of a step: samples are joined and checked here, once; ranks are given arrays, rank 0 like the others.
+    """Build the command of a step: join and check the samples here, once, so that all ranks get arrays.
 
     Raises: InvalidRequest: as merge and check_updates.
     """

@@ -1,7 +1,7 @@
-"""The thread of a rank that owns torch: joins the world, loads the model, then obeys commands until STOP.
+"""The torch thread of a rank: joins the world, loads the model, then executes commands until STOP.
 
 All torch.distributed calls of a rank come from this thread, so that their order is that of the commands. The main
-thread keeps the event loop: health, RPCs, signals.
+thread runs the event loop: health, RPCs, signals.
 """
 
 import json
@@ -35,7 +35,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a rank is started with."""
+    """Settings of a rank."""
 
     config: RunConfig
     environment: ServiceEnvironment
@@ -43,12 +43,12 @@ class WorkerSettings:
     resume: bool
 
 
-# (wire, handlers): rank 0 issues commands, a follower obeys; returns at STOP
+# Executes commands on this rank until STOP: Commander.run on rank 0, follow on the others.
 Serve = Callable[[Wire, Handlers], None]
 
 
 class Worker:
-    """Runs in a daemon thread; `loaded` and `ended` carry what happens in it."""
+    """Owns the torch thread, a daemon; its results and errors are in `loaded` and `ended`."""
 
     def __init__(
         self, settings: WorkerSettings, registry: Registry, serve: Serve, on_stop: Callable[[str], None]
@@ -61,11 +61,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
     def start(self) -> None:
-        """Returns at once."""
+        """Start the thread."""
         self._thread.start()
 
     def interrupt(self, round_id: str) -> None:
-        """On rank 0, from any thread: no rank waits any longer in a phase of this sync round."""
+        """On rank 0, from any thread: end the waits of all ranks in a phase of this sync round."""
         if self._member is not None and self.liveness is not None:
             self._member.interrupt(round_id)
             self.liveness.interrupt(round_id)
@@ -82,9 +82,9 @@ class Worker:
             self.ended.set_result(None)
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Leaves word for the other ranks; rank 0 finds out which rank failed first.
+        """Report a failure to the other ranks; on rank 0 find out which rank failed first.
 
-        A TandemError (a configuration that does not fit the model, say) speaks for itself.
+        Returns: the error to record. A TandemError (a configuration that does not fit the model, say) stays as it is.
         """
         if self.liveness is None:
             return error
@@ -92,8 +92,8 @@ class Worker:
             self.liveness.report(error)
             if self._settings.place.rank == 0 and not isinstance(error, TandemError):
                 return TrainerFailed(self.liveness.diagnose(error))
-        except RuntimeError as gone:
-            log.warning("failure report not delivered", error=str(gone))
+        except RuntimeError as lost:
+            log.warning("failure report not delivered", error=str(lost))
         return error
 
     def _work(self) -> None:
@@ -121,13 +121,13 @@ class Worker:
         dist.destroy_process_group()
 
     def _fail(self, why: str) -> None:
-        """Ends all ranks: this one can take no part in weight syncs any more."""
+        """End all ranks: this one can no longer take part in weight syncs."""
         log.error("trainer rank ends", rank=self._settings.place.rank, error=why)
         if self.liveness is not None:
             self.liveness.report(Aborted(why))
 
     def _load(self, store: dist.Store, device: torch.device) -> TrainerEngine:
-        # the import takes seconds and prepares megatron for the device: not at the top, where tests would pay for it
+        # not at the top: the import takes seconds and prepares megatron for the device
         from trainer_service.megatron_engine.engine import MegatronEngine
 
         config = self._settings.config
@@ -140,7 +140,7 @@ class Worker:
         return engine
 
     def _restore(self, engine: TrainerEngine, store: dist.Store) -> Path | None:
-        """Load the newest checkpoint that is as it was written. Returns: which; None: the run has none yet.
+        """Load the newest undamaged checkpoint. Returns: its folder; None: the run has no checkpoint yet.
 
         Raises: ConfigError: all are damaged, or the newest is of another model or layout.
         """
@@ -151,21 +151,22 @@ class Worker:
                 engine.load_checkpoint(folder)
                 return folder
             except checkpoints.DamagedCheckpoint as damage:
-                log.error("checkpoint is damaged, stepping over it", error=str(damage))
+                log.error("damaged checkpoint skipped", error=str(damage))
                 damaged.append(damage)
         if damaged:
             raise checkpoints.none_left(run_dir, damaged)
         return None
 
     def _checkpoints(self, store: dist.Store) -> list[Path]:
-        """Newest first. Rank 0 looks for them, for all: two looks could see different ones.
+        """List the trainer's folders of usable checkpoints, newest first.
 
-        It reads the small files only; each rank reads its own shards before it loads them.
+        Rank 0 looks for all ranks, since two looks could find different ones. It reads the small files only; each rank
+        reads its own shards before it loads them.
         """
         if self._settings.place.rank == 0:
             found, over = checkpoints.usable(self._settings.environment.run_dir)
             for damage in over:
-                log.error("checkpoint cannot be used, stepping over it", error=str(damage))
+                log.error("unusable checkpoint skipped", error=str(damage))
             store.set("checkpoints", json.dumps([str(folder / checkpoints.TRAINER_FOLDER) for _, folder in found]))
         return [Path(text) for text in json.loads(store.get("checkpoints").decode())]
 
@@ -186,4 +187,4 @@ class Worker:
 
 
 class TrainerFailed(Exception):
-    """The trainer cannot go on; the message names the rank and its error."""
+    """The trainer failed; the message names the rank and its error."""

@@ -1,1 +1,1 @@
-"""Which rollout replicas there are, and which of them serve the current policy."""
+"""The fleet of rollout replicas: which are announced, and which serve the current policy."""

@@ -1,10 +1,10 @@
-"""What the coordinator asks of a fleet of rollout replicas.
+"""The interface of a fleet of rollout replicas.
 
-    announced  it is there                                      look()
+    announced  it is in the registry                            look()
     serving    it has committed the current policy: gets work   serving(), admit()
 
-A replica that ends comes back as a new `Replica` (same name, new process), so that nothing known of the old one is
-believed of the new one.
+A replica that restarts is a new `Replica` (same name, new process), so that knowledge of the old process is not applied
+to the new one.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from coordinator.clients.replica import Replica
 
-# Between two looks at a fleet that is not complete: services take seconds to come back.
+# Between two looks while services are missing: they take seconds to start.
 LOOK_INTERVAL_S = 0.1
 
 
@@ -20,16 +20,16 @@ class Fleet(Protocol):
     """The rollout replicas of a run."""
 
     async def look(self) -> tuple[Replica, ...]:
-        """Replicas that are announced now, by name; one that is not any more serves no longer.
+        """Read the announced replicas, by name; one that is no longer announced stops serving.
 
         Raises: Unavailable: the registry does not answer.
         """
         ...
 
     def serving(self) -> tuple[Replica, ...]:
-        """Replicas that get work, by name."""
+        """Return the replicas that get work, by name."""
         ...
 
     def admit(self, replicas: Sequence[Replica]) -> None:
-        """From now on these serve, and no others."""
+        """Give work to these replicas from now on, and to no others."""
         ...

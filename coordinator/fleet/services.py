@@ -1,4 +1,4 @@
-"""The services that a run needs: found in the registry, reached over channels, asked for their versions."""
+"""The services of a run: finds them in the registry, connects to them, collects their versions."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ class Services:
     fleet: Fleet
 
     async def trainer_answers(self) -> bool:
-        """Whether the trainer says how it is."""
+        """Whether the trainer answers a status call."""
         try:
             await self.trainer.status()
         except TandemError:
@@ -46,14 +46,14 @@ class Services:
         return True
 
     async def blame(self, error: TandemError) -> None:
-        """After a failure. Raises: TrainerLost: the trainer does not answer, so it is what failed."""
+        """Find out whether a lost trainer caused `error`. Raises: TrainerLost: the trainer does not answer."""
         if not await self.trainer_answers():
             raise TrainerLost(f"{error}; the trainer does not answer") from error
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
-        """Until the trainer answers: one that was killed stays in the registry until its lease has run out.
+        """Wait until the trainer answers: a killed one stays in the registry until its lease has run out.
 
-        Raises: TandemError: what it says, or that it says nothing, after timeout_s.
+        Raises: TandemError: the error of its last status call, after timeout_s.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -67,12 +67,12 @@ class Services:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def versions(self) -> dict[str, str]:
-        """Software versions of all services."""
+        """Ask all services for their software versions."""
         found = {self.trainer.name: dict((await self.trainer.status()).versions.packages)}
         for replica in await self.fleet.look():
             try:
                 found[replica.name] = dict((await replica.status()).versions.packages)
-            except TandemError as error:  # the first round finds out whether it matters
+            except TandemError as error:  # the first round will notice a lost replica
                 log.warning("replica versions unknown", replica=replica.name, error=str(error))
         return merge_versions(found)
 
@@ -90,10 +90,10 @@ async def find_services(
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
     Args:
-        cluster: of a fleet of pods, watched already.
-        fence: of the coordinator that will ask them.
-        resumed: the run goes on, and rollout.min_replicas are enough for that; the others join when they come.
-    Raises: DeadlineExceeded: naming who is missing after run.startup_timeout_s; TrainerDead: its pods say so.
+        cluster: the cluster of a fleet of pods, which it watches already.
+        fence: the coordinator's, for calls to the trainer.
+        resumed: the run is resumed: rollout.min_replicas are enough, the others join later.
+    Raises: DeadlineExceeded: names the services missing after run.startup_timeout_s; TrainerDead: its pods have failed.
     """
     if cluster is None:
         record = await (_wait_for_enough if resumed else _wait_for_all)(config, registry)
@@ -108,7 +108,7 @@ async def find_services(
 
 
 def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Packages of all services in one table; a version unlike an earlier service's is kept as `name.package`.
+    """Merge the packages of all services into one table; a version that differs is kept as `service.package`.
 
     >>> merged = merge_versions({"trainer": {"torch": "2.13"}, "rollout-0": {"torch": "2.12", "sglang": "0.5"}})
     >>> merged["torch"], merged["rollout-0.torch"], merged["sglang"]
@@ -123,24 +123,24 @@ def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
-    """Everyone that the configuration counts. Returns: the trainer."""
+    """Wait for the trainer and all rollout.replicas. Returns: the trainer."""
     names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
     timeout_s = config.run.startup_timeout_s
     trainers, rollouts = await asyncio.gather(
         _found(registry, "trainer", ["trainer"], timeout_s), _found(registry, "rollout", names, timeout_s)
     )
     if isinstance(trainers, DeadlineExceeded) or isinstance(rollouts, DeadlineExceeded):
-        # Both, with what is known of each: a trainer that failed may be why there is no replica either.
-        missing = [str(each) for each in (trainers, rollouts) if isinstance(each, DeadlineExceeded)]
+        # Both errors: a failed trainer may be the reason why replicas are missing.
+        missing = [str(result) for result in (trainers, rollouts) if isinstance(result, DeadlineExceeded)]
         raise DeadlineExceeded("; ".join(missing))
     (trainer,) = trainers
     return trainer
 
 
 async def _wait_for_enough(config: RunConfig, registry: Registry) -> ServiceRecord:
-    """The trainer and rollout.min_replicas; the others for one lease more, in which who lives says so.
+    """Wait for the trainer and rollout.min_replicas; then one lease more for the others, in which the living announce.
 
-    Returns: the trainer. Raises: DeadlineExceeded: naming who was there, after run.startup_timeout_s.
+    Returns: the trainer. Raises: DeadlineExceeded: names the services that were announced by run.startup_timeout_s.
     """
     start_s = time.monotonic()
     enough_s: float | None = None
@@ -152,17 +152,17 @@ async def _wait_for_enough(config: RunConfig, registry: Registry) -> ServiceReco
             if len(rollouts) >= config.rollout.replicas or now_s - enough_s >= config.sync.lease_ttl_s:
                 return trainers[0]
         if now_s - start_s >= config.run.startup_timeout_s:
-            there = ", ".join(record.name for record in [*trainers, *rollouts]) or "nobody"
+            announced = ", ".join(record.name for record in [*trainers, *rollouts]) or "none"
             wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-            told = [f"waited {config.run.startup_timeout_s:g} s for {wanted}; there: {there}"]
-            raise DeadlineExceeded("; ".join([*told, *map(str, registry.failures())]))
+            missing = f"waited {config.run.startup_timeout_s:g} s for {wanted}; announced: {announced}"
+            raise DeadlineExceeded("; ".join([missing, *map(str, registry.failures())]))
         await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def _found(
     registry: Registry, role: str, names: list[str], timeout_s: float
 ) -> list[ServiceRecord] | DeadlineExceeded:
-    """Who was waited for, or the error that names who did not come."""
+    """Wait for services. Returns: their records, or the error that names the missing ones."""
     try:
         return await asyncio.to_thread(registry.wait_for, role, names, timeout_s)
     except DeadlineExceeded as missing:
@@ -170,20 +170,20 @@ async def _found(
 
 
 async def _wait_for_pods(config: RunConfig, registry: Registry, cluster: "Cluster") -> ServiceRecord:
-    """The trainer and enough replicas; the others are seeded as their pods come. Returns: the trainer."""
+    """Wait for the trainer and enough replicas; the others are seeded when their pods start. Returns: the trainer."""
     from coordinator.fleet.kubernetes.arrivals import wait_for_services
 
     return await wait_for_services(config, registry, cluster)
 
 
 def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:
-    """A fleet of pods, and the task that looks after them."""
+    """Make a fleet of pods, and start the task that evicts stuck ones."""
     from coordinator.fleet.kubernetes.fleet import KubernetesFleet
     from coordinator.fleet.kubernetes.keeper import Keeper
 
     fleet = KubernetesFleet(watched, cluster.pods, lease_ttl_s=config.sync.lease_ttl_s)
     keeper = Keeper(cluster, fleet, probe_timeout_s=config.sync.probe_timeout_s)
     task = asyncio.create_task(keeper.run(), name="fleet-keeper")
-    watch(task, lambda error: cluster.noted.note("keeper", f"stuck replicas are not looked for any more: {error}"))
+    watch(task, lambda error: cluster.noted.note("keeper", f"watch of stuck replicas ended: {error}"))
     stack.push_async_callback(cancel, task)
     return fleet

@@ -1,4 +1,4 @@
-"""The fleet as others may see it: who serves, and what is wrong. There before the services are found."""
+"""The fleet as status calls report it: serving replicas and troubles. Exists before the services are found."""
 
 from typing import Protocol
 
@@ -6,24 +6,24 @@ from coordinator.fleet.base import Fleet
 
 
 class HasTroubles(Protocol):
-    """Something that may be wrong (fleet.kubernetes.cluster.Cluster)."""
+    """Reports troubles (fleet.kubernetes.cluster.Cluster)."""
 
     def troubles(self) -> list[str]:
-        """What is wrong now, a sentence each."""
+        """Return the present troubles, a sentence each."""
         ...
 
 
 class FleetView:
-    """Read by the coordinator's own service; filled in as the run finds its services."""
+    """Serving replicas and troubles for status calls; `fleet` is set when the run has found its services."""
 
     def __init__(self, cluster: HasTroubles | None = None) -> None:
         self.fleet: Fleet | None = None
         self._cluster = cluster
 
     def serving(self) -> list[str]:
-        """Names of the replicas that get work."""
+        """Return the names of the replicas that get work."""
         return [] if self.fleet is None else [replica.name for replica in self.fleet.serving()]
 
     def troubles(self) -> list[str]:
-        """What is wrong now, in words."""
+        """Return the present troubles, a sentence each."""
         return [] if self._cluster is None else self._cluster.troubles()

@@ -1,4 +1,4 @@
-"""A fleet as the registry knows it: replicas that are gone leave it, replicas that return are new ones."""
+"""A fleet that follows the registry: lost replicas leave it, replicas that return are new ones."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,9 +16,12 @@ log = get_logger(__name__)
 
 
 class WatchedFleet:
-    """Follows the registry; also tells the trainer's client where the trainer is now.
+    """Follows the registry; also moves the trainer's client to the trainer's present address.
 
-    A replica's incarnation is its record's worker_id. Replicas are called as `identity`.
+    A replica's incarnation is its record's worker_id.
+
+    Args:
+        identity: the TLS identity for calls to replicas.
     """
 
     def __init__(self, registry: Registry, trainer: Trainer, identity: Identity | None = None) -> None:
@@ -27,10 +30,10 @@ class WatchedFleet:
         self._identity = identity
         self._known: dict[str, Replica] = {}  # by worker_id
         self._serving: tuple[Replica, ...] = ()
-        self._gone: list[Replica] = []  # whose last call is under way: closing the channel would end it
+        self._gone: list[Replica] = []  # lost, but still generating: closing the channel would end that call
 
     async def look(self) -> tuple[Replica, ...]:
-        """Raises: Unavailable: Redis does not answer."""
+        """Read the announced replicas, and move the trainer's client. Raises: Unavailable: Redis does not answer."""
         rollouts, trainers = await asyncio.to_thread(self._read)
         for record in trainers:
             await self._trainer.move_to(record.address)
@@ -42,7 +45,7 @@ class WatchedFleet:
         return tuple(self._known[record.worker_id] for record in rollouts)
 
     async def still_announced(self) -> tuple[Replica, ...]:
-        """Of those that the last look() found, who is announced now; changes nothing.
+        """Read which replicas of the last look() are announced now; changes nothing.
 
         Raises: Unavailable: Redis does not answer.
         """
@@ -57,18 +60,18 @@ class WatchedFleet:
             gone = self._known.pop(worker_id)
             self._serving = tuple(replica for replica in self._serving if replica is not gone)
             self._gone.append(gone)
-            log.warning("replica gone", replica=gone.name)
+            log.warning("replica lost", replica=gone.name)
         idle = [replica for replica in self._gone if not replica.is_generating]
         self._gone = [replica for replica in self._gone if replica not in idle]
         for replica in idle:
             await replica.close()
 
     def serving(self) -> tuple[Replica, ...]:
-        """Replicas that get work."""
+        """Return the replicas that get work."""
         return self._serving
 
     def admit(self, replicas: Sequence[Replica]) -> None:
-        """From now on these serve."""
+        """Give work to these replicas from now on, and to no others."""
         before, now = {replica.name for replica in self._serving}, {replica.name for replica in replicas}
         if before != now:
             log.info("fleet changed", joined=sorted(now - before), left=sorted(before - now), serving=sorted(now))

@@ -115,7 +115,7 @@ async def test_prompts_that_are_left_out_are_told(
     async with fleet_of(environment):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
     warned = (REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "dropped_prompts"}) or 0.0) - before
-    assert (warned, "2 prompts of data.train are left out" in caplog.text) == ((1, True) if num_long else (0, False))
+    assert (warned, "2 prompts of data.train were dropped" in caplog.text) == ((1, True) if num_long else (0, False))
     assert REGISTRY.get_sample_value("tandem_dropped_prompts", {"data": "train"}) == num_long
     assert REGISTRY.get_sample_value("tandem_dropped_prompts", {"data": "heldout"}) == 0
 
@@ -233,7 +233,7 @@ async def test_a_checkpoint_of_another_model_is_refused(
 
 async def test_a_used_run_folder_is_refused(config: RunConfig, environment: ServiceEnvironment) -> None:
     (environment.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    with pytest.raises(ConfigError, match=r"already holds a run: go on with --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run: continue it with --resume"):
         await conduct(config, environment, resume=False, stop=asyncio.Event())
 
 

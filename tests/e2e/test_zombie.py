@@ -65,7 +65,7 @@ class Run(Services):
         assert process.wait(START_S) == 1
         # Whichever it notices first: its name, its slot, or that it is refused.
         told = (
-            "the run is that one's",
+            "another coordinator leads the run",
             "replaced by a newer one",
             "another worker has held",
             "no longer leads the run",

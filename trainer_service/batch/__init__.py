@@ -1,1 +1,1 @@
-"""Samples in: received, checked, dealt to ranks and packed into micro-batches; the only place that packs."""
+"""Receives and checks samples, deals them to ranks and packs them into micro-batches; only this package packs."""

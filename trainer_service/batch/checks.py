@@ -1,4 +1,4 @@
-"""What makes a sample trainable, or not: every error names the sample, its value and the limit."""
+"""Checks whether samples can be trained on: every error names the sample, its value and the limit."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainer_service.batch.samples import Samples
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the loaded model and the settings allow."""
+    """Limits of samples, by the loaded model and the settings."""
 
     vocab_size: int
     max_positions: int  # tokens of the longest sequence
@@ -20,15 +20,15 @@ class Limits:
 
 
 def _first(bad: NDArray[np.bool_]) -> int | None:
-    """Index of the first True, or None."""
+    """Return the index of the first True, or None."""
     index = int(bad.argmax()) if bad.size else 0
     return index if bad.size and bad[index] else None
 
 
 def check(samples: Samples, limits: Limits) -> None:
-    """Every sample can be trained on.
+    """Check that every sample can be trained on.
 
-    Raises: InvalidRequest: naming the first sample for which one of the rules fails.
+    Raises: InvalidRequest: names the first sample that breaks a rule.
     """
     _check_names(samples)
     _check_lengths(samples, limits)
@@ -93,9 +93,9 @@ def _check_finite(samples: Samples) -> None:
 
 
 def check_updates(samples: Samples, num_updates: int, num_samples: int) -> None:
-    """The step has the announced samples, and samples for each update, in ascending order.
+    """Check that the step has the announced number of samples, and samples for each update, in ascending order.
 
-    Raises: InvalidRequest
+    Raises: InvalidRequest: it has not.
     """
     if num_updates < 1:
         raise InvalidRequest("num_updates is 0; a train step has at least 1 update")

@@ -1,4 +1,4 @@
-"""Deal samples to data-parallel ranks, and cut a rank's samples into micro-batches by a budget of padded tokens."""
+"""Deals samples to data-parallel ranks, and cuts a rank's samples into micro-batches by a budget of padded tokens."""
 
 import numpy as np
 
@@ -6,15 +6,19 @@ from trainer_service.batch.samples import BoolArray, IntArray, Samples, span_ind
 
 # A pipeline of p stages idles for (p - 1) of (m + p - 1) slots: two micro-batches per stage keep that under a third.
 MICRO_BATCHES_PER_STAGE = 2
-# Below this many padded tokens per-operator overhead outweighs what more micro-batches would save.
+# Below this many padded tokens, the overhead per operator outweighs the gain of more micro-batches.
 MIN_TOKENS_TO_SPLIT = 512
 
 
 def deal(samples: Samples, active: BoolArray, data_parallel: int) -> IntArray:
-    """[S] the data-parallel rank of each sample, for the whole step: what it measures there is trained on there.
+    """Choose the data-parallel rank of each sample, for the whole step: it is measured and trained on the same rank.
 
-    Samples of one update that are alike (all trained on, or none) are sorted by length and dealt out in turn, so that
-    every pass over them is balanced. Deterministic: every rank deals alike.
+    The active samples of an update, and its others, are each sorted by length and dealt out in turn, so that every pass
+    over them is balanced. Deterministic: every rank computes the same.
+
+    Args:
+        active: [S] whether a sample is trained on.
+    Returns: [S] ranks.
     """
     order = np.lexsort((-samples.lengths, active, samples.update_index))
     keys = samples.update_index[order] * 2 + active[order]
@@ -30,7 +34,8 @@ def cut(rows: IntArray, lengths: IntArray, *, max_tokens: int, pipeline_parallel
     Args:
         rows: indices of the samples.
         lengths: [len(rows)] tokens of each, none above max_tokens.
-        max_tokens: rows times longest row of a micro-batch, at most.
+        max_tokens: most padded tokens of a micro-batch: its rows times its longest row.
+    Returns: sample indices of each micro-batch.
     """
     order = np.argsort(-lengths, kind="stable")
     rows, lengths = rows[order], lengths[order]
@@ -39,7 +44,7 @@ def cut(rows: IntArray, lengths: IntArray, *, max_tokens: int, pipeline_parallel
 
 
 def _budget(lengths: IntArray, max_tokens: int, pipeline_parallel: int) -> int:
-    """Padded tokens per micro-batch: the limit, or less so that every pipeline stage has work."""
+    """Choose the padded tokens per micro-batch: the limit, or less so that every pipeline stage has work."""
     if pipeline_parallel == 1 or lengths.size == 0:
         return max_tokens
     share = -(-int(lengths.sum()) // (MICRO_BATCHES_PER_STAGE * pipeline_parallel))

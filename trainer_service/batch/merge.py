@@ -1,4 +1,4 @@
-"""From SampleChunk messages to checked `Samples`: every error names the sample, its value and the limit."""
+"""Turns SampleChunk messages into checked `Samples`."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from trainer_service.batch.samples import Number, Samples
 
 
 def _flat(messages: Sequence[trainer_pb2.SampleChunk], field: str, dtype: type[Number]) -> NDArray[Number]:
-    """One repeated field of all messages, concatenated."""
+    """Concatenate one repeated field of all messages."""
     parts: list[NDArray[Number]] = [
         np.fromiter(values, dtype, len(values)) for values in (getattr(m, field) for m in messages)
     ]
@@ -22,7 +22,7 @@ def _flat(messages: Sequence[trainer_pb2.SampleChunk], field: str, dtype: type[N
 def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Samples:
     """Join the messages of one step and check them.
 
-    Raises: InvalidRequest: a message's fields do not fit together, or a sample is malformed.
+    Raises: InvalidRequest: a message's fields have different lengths, or a sample is malformed.
     """
     for position, message in enumerate(messages):
         _check_counts(message, position)
@@ -43,7 +43,7 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
 
 
 def _check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
-    """The repeated fields of one message have the lengths that its samples imply."""
+    """Check that the repeated fields of one message have the lengths that its samples imply."""
     num_samples = len(message.sample_ids)
     if num_samples == 0:
         raise InvalidRequest(f"chunk {position} has no samples; leave it out")

@@ -1,4 +1,4 @@
-"""Right-padded token matrices of a micro-batch, and where its completion tokens are in them."""
+"""Right-padded token matrices of a micro-batch, with the positions of its completion tokens."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,8 @@ from trainer_service.batch.samples import IntArray, Samples, span_indices
 class Padded:
     """B rows of up to L tokens; the model reads S = L - 1 of them, since the last token predicts nothing.
 
-    t completion tokens in row order: token k is predicted by the logits at `positions[k]` of the flattened [B * S].
+    It has t completion tokens in row order: token k is predicted by the logits at `positions[k]` of the flattened
+    [B * S].
     """
 
     input_ids: IntArray  # [B, S] padded with 0 on the right
@@ -19,11 +20,11 @@ class Padded:
     targets: IntArray  # [t] the completion tokens' ids
     token_index: IntArray  # [t] index of the token in the step's [T] arrays
     rows: IntArray  # [B] sample index of each row
-    counted: bool  # False: a stand-in that keeps collectives in step; its tokens count nowhere
+    counted: bool  # False: a stand-in, so that all ranks run the same collectives; its tokens count nowhere
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of the matrix that belong to no sample or to a stand-in, plus those that do: B * S."""
+        """B * S, the tokens of the matrix with padding."""
         return int(self.input_ids.size)
 
 
@@ -53,10 +54,10 @@ def pad(samples: Samples, rows: IntArray, *, multiple: int = 1, counted: bool = 
 
 
 def context_share(padded: Padded, rank: int, size: int) -> Padded:
-    """The columns of one context-parallel rank: chunks `rank` and `2 * size - 1 - rank` of 2 * size equal ones.
+    """Take the columns of one context-parallel rank: chunks `rank` and `2 * size - 1 - rank` of 2 * size equal ones.
 
-    Causal attention makes later chunks dearer; an early one and a late one together cost every rank the same. Columns
-    must divide by 2 * size. A rank may get no completion token.
+    With causal attention later chunks cost more; an early and a late one together cost the same on every rank. The
+    number of columns must be a multiple of 2 * size. A rank may get no completion token.
     """
     rows, columns = padded.input_ids.shape
     chunk = columns // (2 * size)

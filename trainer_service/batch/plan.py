@@ -1,4 +1,4 @@
-"""Which samples of a step go forward only and which are trained on, as micro-batches of this data-parallel rank."""
+"""Plans a step: which samples only go forward and which are trained on, as micro-batches of this data-parallel rank."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from weightsync.layouts.layout import Parallel
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """This rank's place and what a micro-batch may be."""
+    """This rank's place in the parallel layout, and the limits of its micro-batches."""
 
     data_rank: int
     data_parallel: int
@@ -22,14 +22,16 @@ class RankShare:
     max_tokens: int
     context_rank: int = 0
     context_parallel: int = 1
-    count_multiple: int = 1  # micro-batches come in multiples of this: of the stages, if they have virtual ones
-    in_step: bool = False  # all data-parallel ranks run equally many: in each, their experts exchange tokens
+    # The number of micro-batches is a multiple of this: of the stages, under virtual pipeline parallelism.
+    count_multiple: int = 1
+    # All data-parallel ranks run equally many micro-batches: their experts exchange tokens in each.
+    in_step: bool = False
 
     @classmethod
     def of(
         cls, parallel: Parallel, *, sequence_parallel: bool, max_tokens: int, data_rank: int, context_rank: int
     ) -> "RankShare":
-        """What the parallel sizes ask of micro-batches."""
+        """Derive the limits from the parallel sizes."""
         experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
         return cls(
             data_rank=data_rank,
@@ -50,8 +52,10 @@ class RankShare:
 class StepPlan:
     """Micro-batches of this data-parallel rank.
 
-    measured: forward without gradients at the start of the step, for log-probs and entropies of the policy that the
-    step starts from. updates: by optimizer update; empty where no sample of the update has a gradient.
+    Attributes:
+        measured: run forward without gradients at the start of the step, for log-probs and entropies of the policy that
+            the step starts from.
+        updates: by optimizer update; empty where no sample of the update has a gradient.
     """
 
     measured: list[Padded]
@@ -59,12 +63,12 @@ class StepPlan:
 
 
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
-    """Lay a step out.
+    """Plan a step.
 
     A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus); the others
-    are left out of training, which changes no number: they keep their place in the denominators. With recomputed old
-    log-probs they go forward with the rest. The first update's samples do not: before the first optimizer step
-    pi_old *is* pi_theta, so their training forward yields it.
+    are left out of training, which changes no result: they still count in the denominators. With recomputed old
+    log-probs all samples are measured, except those of the first update that have a gradient: before the first
+    optimizer step pi_old *is* pi_theta, so their training forward yields it.
     """
     active = has_gradient(samples, grpo)
     owner = deal(samples, active, ranks.data_parallel)
@@ -74,13 +78,13 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     trained = [active & (samples.update_index == update) for update in range(num_updates)]
     return StepPlan(
         measured=_micro_batches(samples, measured, owner, ranks),
-        # data-parallel ranks reduce gradients together, so a rank without samples runs one that does not count
+        # data-parallel ranks reduce gradients together, so a rank without samples runs a stand-in
         updates=[_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained],
     )
 
 
 def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
-    """[S] whether a sample can change the weights."""
+    """Return [S] whether a sample can change the weights."""
     if grpo.entropy_coefficient != 0:
         return samples.trainable
     moving: BoolArray = samples.trainable & (samples.advantages != 0)
@@ -88,7 +92,7 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
 
 
 def measure_all(samples: Samples, ranks: RankShare) -> list[Padded]:
-    """This rank's share of all samples, for a forward pass."""
+    """Plan this rank's share of a forward pass over all samples."""
     owner = deal(samples, samples.trainable, ranks.data_parallel)
     return _micro_batches(samples, np.ones(len(samples), np.bool_), owner, ranks)
 
@@ -96,7 +100,7 @@ def measure_all(samples: Samples, ranks: RankShare) -> list[Padded]:
 def _micro_batches(
     samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare, at_least: int = 0
 ) -> list[Padded]:
-    """The chosen samples of this rank, and stand-ins that fill up the count that the ranks must agree on."""
+    """Pack the chosen samples of this rank, and add stand-ins up to the number that the ranks must agree on."""
     parts = _cut(samples, chosen & (owner == ranks.data_rank), ranks)
     count = max(at_least, len(parts))
     if ranks.in_step:

@@ -1,4 +1,4 @@
-"""Reads the stream of a TrainStep call: a header, then chunks of samples, never more than the run can send."""
+"""Reads the stream of a TrainStep call: a header, then chunks of samples, up to the announced number."""
 
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 
 @dataclass(kw_only=True)
 class ReceivedStep:
-    """Messages of one step, and when the first of them came."""
+    """Messages of one step, and the time at which the first arrived."""
 
     header: pb.TrainStepHeader
     chunks: list[pb.SampleChunk] = field(default_factory=list)
@@ -18,9 +18,11 @@ class ReceivedStep:
 
 
 async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_samples: int) -> ReceivedStep:
-    """The first message.
+    """Read the first message.
 
-    Raises: InvalidRequest: it is no header; TooLarge: it announces more samples than an iteration has.
+    Args:
+        max_samples: most samples of an iteration, by the configuration.
+    Raises: InvalidRequest: it is not a valid header; TooLarge: it announces more samples than an iteration has.
     """
     async for request in requests:
         if request.WhichOneof("part") != "header":
@@ -38,7 +40,10 @@ async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_sampl
 
 
 async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep) -> None:
-    """The messages after the header. Raises: InvalidRequest: a second header, or more samples than announced."""
+    """Read the messages after the header into `step`.
+
+    Raises: InvalidRequest: a second header, or more samples than announced.
+    """
     num_samples = 0
     async for request in requests:
         if request.WhichOneof("part") != "chunk":

@@ -1,4 +1,4 @@
-"""The samples of one train step as flat arrays, and as the bytes that rank 0 sends to the other ranks.
+"""The samples of one train step, as flat arrays and as the bytes that rank 0 sends to the other ranks.
 
 Legend: S samples, T completion tokens of all samples, N tokens (prompts and completions) of all samples.
 """
@@ -17,7 +17,7 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Number = TypeVar("Number", bound=np.generic)
 
-# The arrays of `Samples`, in the order in which they go to the other ranks.
+# The arrays of `Samples`, in the order in which they are sent to the other ranks.
 _DTYPES: Mapping[str, type[np.generic]] = {
     "update_index": np.int64,
     "prompt_lengths": np.int64,
@@ -30,7 +30,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 
 
 def starts(lengths: IntArray) -> IntArray:
-    """First index of each of the consecutive spans with these lengths.
+    """Return the first index of each of the consecutive spans with these lengths.
 
     >>> starts(np.array([3, 1, 2])).tolist()
     [0, 3, 4]
@@ -39,7 +39,7 @@ def starts(lengths: IntArray) -> IntArray:
 
 
 def span_indices(first: IntArray, lengths: IntArray) -> IntArray:
-    """The indices of the spans [first_i, first_i + length_i), one span after the other.
+    """Return the indices of the spans [first_i, first_i + length_i), one span after the other.
 
     >>> span_indices(np.array([10, 20]), np.array([2, 3])).tolist()
     [10, 11, 20, 21, 22]
@@ -49,7 +49,7 @@ def span_indices(first: IntArray, lengths: IntArray) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Samples of one step, in the order in which they came; ragged fields are flattened in sample order."""
+    """Samples of one step, in the order of arrival; ragged fields are flattened in sample order."""
 
     sample_ids: tuple[str, ...]
     update_index: IntArray  # [S] optimizer update, 0-based
@@ -64,13 +64,13 @@ class Samples:
         return len(self.sample_ids)
 
     def to_parts(self) -> list[bytes]:
-        """The bytes of which `from_parts` makes equal samples: names, then each array."""
+        """Serialise the samples for `from_parts`: names, then each array."""
         arrays = [getattr(self, name).astype(dtype, copy=False).tobytes() for name, dtype in _DTYPES.items()]
         return [json.dumps(self.sample_ids).encode(), *arrays]
 
     @classmethod
     def from_parts(cls, parts: Sequence[bytes]) -> "Samples":
-        """The reverse of `to_parts`; the arrays are copies, which torch may write to."""
+        """Build samples from `to_parts`; the arrays are copies, which torch may write to."""
         names, *arrays = parts
         fields: dict[str, Any] = {
             name: np.frombuffer(part, dtype).copy() for (name, dtype), part in zip(_DTYPES.items(), arrays, strict=True)
@@ -94,13 +94,13 @@ class Samples:
 
     @property
     def num_completion_tokens(self) -> int:
-        """T."""
+        """T, the completion tokens of all samples."""
         return int(self.rollout_logprobs.size)
 
     def of_update(self, update: int) -> IntArray:
-        """Indices of the samples of one optimizer update, ascending."""
+        """Return the indices of the samples of one optimizer update, ascending."""
         return np.flatnonzero(self.update_index == update)
 
     def per_token(self, values: NDArray[Number]) -> NDArray[Number]:
-        """[S] values repeated for each completion token: [T]."""
+        """Repeat [S] values for each completion token: [T]."""
         return np.repeat(values, self.completion_lengths)

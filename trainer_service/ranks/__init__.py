@@ -1,1 +1,1 @@
-"""The trainer's ranks: how they meet, obey rank 0, and notice that one is gone."""
+"""The trainer's ranks: how they connect, execute the commands of rank 0, and notice a lost rank."""

@@ -1,13 +1,13 @@
-"""Rank 0 commands the other ranks: protobuf bytes broadcast over a gloo control group, every rank's outcome gathered.
+"""Commands of rank 0 to the other ranks: it broadcasts protobuf bytes over a gloo group and gathers the outcomes.
 
-One command at a time, on one thread per rank, so that the order of all collectives is the same everywhere:
+One command at a time, on one thread per rank, so that the order of all collectives is the same on every rank:
 
     rank 0       header [kind, parts, bytes] -> lengths -> body   run   <- outcome of each rank
     followers    header <- lengths <- body                        run   outcome -> rank 0
 
 An idle rank 0 sends a NOOP every HEARTBEAT_S, so a follower never waits longer than the group's timeout, and both sides
-notice a dead peer. Outcomes: OK and bytes, or a TandemError, which goes to the caller and leaves the trainer serving.
-Any other exception is a failure of the trainer: it ends every rank.
+notice a lost peer. An outcome is bytes, or a TandemError, which goes to the caller and leaves the trainer serving. Any
+other exception is a failure of the trainer: it ends every rank.
 """
 
 import queue
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 
 class Command(IntEnum):
-    """What ranks do together."""
+    """Commands that all ranks execute together."""
 
     NOOP = 0
     STOP = 1
@@ -50,7 +50,7 @@ Handlers = Mapping[Command, Handler]
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """What a rank has to say. error: None for success."""
+    """Outcome of a command on one rank. `error` is None after success."""
 
     body: bytes = b""
     error: TandemError | None = None
@@ -72,7 +72,7 @@ class Wire:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def broadcast(self, command: Command, parts: Sequence[bytes]) -> None:
-        """On rank 0."""
+        """On rank 0: send a command to all followers."""
         if self.world_size == 1:
             return
         body = b"".join(parts)
@@ -83,7 +83,7 @@ class Wire:
             self._share(_as_tensor(body))
 
     def next_command(self) -> tuple[Command, list[bytes]]:
-        """On a follower: waits for rank 0."""
+        """On a follower: wait for the next command."""
         command, num_parts, size = self._share(torch.empty(3, dtype=torch.int64)).tolist()
         lengths = self._share(torch.empty(num_parts, dtype=torch.int64)).tolist() if num_parts else []
         body = bytes(self._share(torch.empty(size, dtype=torch.uint8)).numpy()) if size else b""
@@ -98,7 +98,7 @@ class Wire:
         return tensor
 
     def send_outcome(self, outcome: RankOutcome) -> None:
-        """On a follower."""
+        """On a follower: send the outcome of the command."""
         failed = outcome.error is not None
         body = _text_of(outcome.error).encode() if outcome.error is not None else outcome.body
         dist.send(torch.tensor([failed, len(body)], dtype=torch.int64), 0, group=self._group)
@@ -106,9 +106,11 @@ class Wire:
             dist.send(_as_tensor(body), 0, group=self._group)
 
     def outcome_of(self, rank: int, timeout_s: float | None = None) -> RankOutcome:
-        """On rank 0: waits for a follower. timeout_s: None leaves it at the group's own.
+        """On rank 0: wait for a follower's outcome.
 
-        Raises: RuntimeError: it is gone, or does not answer in time; the group is of no use from then on.
+        Args:
+            timeout_s: None: the group's own timeout.
+        Raises: RuntimeError: it is lost, or does not answer in time; the group cannot be used afterwards.
         """
         header = torch.empty(2, dtype=torch.int64)
         work = dist.irecv(header, rank, group=self._group)
@@ -131,8 +133,8 @@ def _as_tensor(body: bytes) -> torch.Tensor:
 
 
 def _text_of(error: TandemError) -> str:
-    """Its reason, or that of the class behind it that every process knows, and its message."""
-    known = next((each for each in type(error).__mro__ if each in ERRORS), Internal)
+    """Serialise an error: the reason of its nearest class that every process knows, and the message."""
+    known = next((base for base in type(error).__mro__ if base in ERRORS), Internal)
     return f"{known.reason}\n{error}"
 
 
@@ -143,7 +145,7 @@ def _error_from(text: str) -> TandemError:
 
 
 def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) -> RankOutcome:
-    """A TandemError is an outcome; anything else ends the trainer."""
+    """Run the handler of a command. A TandemError is an outcome; any other exception ends the trainer."""
     if command not in handlers:
         return RankOutcome()
     try:
@@ -153,19 +155,22 @@ def run_handler(handlers: Handlers, command: Command, parts: Sequence[bytes]) ->
 
 
 def follow(wire: Wire, handlers: Handlers) -> None:
-    """A follower's life: until rank 0 says STOP. Raises: RuntimeError: rank 0 is gone, or a handler has failed."""
+    """Execute commands of rank 0 until STOP.
+
+    Raises: RuntimeError: rank 0 is lost; or the exception of a handler, if it is not a TandemError.
+    """
     while True:
         try:
             command, parts = wire.next_command()
         except RuntimeError as error:
-            raise RuntimeError(f"no command from rank 0, it is gone or hangs: {error}") from error
+            raise RuntimeError(f"no command from rank 0, it is lost or hangs: {error}") from error
         wire.send_outcome(run_handler(handlers, command, parts))
         if command is Command.STOP:
             return
 
 
 class Commander:
-    """Rank 0's side. `run` is the life of its command thread; `submit` may be called from any thread."""
+    """Issues the commands, on rank 0. Its torch thread calls `run`; `submit` may be called from any thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[_Job] = queue.Queue()
@@ -176,11 +181,12 @@ class Commander:
     def submit(
         self, command: Command, parts: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> "Future[list[bytes]]":
-        """Queue a command. Returns: every rank's reply, in rank order, or the first rank's TandemError; one that is
-        cancelled before its turn is left out.
+        """Queue a command; cancel the future before its turn to withdraw it.
 
-        timeout_s: a rank that needs so much longer than rank 0 is lost, and the trainer with it; None: no limit beside
-            that of the collectives.
+        Args:
+            timeout_s: a rank that needs so much longer than rank 0 is lost, and ends the trainer; None: only the
+                timeout of the collectives applies.
+        Returns: the replies of all ranks, in rank order; or the first TandemError of a rank.
         """
         job = _Job(command=command, parts=parts, timeout_s=timeout_s)
         with self._closed:
@@ -191,14 +197,17 @@ class Commander:
         return job.replies
 
     def run(self, wire: Wire, handlers: Handlers) -> None:
-        """Until STOP. Raises: whatever is no TandemError; jobs that wait then fail too."""
+        """Execute queued commands until STOP.
+
+        Raises: the exception of a handler, if it is not a TandemError; queued jobs fail then too.
+        """
         try:
             while True:
                 try:
                     job = self._jobs.get(timeout=HEARTBEAT_S)
                 except queue.Empty:
                     job = _Job(command=Command.NOOP)
-                # Once it has begun, its caller cannot take it back: the reply of every rank is waited for.
+                # Once it has begun, its caller cannot cancel it: the reply of every rank must be received.
                 if not job.replies.set_running_or_notify_cancel():
                     continue
                 self._execute(job, wire, handlers)
@@ -234,7 +243,7 @@ class Commander:
 
 
 def _first_error(outcomes: Sequence[RankOutcome]) -> TandemError | None:
-    """The error to tell the caller; it names the rank unless all ranks say the same."""
+    """Choose the error for the caller; it names the rank unless all ranks have the same error."""
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     if not errors:
         return None

@@ -1,4 +1,4 @@
-"""What each command does on each rank: protobuf bytes in, engine call, protobuf bytes out."""
+"""Handlers of the commands on each rank: protobuf bytes in, engine call, protobuf bytes out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,17 @@ from trainer_service.ranks.publish import Publisher
 
 
 class CommandHandlers:
-    """The engine and the weight-sync member of this rank, behind commands. model: folder of the initial model."""
+    """Applies commands to the engine and the publisher of this rank.
+
+    Args:
+        model: folder of the initial model.
+    """
 
     def __init__(self, engine: TrainerEngine, publisher: Publisher, model: Path) -> None:
         self._engine, self._publisher, self._model = engine, publisher, model
 
     def table(self) -> Handlers:
-        """Handler of each command that does something."""
+        """Return the handlers; NOOP and STOP have none."""
         return {
             Command.TRAIN_STEP: self.train_step,
             Command.LOGPROBS: self.logprobs,
@@ -31,9 +35,9 @@ class CommandHandlers:
         }
 
     def train_step(self, parts: Sequence[bytes]) -> bytes:
-        """parts: TrainStepHeader, then the samples, which the servicer has checked.
+        """Run a train step. `parts`: TrainStepHeader, then the samples, which the servicer has checked.
 
-        Commands that were queued before it may have changed the version: every rank looks, before any collective.
+        Commands queued earlier may have changed the version: every rank checks it before any collective.
         """
         header = pb.TrainStepHeader.FromString(parts[0])
         check_version(header.policy_version, self._engine.policy_version)
@@ -44,34 +48,40 @@ class CommandHandlers:
         return response.SerializeToString()
 
     def logprobs(self, parts: Sequence[bytes]) -> bytes:
-        """parts: the samples, which the servicer has checked."""
+        """Compute log-probs. `parts`: the samples, which the servicer has checked."""
         logprobs, entropies = self._engine.logprobs(Samples.from_parts(parts))
         return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
 
     def publish(self, parts: Sequence[bytes]) -> bytes:
-        """parts: RunPhaseRequest."""
+        """Run a sync phase. `parts`: RunPhaseRequest."""
         request = weights_pb2.RunPhaseRequest.FromString(parts[0])
         return self._publisher.run(request.phase, request.round, self._engine.policy_version).SerializeToString()
 
     def save(self, parts: Sequence[bytes]) -> bytes:
-        """parts: SaveCheckpointRequest."""
+        """Write a checkpoint. `parts`: SaveCheckpointRequest."""
         size = self._engine.save(Path(pb.SaveCheckpointRequest.FromString(parts[0]).path))
         return pb.SaveCheckpointResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
 
     def export(self, parts: Sequence[bytes]) -> bytes:
-        """parts: ExportModelRequest."""
+        """Export the model. `parts`: ExportModelRequest."""
         size = self._engine.export(Path(pb.ExportModelRequest.FromString(parts[0]).path))
         return pb.ExportModelResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
 
     def check_checkpoint(self, parts: Sequence[bytes]) -> bytes:
-        """parts: RestorePolicyRequest. Raises: ConfigError: restoring it would fail; nothing has changed."""
+        """Check a checkpoint, changing nothing. `parts`: RestorePolicyRequest.
+
+        Raises: ConfigError: restoring it would fail.
+        """
         path = pb.RestorePolicyRequest.FromString(parts[0]).path
         if path:
             self._engine.check_checkpoint(Path(path))
         return b""
 
     def restore(self, parts: Sequence[bytes]) -> bytes:
-        """parts: RestorePolicyRequest. Raises: RuntimeError, which ends the trainer: half a policy is none."""
+        """Restore a policy. `parts`: RestorePolicyRequest.
+
+        Raises: RuntimeError: it failed, perhaps on some ranks only, so the trainer must end.
+        """
         request = pb.RestorePolicyRequest.FromString(parts[0])
         try:
             if request.path:
@@ -85,6 +95,6 @@ class CommandHandlers:
 
 
 def check_version(asked: int, current: int) -> None:
-    """Raises: WrongVersion"""
+    """Raises: WrongVersion: a step asks for another version than the trainer has."""
     if asked != current:
         raise WrongVersion(f"the step starts from policy version {asked}, the trainer has {current}")

@@ -1,10 +1,11 @@
-"""Who is alive: each rank beats in the TCP store; after a failure rank 0 can say whose fault it was.
+"""Liveness of ranks: each rank beats in the TCP store; after a failure rank 0 finds out which rank caused it.
 
-A collective that fails says that *a* peer is gone, not which, and not why. Keys in the store:
+A failed collective only says that *a* peer is lost, not which one or why. Keys in the store:
     beat/RANK       counter, written every BEAT_S
     failure/RANK    JSON of an unexpected error, written before the process ends
     stop            a follower was asked to stop: rank 0 stops the trainer
-    interrupt       the sync round that rank 0 was told to give up: a rank that is in it waits no longer
+    interrupt       id of the sync round that rank 0 aborts: a rank that waits in it stops waiting
+    failures        number of failure reports
 """
 
 import json
@@ -21,9 +22,9 @@ from servicekit.logs import get_logger
 from servicekit.redis.failures import tell_failure
 
 BEAT_S = 0.5
-# A rank whose counter stood still this long is gone or stopped; a busy host delays a thread by less.
+# A rank whose counter has not changed for so long is lost or frozen; a busy host delays a thread by less.
 SILENT_S = 4 * BEAT_S
-# Between another rank's report and our own end: time for the collective in which we wait to fail by itself.
+# Between another rank's report and our own exit: time for the collective in which we wait to fail by itself.
 GRACE_S = 5.0
 
 ROLE = "trainer"
@@ -32,12 +33,12 @@ log = get_logger(__name__)
 
 
 def failure_name(rank: int) -> str:
-    """Whose failure `tandem status` shows: the service's for rank 0, else the rank's."""
+    """Return the name under which `tandem status` shows a failure: the service's for rank 0, else the rank's."""
     return ROLE if rank == 0 else f"{ROLE}-rank-{rank}"
 
 
 class Liveness:
-    """Beats from a daemon thread, and ends this process when another rank has failed or rank 0 is gone."""
+    """Beats from a daemon thread, and ends this process when another rank has failed or rank 0 is lost."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         # a connection of its own: a blocking call on a shared one would stop the beat
@@ -51,27 +52,31 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
 
     def start(self, on_stop: Callable[[str], None]) -> None:
-        """on_stop: called once on rank 0, from the thread, when a follower was asked to stop."""
+        """Start beating.
+
+        Args:
+            on_stop: called once on rank 0, from the thread, with the reason, when a follower was asked to stop.
+        """
         self._on_stop = on_stop
         self._thread.start()
 
     def end(self) -> None:
-        """No more beats; silence is no failure from here on."""
+        """Stop beating and watching: the ranks end in order."""
         self._ended.set()
 
     def ask_to_stop(self, why: str) -> None:
-        """On a follower: rank 0 shall stop the trainer."""
+        """On a follower: ask rank 0 to stop the trainer. Raises: RuntimeError: the store is gone."""
         self._store.set("stop", why)
 
     def interrupt(self, round_id: str) -> None:
-        """On rank 0: the others hear of it within BEAT_S. Raises: RuntimeError: the store is gone."""
+        """On rank 0: end the waits of the others in a round, within BEAT_S. Raises: RuntimeError: the store is gone."""
         self._store.set("interrupt", round_id)
 
     def report(self, error: BaseException) -> None:
-        """Leave word of why this rank ends. Raises: RuntimeError: rank 0 is gone, or does not answer within GRACE_S."""
+        """Report why this rank ends. Raises: RuntimeError: rank 0 is lost, or does not answer within GRACE_S."""
         left: Future[None] = Future()
         # In a thread of its own: calls to the store of a frozen rank 0 have no deadline.
-        threading.Thread(target=self._leave_word, args=(error, left), name="last word", daemon=True).start()
+        threading.Thread(target=self._leave_word, args=(error, left), name="failure report", daemon=True).start()
         try:
             left.result(GRACE_S)
         except TimeoutError:
@@ -88,7 +93,10 @@ class Liveness:
             left.set_result(None)
 
     def diagnose(self, error: BaseException) -> str:
-        """On rank 0, after an error: which rank failed first, and how. Takes SILENT_S if no other rank left word."""
+        """On rank 0, after an error: find out which rank failed first, and why.
+
+        Takes SILENT_S, unless all other ranks have reported before.
+        """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         before = self._beats(others)
         deadline = time.monotonic() + SILENT_S
@@ -101,7 +109,7 @@ class Liveness:
         silent = [rank for rank in others if rank not in reports and after[rank] == before[rank]]
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
-            return f"{names} ended without a word or hangs (killed?); seen here as {type(error).__name__}: {error}"
+            return f"{names}: killed or hanging, without a report; seen here as {type(error).__name__}: {error}"
         if reports:
             first = min(reports, key=lambda rank: reports[rank][0])
             return f"rank {first}: {reports[first][1]}"
@@ -128,7 +136,7 @@ class Liveness:
                 self._hear_of_interrupts()
                 failed = self._store.add("failures", 0) > 0
             except RuntimeError as error:
-                self._die(f"rank 0 is gone: {error}")
+                self._die(f"rank 0 is lost: {error}")
                 return
             if failed:
                 self._die("a rank has failed")
@@ -143,10 +151,10 @@ class Liveness:
             self.on_interrupt(round_id)
 
     def _die(self, why: str) -> None:
-        """The main work gets GRACE_S to fail by itself and say more; a collective may also hang for ever."""
+        """End this process after GRACE_S, in which the torch thread may fail by itself with a better error."""
         if self._ended.wait(GRACE_S):
             return
-        if self._rank == 0:  # the store is its own: it answers
+        if self._rank == 0:  # the store is in this process: it answers
             reports = self._reports(list(range(self._world_size)))
             first = min(reports, key=lambda rank: reports[rank][0], default=None)
             why = why if first is None else f"rank {first}: {reports[first][1]}"

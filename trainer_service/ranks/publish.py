@@ -9,23 +9,24 @@ from weightsync.round.phases import PREPARE, TRANSFER, Phase
 
 log = get_logger(__name__)
 
-# From here on the round's version is sent; COMMIT and ABORT must work whatever the trainer has meanwhile.
+# The phases that need the trainer at the round's version; COMMIT and ABORT must work at any.
 _NEEDS_VERSION = (PREPARE, TRANSFER)
 
 
 class Publisher:
-    """Runs phases; sending reads the weights only, so no failure of a round is a failure of the trainer.
+    """Runs phases; sending only reads the weights, so a failed round is not a failure of the trainer.
 
-    run_phase: of this rank's SyncMember; blocks until the phase is done, at most the round's deadlines.
+    Args:
+        run_phase: SyncMember.run_phase of this rank; blocks until the phase is done, at most until its deadline.
     """
 
     def __init__(self, run_phase: Callable[[Phase, weights_pb2.Round], weights_pb2.PhaseReport]) -> None:
         self._run_phase = run_phase
 
     def run(self, phase: Phase, round_: weights_pb2.Round, policy_version: int) -> weights_pb2.PhaseReport:
-        """One phase.
+        """Run one phase.
 
-        Raises: WrongVersion: the round announces another version than the trainer has; a TandemError of the member.
+        Raises: WrongVersion: the round announces another version than the trainer's; a TandemError of the member.
         """
         if phase in _NEEDS_VERSION and round_.policy_version != policy_version:
             raise WrongVersion(
@@ -36,6 +37,6 @@ class Publisher:
             return self._run_phase(phase, round_)
         except TandemError:
             raise
-        except Exception as error:  # the boundary of the round: the trainer goes on
+        except Exception as error:  # the boundary of the round: the trainer keeps running
             log.error("sync phase failed", round_id=round_.round_id, phase=phase, exc_info=error)
             raise Internal(f"phase {phase} of round {round_.round_id}: {type(error).__name__}: {error}") from error

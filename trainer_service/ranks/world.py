@@ -1,4 +1,4 @@
-"""How the trainer's ranks find each other: environment, a TCP store, the process groups."""
+"""Connects the trainer's ranks: environment, a TCP store, the process groups."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this process is, in torchrun's terms."""
+    """This process's rank, in torchrun's terms."""
 
     rank: int
     world_size: int
@@ -36,9 +36,9 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Place":
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK (unset: one rank), MASTER_ADDR and MASTER_PORT.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK (unset: one rank), MASTER_ADDR and MASTER_PORT.
 
-        Raises: ConfigError: a value is no number, or out of range.
+        Raises: ConfigError: a value is not a number, or out of range.
         """
         rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
         if not 0 <= rank < world_size:
@@ -59,7 +59,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def device_of(place: Place) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
+    """Choose this rank's GPU, or the CPU on a host without GPUs. Raises: ConfigError: no GPU for this rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if place.local_rank >= torch.cuda.device_count():
@@ -68,9 +68,9 @@ def device_of(place: Place) -> torch.device:
 
 
 def meet(place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float) -> dist.TCPStore:
-    """The store that all ranks share: at MASTER_ADDR, or at an address that rank 0 publishes in the registry.
+    """Connect to the store that all ranks share: at MASTER_ADDR, or where rank 0 serves it, by the registry.
 
-    Raises: DeadlineExceeded: rank 0 did not come within timeout_s.
+    Raises: DeadlineExceeded: rank 0 did not serve it within timeout_s.
     """
     if place.master is not None:
         return _torchrun_store(place, timeout_s)
@@ -80,7 +80,7 @@ def meet(place: Place, registry: Registry, environment: ServiceEnvironment, time
 
 
 def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
-    """Rank 0 serves the store at MASTER_ADDR, unless torchrun's agent does (then no rank may)."""
+    """Connect to the store at MASTER_ADDR; rank 0 serves it, unless torchrun's agent does (then no rank may)."""
     address, port = place.master or ("", 0)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 or by_agent:
@@ -96,7 +96,7 @@ def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
 def _publish_store(
     place: Place, registry: Registry, environment: ServiceEnvironment, timeout_s: float
 ) -> dist.TCPStore:
-    """Binds a free port here, then publishes it: no other process can take it in between."""
+    """Serve the store on a free port and publish it: bound first, so that no other process can take the port."""
     store, port = bound_store(environment.bind_host, timeout_s, world_size=place.world_size)
     incarnation = secrets.token_hex(8)
     store.set("incarnation", incarnation)
@@ -105,7 +105,7 @@ def _publish_store(
 
 
 def _find_store(place: Place, registry: Registry, timeout_s: float) -> dist.TCPStore:
-    """Follows the published address until it leads to rank 0 of *this* start of the trainer."""
+    """Try the published address until it leads to rank 0 of *this* start of the trainer."""
 
     def look(left_s: float) -> dist.TCPStore | None:
         address, port, incarnation = registry.wait_value(STORE_KEY, left_s).split(" ")
@@ -115,23 +115,24 @@ def _find_store(place: Place, registry: Registry, timeout_s: float) -> dist.TCPS
 
 
 def _retry(look: Callable[[float], dist.TCPStore | None], timeout_s: float, where: str) -> dist.TCPStore:
-    """Looks, with the seconds left, until there is a store."""
+    """Call `look` with the seconds left until it returns a store. Raises: DeadlineExceeded."""
     deadline = time.monotonic() + timeout_s
     while True:
         store = look(max(0.0, deadline - time.monotonic()))
         if store is not None:
             return store
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{where} leads to no rank 0 of this start within {timeout_s:g} s")
+            raise DeadlineExceeded(f"{where} has not led to rank 0 of this start within {timeout_s:g} s")
         time.sleep(RETRY_S)
 
 
 def _try_store(
     place: Place, address: str, port: int, timeout_s: float, incarnation: str | None = None
 ) -> dist.TCPStore | None:
-    """None if nobody listens there, or rank 0 of an earlier start does, which is about to end.
+    """Connect to a store; None if no process listens there, or only rank 0 of an earlier start, which is about to end.
 
-    That start's incarnation differs from the one that was announced (None: none was), or our rank was taken in it.
+    An earlier start is one whose incarnation differs from `incarnation` (None: not checked), or in which a process has
+    taken our rank already.
     """
     try:
         # TCPStore logs a stack trace for every refused connection
@@ -150,7 +151,7 @@ def _try_store(
 
 
 def connect(place: Place, store: dist.TCPStore, device: torch.device, host: str, timeout_s: float) -> dist.ProcessGroup:
-    """Initialises torch.distributed (NCCL with CUDA, else gloo).
+    """Initialise torch.distributed (NCCL with CUDA, else gloo).
 
     Returns: a gloo group of all ranks for commands; it shares no stream and no tag with the engine's groups.
     """

@@ -66,7 +66,7 @@ def test_unexpected_error_ends_every_rank_and_is_named(start: Callable[[str], Ra
 
 def test_killed_rank_is_named(start: Callable[[str], Ranks]) -> None:
     ranks = start("dies")
-    assert output(ranks[0])[-1]["failed"].startswith("rank 1 ended without a word")
+    assert output(ranks[0])[-1]["failed"].startswith("rank 1: killed or hanging")
     assert [process.wait(timeout=30) for process in ranks] == [1, -signal.SIGKILL, 1]
 
 
@@ -74,7 +74,7 @@ def test_a_frozen_rank_is_named_after_the_commands_own_deadline(start: Callable[
     ranks = start("freezes")
     lines = output(ranks[0])
     assert lines[1] == {"replies": ["0:", "1:", "2:"]}
-    assert lines[-1]["failed"].startswith("rank 1 ended without a word or hangs")
+    assert lines[-1]["failed"].startswith("rank 1: killed or hanging")
     assert "Timed out waiting 3000ms" in lines[-1]["failed"]  # not the group's 30 s
 
 
