@@ -1,4 +1,4 @@
-"""The phases of a round, one row each: all code that knows phases reads this table.
+"""The phases of a round, one row each: all code that handles phases reads this table.
 
 It gives the coordinator's order of calls, the guards of trainer ranks, replicas and their ranks (guard.py), the
 deadlines (deadlines.py), the phases of forecast and simulation, and the table in docs/wire-protocol.md.

@@ -109,7 +109,7 @@ class CheckpointReader:
                 f"{name} in {self._folder} has shape {stored.get_shape()}, config.json says {list(shape)}"
             )
         block: torch.Tensor = stored[rows].view(-1, 1) if len(shape) == 1 else stored[rows, cols]
-        # A sum costs a tenth of a look at each element, and is finite only if they all are (but for an overflow).
+        # A sum costs a tenth of a check of each element, and is finite only if they all are (an overflow aside).
         if not block.sum(dtype=torch.float32).isfinite() and not block.isfinite().all():
             count = int((~block.isfinite()).sum())
             raise ConfigError(f"{name} in {path} has {count} values that are not finite; the file is damaged")

@@ -195,7 +195,7 @@ def check_staged(round_: pb.Round, participants: Participants, device: torch.dev
     if device.type != "cuda" or round_.install_mode != pb.INSTALL_MODE_STAGED or not beside:
         return
     if round_.allow_staged_nccl:
-        log.warning("staged beside the engine's own collectives", replicas=", ".join(beside[:5]))
+        log.warning("staged transfer concurrent with the engine's own collectives", replicas=", ".join(beside[:5]))
         return
     raise ConfigError(f"sync.install staged {STAGED_MAY_HANG}: {', '.join(beside[:5])}; {STAGED_ADVICE}")
 
