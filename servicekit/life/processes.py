@@ -111,7 +111,7 @@ async def run_together(
         with _orphans_collected([child.pid for child in children]):
             first = await first_of({**{child.name: child.ended for child in children}, "stop": stop})
             if not stop.is_set():
-                log.info("process ended, stopping the others", process=first.name, seconds=alone_s)
+                log.info("process ended, waiting for the others", process=first.name, seconds=alone_s)
                 everyone = asyncio.wait([child.ended for child in children])
                 await first_of({"all": everyone, "stop": stop}, timeout_s=alone_s)
             asked = True

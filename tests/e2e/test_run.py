@@ -137,7 +137,10 @@ def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tan
     run.wait_line(lambda line: line.strip().startswith("6/16"), "the sixth iteration", 240)
     rollout = pid_of(run, "rollout_service")
     os.kill(pid_of(run, "coordinator"), signal.SIGKILL)
-    run.wait_line(lambda line: "from the checkpoint of iteration 4 and takes over the services (restart 1 of 2" in line, "its restart")
+    run.wait_line(
+        lambda line: "from the checkpoint of iteration 4 and takes over the services (restart 1 of 2" in line,
+        "its restart",
+    )
     run.wait_line(lambda line: line.strip().startswith("12/16"), "the twelfth iteration", 240)
     assert (pid_of(run, "trainer_service"), pid_of(run, "rollout_service")) == (trainer, rollout)
     assert run.wait_end(240) == 0, run.output()
