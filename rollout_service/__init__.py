@@ -1,1 +1,1 @@
-"""Rollout service: prompts in, tokens with log-probs and policy versions out; weights in."""
+"""Rollout service: turn prompts into tokens with log-probs and policy versions; receive weights."""

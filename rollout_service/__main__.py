@@ -10,13 +10,13 @@ import os
 import sys
 from pathlib import Path
 
-# SGLang's ranks are spawned processes that import this module first: it must stay light, imports are in main().
-# Collecting garbage while importing is a fifth of the import's time; on again once the engine (the rank) is up.
+# SGLang's ranks are spawned processes that import this module first: keep it light, import inside main().
+# Garbage collection takes a fifth of the import time; it is enabled again once the engine (the rank) is up.
 gc.disable()
 
 
 def main() -> int:
-    """Run the service; returns the exit code (servicekit.life.lifecycle)."""
+    """Run the service. Returns: the exit code (servicekit.life.exit_codes)."""
     parser = argparse.ArgumentParser(prog="rollout_service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")

@@ -1,6 +1,6 @@
-"""Builds one rollout replica and runs it from start to drain: the only place that wires.
+"""Build one rollout replica and run it from start to drain: the only place that wires.
 
-With an engine over several hosts this is its leader; worker_app.py wires the others.
+Of an engine over several hosts this runs the leader; worker_app.py wires the others.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ log = get_logger(__name__)
 
 # How long a stopping replica lets running groups finish; a pod's grace period must be longer.
 DRAIN_S = 20.0
-# How long a read of the store of an engine over several hosts waits.
+# Timeout of a read from the TCP store of an engine over several hosts.
 STORE_READ_S = 300.0
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
@@ -50,7 +50,7 @@ MakeEngine = Callable[[RunConfig, str, ServiceEnvironment, asyncio.Event, HostRa
 def make_sglang_engine(
     config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, share: HostRanks
 ) -> RolloutEngine:
-    """The engine of a replica, not started. It sets `stop` when its process is told to end."""
+    """Make a replica's engine, without starting it. It sets `stop` when its process receives SIGTERM."""
     from rollout_service.sglang_engine.engine import SglangEngine
     from weightsync.group.nccl_settings import settle_containers
     from weightsync.transfer.devices import check_device
@@ -76,10 +76,10 @@ async def serve(
     stop: asyncio.Event,
     make_engine: MakeEngine = make_sglang_engine,
 ) -> None:
-    """Run replica `name` until `stop`; of an engine over several hosts, the first one.
+    """Run replica `name` until `stop`; of an engine over several hosts, its leader.
 
     Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the engine did not start, or
-        died; Unavailable, DeadlineExceeded: another host of the engine is gone, or did not come.
+        died; Unavailable, DeadlineExceeded: another host of the engine is lost, or did not join.
     """
     share = HostRanks.of(config, {})
     identity = environment.identity("rollout")
@@ -103,7 +103,7 @@ async def serve(
 
 
 class _Replica:
-    """The life of one replica, from its hosts' meeting to its drain."""
+    """One replica, from the joining of its hosts to its drain."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class _Replica:
         self._server = server
         self._workers = workers
         self._engine: RolloutEngine | None = None
-        self._store: object = None  # SGLang's ranks of several hosts meet there for as long as we hold it
+        self._store: object = None  # the TCP store of SGLang's ranks on several hosts; open while referenced
 
     async def run(self, share: HostRanks, make_engine: MakeEngine) -> None:
-        """Returns once `stop` is set, and what was running is done."""
+        """Run until `stop` is set and the calls under way are done."""
         if share.nodes > 1:
             share = await self._open_store(share)
         join = self._workers.join(share.store, self._registry, self._config.run.startup_timeout_s)
@@ -138,24 +138,27 @@ class _Replica:
             await self._serve(engine)
 
     async def _done(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether the work was done before a stop. Raises: its error; why a worker can serve no longer."""
+        """Do the work, unless `stop` or a lost worker comes first.
+
+        Returns: whether the work was done. Raises: its error; why a worker can no longer serve.
+        """
         return (await first_of({"workers": self._workers.lost, "work": work, "stop": self._stop})).name == "work"
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes."""
+        """End the engine's processes."""
         if self._engine is not None:
             await self._engine.shutdown()
 
     async def _open_store(self, share: HostRanks) -> HostRanks:
         from weightsync.transfer.communicators.tcp_store import bound_store  # imports torch
 
-        # SGLang sets a timeout of its own on its connections.
+        # STORE_READ_S is for our connection; SGLang sets its own timeout on its connections.
         self._store, port = await asyncio.to_thread(bound_store, self._environment.bind_host, STORE_READ_S)
         return share.meeting_at(self._environment.advertised(port))
 
     async def _serve(self, engine: RolloutEngine) -> None:
         local = rank_clients(engine.rank_addresses)
-        # Last: whoever leads later than this calls first.
+        # Read last: a coordinator that takes over after this announces itself with TakeOver.
         leader = await asyncio.to_thread(self._leader)
         servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), leader)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
@@ -189,7 +192,7 @@ class _Replica:
     def _wire(
         self, engine: RolloutEngine, ranks: RankGroups, leader: common_pb2.CoordinatorFence
     ) -> tuple[RolloutServicer, Callable[[], None]]:
-        """Returns: the servicer, and what to call once it is served."""
+        """Wire the servicer. Returns: it, and a function to call once it is served."""
         metrics, admission, rollout = RolloutMetrics(), Admission(), self._config.rollout
         metrics.running_groups.set_function(lambda: admission.running_groups)
         metrics.watch_load(engine.load)

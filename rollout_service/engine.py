@@ -1,4 +1,4 @@
-"""What the service needs of an inference engine, and the data that goes in and out. No protobuf, no SGLang here."""
+"""The interface of an inference engine, and the data that goes in and out. No protobuf, no SGLang here."""
 
 import asyncio
 import enum
@@ -17,7 +17,7 @@ class Finish(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn. temperature 0 is greedy; top_k -1 and top_p 1 leave the full distribution."""
+    """How tokens are sampled. temperature 0 is greedy; top_k -1 and top_p 1 keep the full distribution."""
 
     temperature: float
     top_p: float
@@ -65,7 +65,7 @@ class FinishedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What a request must fit. Tokens; longest_request counts prompt and completion together."""
+    """Limits of a request, in tokens; longest_request counts prompt and completion together."""
 
     vocab_size: int
     longest_request: int
@@ -73,9 +73,13 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine is: requests in it; as it last reported, those that wait, and the share of KV cache in use.
+    """How busy an engine is.
 
-    progress: another number whenever tokens have been computed, of running requests too, as it last reported.
+    Attributes:
+        requests: in the engine now.
+        waiting_requests: waiting for room, as last reported.
+        kv_cache_usage: share of the KV cache in use, as last reported.
+        progress: a number that changes whenever tokens were computed, as last reported.
     """
 
     requests: int
@@ -87,61 +91,57 @@ class EngineLoad:
 class EngineProcesses(Protocol):
     """The processes of an engine on one host. All methods run on the service's event loop."""
 
-    # Done with an exception as soon as they can no longer serve (a rank died); never done otherwise.
     @property
     def failed(self) -> "asyncio.Future[None]":
-        """Done with an error once a rank has died."""
+        """A future that fails as soon as the processes can no longer serve (a rank died); never done otherwise."""
         ...
 
     # gRPC addresses of the ShardReceiverService of the ranks on this host, in rank order.
     rank_addresses: list[str]
 
     async def start(self) -> None:
-        """Load and become able to generate. Raises: RuntimeError: the engine did not come up."""
+        """Load the model and get ready to generate. Raises: RuntimeError: the engine did not start."""
 
     async def shutdown(self) -> None:
         """End every process. Idempotent."""
 
 
 class RolloutEngine(EngineProcesses, Protocol):
-    """An engine that generates, and whose weights somebody else writes.
-
-    It starts with meaningless weights and version 0.
-    """
+    """An engine that generates, with weights written from outside; it starts with meaningless ones, at version 0."""
 
     limits: EngineLimits
 
     def generate(
         self, groups: Sequence[GroupRequest], sampling: SamplingSettings
     ) -> AsyncIterator[list[FinishedGroup]]:
-        """Yield groups as they become whole, several at once when they finish together.
+        """Yield groups as they are completed, in one list those that finish together.
 
         Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
         """
 
     def load(self) -> EngineLoad:
-        """How busy it is; takes microseconds, from any thread."""
+        """Return the load; takes microseconds, from any thread."""
 
     async def freeze(self) -> None:
         """Stop at the next token boundary, keeping running requests and their KV cache.
 
-        May return before; what is called after it is done after it.
+        May return before that; calls made later take effect after it.
         """
 
     async def thaw(self) -> None:
-        """Go on after freeze()."""
+        """Continue after freeze()."""
 
     async def abort_running(self) -> None:
         """Ask all running requests to end with Finish.ABORT; does not wait for them."""
 
     async def begin_update(self) -> None:
-        """From here to end_update() the ranks' parameters may be written. Nothing must be generating."""
+        """Allow writes to the ranks' parameters until end_update(). Nothing may be generating."""
 
     async def end_update(self) -> None:
-        """The parameters are whole; the engine derives from them what it caches."""
+        """End the writes; the engine recomputes what it derives from the parameters."""
 
     async def set_version(self, policy_version: int) -> None:
-        """Tokens sampled from now on belong to this version."""
+        """Attribute the tokens sampled from now on to this version."""
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Forget cached prefixes. Returns: False if requests are still held after `timeout_s`."""

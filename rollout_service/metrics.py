@@ -14,7 +14,7 @@ _SYNC_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class SyncMetrics:
-    """Of weight syncs: made with RolloutMetrics."""
+    """Metrics of weight syncs; RolloutMetrics makes them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
@@ -60,7 +60,7 @@ class SyncMetrics:
             self.outcomes.labels(outcome)
 
     def observe_reports(self, reports: Sequence[pb.PhaseReport]) -> None:
-        """Stages of one phase that was run (not of a repeated answer)."""
+        """Record the stages of a phase that was run (not of a repeated answer)."""
         for stage in {stage for report in reports for stage in report.seconds}:
             self.seconds.labels(stage).observe(max(report.seconds[stage] for report in reports))
         received = sum(report.bytes_received for report in reports)
@@ -68,7 +68,7 @@ class SyncMetrics:
             self._observe_transfer(reports, received)
 
     def observe_outcome(self, outcome: str, epoch: int) -> None:
-        """How a round ended (committed, aborted, poisoned), or why it will (mismatch)."""
+        """Count how a round ended (committed, aborted, poisoned), or why it is about to fail (mismatch)."""
         self.epoch.set(epoch)
         if outcome == "mismatch":
             self.verify_failures.inc()
@@ -85,7 +85,7 @@ class SyncMetrics:
 
 
 class RolloutMetrics:
-    """Made once per process; tests give a registry of their own."""
+    """Metrics of one replica: made once per process; tests pass their own registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.generated_tokens = Counter(
@@ -114,13 +114,13 @@ class RolloutMetrics:
         self.sync = SyncMetrics(registry)
 
     def watch_load(self, load: Callable[[], EngineLoad]) -> None:
-        """Every scrape asks `load` how busy the engine is."""
+        """Call `load` at every scrape for the gauges of the engine's load."""
         self.engine_requests.set_function(lambda: load().requests)
         self.waiting_requests.set_function(lambda: load().waiting_requests)
         self.kv_cache_usage.set_function(lambda: load().kv_cache_usage)
 
     def observe_state(self, state: pb.ReplicaState.ValueType, policy_version: int) -> None:
-        """Shows the state as one 1 among zeros."""
+        """Export the state (1 for the current one, 0 for the others) and the served version."""
         current = pb.ReplicaState.Name(state).removeprefix("REPLICA_STATE_").lower()
         for name in _STATES:
             self.replica_state.labels(name).set(1.0 if name == current else 0.0)

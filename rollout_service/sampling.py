@@ -1,4 +1,4 @@
-"""Checks a GenerateGroups request before the engine sees it, and turns it into our own data."""
+"""Validate a GenerateGroups request before the engine sees it, and convert it to our own types."""
 
 import math
 
@@ -8,14 +8,14 @@ from tandem_api.rollout.v1 import rollout_pb2 as pb
 
 # Below this SGLang treats a temperature as 0; far above it sampling is uniform.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 100.0
-# A call's completions are held in memory together.
+# All completions of a call are held in memory together.
 MAX_COMPLETIONS_PER_CALL = 1 << 17
 
 
 def read_request(
     request: pb.GenerateGroupsRequest, limits: EngineLimits, max_groups: int
 ) -> tuple[list[GroupRequest], SamplingSettings]:
-    """The request as data.
+    """Convert the request.
 
     Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than one call may ask for.
     """
@@ -36,7 +36,7 @@ def read_request(
 
 
 def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> SamplingSettings:
-    """Raises: InvalidRequest: a parameter is out of range or not a number."""
+    """Convert the sampling parameters. Raises: InvalidRequest: one is out of range or not a number."""
     temperature, top_p = sampling.temperature, sampling.top_p
     if temperature != 0.0 and not LOWEST_TEMPERATURE * (1 - 1e-6) <= temperature <= HIGHEST_TEMPERATURE:
         raise InvalidRequest(
@@ -68,7 +68,7 @@ def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling
 
 def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, limits: EngineLimits) -> GroupRequest:
     if not group.group_id:
-        raise InvalidRequest(f"groups[{index}].group_id is empty; replies are told apart by it")
+        raise InvalidRequest(f"groups[{index}].group_id is empty; set it: replies are matched by it")
     name = f"group {group.group_id!r}"
     if group.num_completions < 1:
         raise InvalidRequest(f"{name}: num_completions is 0; ask for at least 1")
@@ -94,5 +94,7 @@ def _check_distinct(groups: list[GroupRequest]) -> None:
     seen: set[str] = set()
     for group in groups:
         if group.group_id in seen:
-            raise InvalidRequest(f"group_id {group.group_id!r} comes twice; replies are told apart by it")
+            raise InvalidRequest(
+                f"group_id {group.group_id!r} occurs twice; make it unique in the call: replies are matched by it"
+            )
         seen.add(group.group_id)

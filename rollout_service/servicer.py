@@ -31,10 +31,12 @@ _FINISH = {
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.RoundServiceServicer):
-    """One replica.
+    """RolloutService and RoundService of one replica.
 
-    `max_groups` is rollout.max_groups_per_call, `parallel` the sizes that its ranks have, `leader` the newest
-    coordinator that the run has had; None: there was none.
+    Args:
+        max_groups: rollout.max_groups_per_call.
+        parallel: parallel sizes of the replica's ranks.
+        leader: the newest coordinator that the run has had; None: it had none.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._draining = False
 
     def refuse_new_calls(self) -> None:
-        """From now on GenerateGroups answers UNAVAILABLE."""
+        """Answer UNAVAILABLE to GenerateGroups from now on."""
         self._draining = True
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
@@ -87,7 +89,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
                     engine_s = time.perf_counter() - start_s
                     for part in _split(finished):
                         self._count_tokens(part)
-                        messages = [_group_message(each) for each in part]
+                        messages = [_group_message(group) for group in part]
                         yield pb.GenerateGroupsResponse(groups=messages, engine_s=engine_s)
 
     def _check_serves(self, policy_version: int) -> None:
@@ -120,7 +122,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any
     ) -> pb.LoadPublishedWeightsResponse:
-        """Load a version from the folder that the trainer published it in."""
+        """Load a version from the folder in which the trainer published it."""
         if not request.folder or not request.round_id:
             raise InvalidRequest("folder and round_id must be set")
         self._fence.admit(request.fence)
@@ -140,14 +142,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         return pb.PauseGenerationResponse(state=self._updates.state)
 
     async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
-        """Let generation go on."""
+        """Resume generation."""
         self._fence.admit(request.fence)
         await self._updates.resume()
         return pb.ResumeGenerationResponse(state=self._updates.state)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """State, served version and load of the replica."""
-        # In a thread: a scheduler that hangs while it tells its load holds whoever reads it.
+        # In a thread: a scheduler that hangs while it reports its load blocks the reader.
         load = await asyncio.to_thread(self._engine.load)
         return pb.GetStatusResponse(
             name=self._name,
@@ -163,11 +165,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
     async def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:
         """Digest of every parameter of every rank."""
         checksums = await self._ranks.checksums()
-        return pb.GetChecksumsResponse(ranks=[pb.RankChecksums(checksums=each) for each in checksums])
+        return pb.GetChecksumsResponse(ranks=[pb.RankChecksums(checksums=digests) for digests in checksums])
 
 
 def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
-    """Parts of at most MAX_TOKENS_PER_REPLY tokens, of at least one group."""
+    """Split into parts of at most MAX_TOKENS_PER_REPLY tokens, but of at least one group."""
     part: list[FinishedGroup] = []
     tokens = 0
     for group in groups:
@@ -182,7 +184,7 @@ def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
 
 def _group_message(group: FinishedGroup) -> pb.GroupResult:
     return pb.GroupResult(
-        group_id=group.group_id, completions=[_completion_message(each) for each in group.completions]
+        group_id=group.group_id, completions=[_completion_message(completion) for completion in group.completions]
     )
 
 

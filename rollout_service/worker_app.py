@@ -1,4 +1,4 @@
-"""Builds and runs a further host of a replica's engine: its share of SGLang's ranks, open to its leader only."""
+"""Build and run a further host of a replica's engine: its share of SGLang's ranks, which serve its leader only."""
 
 import asyncio
 import uuid
@@ -27,7 +27,7 @@ from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
 
-# The leader drains first; then the ranks leave together.
+# After a stop: how long to wait for the leader, which drains first, to release this host.
 LET_GO_S = DRAIN_S + 10.0
 # After our ranks have failed: how long to wait to learn whether the leader's end caused it.
 LAST_WORD_S = 4.0
@@ -39,7 +39,7 @@ MakeProcesses = Callable[[RunConfig, str, ServiceEnvironment, HostRanks], Engine
 def make_sglang_processes(
     config: RunConfig, name: str, environment: ServiceEnvironment, share: HostRanks
 ) -> EngineProcesses:
-    """This host's processes of a replica's engine, not started."""
+    """Make this host's processes of a replica's engine, without starting them."""
     from rollout_service.sglang_engine.host import SglangProcesses
     from weightsync.group.nccl_settings import settle_containers
     from weightsync.transfer.devices import check_device
@@ -65,10 +65,10 @@ async def serve_worker(
     share: HostRanks,
     make_processes: MakeProcesses = make_sglang_processes,
 ) -> None:
-    """Run host `share.host` of replica `name` until its leader lets it go.
+    """Run host `share.host` of replica `name` until its leader releases it.
 
     Raises: ConfigError: Redis, a certificate or an address is not usable; RuntimeError: the ranks did not start;
-        DeadlineExceeded: no leader came; Unavailable: the leader is gone or has failed, or a rank has died.
+        DeadlineExceeded: no leader joined this host; Unavailable: the leader is lost or failed, or a rank has died.
     """
     server = GrpcServer(
         WORKER_ROLE,
@@ -89,7 +89,7 @@ async def serve_worker(
 
 
 class _Worker:
-    """The life of one worker, from its announcement to its leave."""
+    """One worker, from its announcement to the leader's Leave."""
 
     def __init__(
         self, config: RunConfig, name: str, environment: ServiceEnvironment, stop: asyncio.Event, server: GrpcServer
@@ -103,7 +103,7 @@ class _Worker:
         self._ranks: list[RankClient] = []
 
     async def run(self, registry: Registry, share: HostRanks, make_processes: MakeProcesses) -> None:
-        """Returns once the leader has let this process go, or when it is asked to end before it has a leader."""
+        """Run until the leader releases this process, or until it is asked to stop before it has a leader."""
         record, membership, servicer = await self._serve(share)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not await announce(registry, record, self._config.sync.lease_ttl_s, self._stop, failing(lost)):
@@ -124,7 +124,7 @@ class _Worker:
         await self._until_over(membership, processes, ends)
 
     async def shutdown(self) -> None:
-        """Ends the ranks, and the server last: the leader may still have a word for us."""
+        """End the ranks, and the server last: the leader may still call it."""
         if self._processes is not None:
             await self._processes.shutdown()
         await self._server.drain(0.0)
@@ -154,7 +154,8 @@ class _Worker:
             await asyncio.wait_for(asyncio.shield(membership.joined), timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"no leader of {self._name} came within {timeout_s:g} s (the rollout_service with TANDEM_HOST_INDEX=0)"
+                f"no leader of {self._name} joined this host within {timeout_s:g} s; "
+                "is its rollout_service (TANDEM_HOST_INDEX=0) running?"
             ) from None
 
     async def _until_over(
@@ -162,15 +163,15 @@ class _Worker:
     ) -> None:
         first = await first_of({**ends, "ranks": end_of(processes.failed), "stop": self._stop})
         if first.name == "stop":
-            membership.asked_to_stop = True  # the leader hears it with its next beat
+            membership.asked_to_stop = True  # the answer to the leader's next beat carries it
             first = await first_of({**ends, "ranks": end_of(processes.failed)}, timeout_s=LET_GO_S)
         if first.name == DEADLINE:
-            raise DeadlineExceeded(f"the leader of {self._name} did not let this host go within {LET_GO_S:g} s")
+            raise DeadlineExceeded(f"the leader of {self._name} did not release this host within {LET_GO_S:g} s")
         if first.name == "ranks":
             await self._tell_failure(membership, processes)
 
     async def _tell_failure(self, membership: WorkerMembership, processes: EngineProcesses) -> None:
-        """Our ranks have failed. Raises: Unavailable: why, as far as both sides know."""
+        """Report to the leader that our ranks have failed. Raises: Unavailable: why, as far as both sides know."""
         error = processes.failed.exception()
         membership.failure = str(error)
         await asyncio.wait({membership.over}, timeout=LAST_WORD_S)
@@ -180,6 +181,6 @@ class _Worker:
                 return
             raise Unavailable(f"{error}; {last_word}")
         if membership.silent_s > 2 * beat_s(self._config.sync.lease_ttl_s):
-            silent = f"no word of it for {membership.silent_s:.1f} s"
-            raise Unavailable(f"the leader of {self._name} is gone ({silent}); seen here as: {error}")
+            silent = f"silent for {membership.silent_s:.1f} s"
+            raise Unavailable(f"the leader of {self._name} is lost ({silent}); seen here as: {error}")
         raise Unavailable(str(error))

@@ -1,4 +1,4 @@
 """An engine over several hosts: a leader, which is the replica, and workers, which run their share of its ranks.
 
-Both find each other through the registry; the leader joins its workers, and from then on they live and end together.
+The leader finds its workers through the registry and joins them; from then on they end together.
 """

@@ -1,4 +1,4 @@
-"""The leader's side of the bond with one worker: finding it, joining it, and hearing from it until one of them ends."""
+"""The leader's connection to one worker: find it, join it, and send it beats until one of them ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,15 +19,22 @@ log = get_logger(__name__)
 WORKER_ROLE = "rollout-worker"
 CALL_S = 5.0
 RETRY_S = 0.25
-# A worker that has lost a rank notices within milliseconds; its word for it is waited for this long.
+# How long to wait for a worker's report of a lost rank; it notices one within milliseconds.
 BLAME_S = 2.0
-# Of why we leave: an error's text may be of any length.
+# Limit of the reason in a LeaveRequest: an error's text may be of any length.
 REASON_CHARS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """Who joins: a start of the leader of replica `name`; share: its own; store: where SGLang's ranks meet."""
+    """One start of a replica's leader, as its workers see it.
+
+    Attributes:
+        leader_id: unique per start.
+        name: of the replica.
+        share: the leader's own ranks.
+        store: `host:port` of the TCP store where SGLang's ranks meet.
+    """
 
     leader_id: str
     name: str
@@ -38,7 +45,7 @@ class Leader:
 
 
 class WorkerConnection:
-    """One worker that belongs to us."""
+    """The connection to one worker."""
 
     def __init__(self, leader: Leader, host: int, record: ServiceRecord) -> None:
         self.host = host
@@ -49,7 +56,11 @@ class WorkerConnection:
         self.stub = worker_pb2_grpc.RolloutWorkerServiceStub(self.channel)
 
     async def join(self, leader: Leader) -> None:
-        """Raises: Unavailable: nobody is there; Aborted: it belongs to another; InvalidRequest: another engine."""
+        """Join the worker to the leader.
+
+        Raises: Unavailable: it does not answer; Aborted: it belongs to another leader; InvalidRequest: it is
+            configured for another engine.
+        """
         request = pb.JoinRequest(
             leader_id=leader.leader_id,
             replica=leader.name,
@@ -62,9 +73,11 @@ class WorkerConnection:
             await self.stub.Join(request, timeout=CALL_S)
 
     async def keep(self, on_stop: Callable[[], None]) -> None:
-        """Beats for as long as the worker is well. on_stop: called when it was asked to end.
+        """Send beats for as long as the worker can serve.
 
-        Raises: Unavailable: it is gone, was started anew, or can serve no longer.
+        Args:
+            on_stop: called when the worker was asked to stop.
+        Raises: Unavailable: it is lost, was restarted, or can no longer serve.
         """
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
@@ -75,7 +88,7 @@ class WorkerConnection:
                 raise Unavailable(str(error)) from None
             except TandemError as error:
                 if loop.time() - heard_s > self._ttl_s:
-                    raise Unavailable(f"{self.title} is gone: no word of it for {self._ttl_s:g} s ({error})") from None
+                    raise Unavailable(f"{self.title} is lost: no answer for {self._ttl_s:g} s ({error})") from None
             else:
                 heard_s = loop.time()
                 if reply.failure:
@@ -85,14 +98,14 @@ class WorkerConnection:
             await asyncio.sleep(beat_s(self._ttl_s))
 
     async def trouble(self) -> str:
-        """What is wrong with the worker, "" if nothing is; takes BLAME_S then. For when our own ranks have failed."""
+        """Return what is wrong with the worker; "" after BLAME_S if nothing is. For when our own ranks have failed."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + BLAME_S
         while True:
             try:
                 reply = await self._beat(BLAME_S)
             except TandemError as error:
-                return f"{self.title} is gone ({error})"
+                return f"{self.title} is lost ({error})"
             if reply.failure:
                 return f"{self.title}: {reply.failure}"
             if loop.time() > deadline_s:
@@ -100,7 +113,7 @@ class WorkerConnection:
             await asyncio.sleep(RETRY_S)
 
     async def leave(self, reason: str, *, failed: bool) -> None:
-        """Lets the worker go; one that does not hear it ends by itself, for our silence."""
+        """Send Leave; a worker that does not receive it ends by itself once our beats stop."""
         try:
             with rpc_errors(self.title):
                 request = pb.LeaveRequest(leader_id=self._leader_id, reason=reason[:REASON_CHARS], failed=failed)
@@ -122,9 +135,10 @@ def beat_s(ttl_s: float) -> float:
 
 
 async def join_worker(leader: Leader, host: int, registry: Registry, timeout_s: float) -> WorkerConnection:
-    """Looks for the worker of one host until it has joined.
+    """Look for the worker of one host until it has joined.
 
-    Raises: DeadlineExceeded: naming the host, and why it did not; InvalidRequest: it runs another engine.
+    Raises: DeadlineExceeded: naming the host, and why it did not join; InvalidRequest: it is configured for another
+        engine.
     """
     name = worker_name(leader.name, host)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -137,7 +151,7 @@ async def join_worker(leader: Leader, host: int, registry: Registry, timeout_s: 
             why = str(error)
         await asyncio.sleep(RETRY_S)
     raise DeadlineExceeded(
-        f"host {host} of {leader.name} did not come within {timeout_s:g} s (a rollout_service with "
+        f"host {host} of {leader.name} did not join within {timeout_s:g} s (a rollout_service with "
         f"TANDEM_HOST_INDEX={host}): {why}"
     )
 
@@ -146,16 +160,16 @@ def _find(registry: Registry, name: str) -> ServiceRecord:
     for record in registry.list(WORKER_ROLE):
         if record.name == name:
             return record
-    failed = [str(each) for each in registry.failures() if each.role == WORKER_ROLE and each.name == name]
-    raise Unavailable("; ".join([f"no {name} in the registry", *failed]))
+    failures = [str(failure) for failure in registry.failures() if (failure.role, failure.name) == (WORKER_ROLE, name)]
+    raise Unavailable("; ".join([f"no {name} in the registry", *failures]))
 
 
 async def _joined(leader: Leader, host: int, record: ServiceRecord) -> WorkerConnection:
-    bond = WorkerConnection(leader, host, record)
+    worker = WorkerConnection(leader, host, record)
     try:
-        await bond.join(leader)
+        await worker.join(leader)
     except BaseException:
-        await bond.channel.close()
+        await worker.channel.close()
         raise
-    log.info("worker joined", worker=bond.title)
-    return bond
+    log.info("worker joined", worker=worker.title)
+    return worker

@@ -1,4 +1,4 @@
-"""The workers of an engine as its leader has them: joined, watched, asked for their ranks, let go."""
+"""The leader's side of an engine over several hosts: join the workers, watch them, use their ranks, release them."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ from weightsync.round.client import RoundClient
 
 
 class WorkerRanks(RoundClient):
-    """The ranks of one further host. `name` goes in front of their errors."""
+    """Client of the ranks of one further host. `name` goes in front of their errors."""
 
     def __init__(self, channel: DeadlineChannel, leader_id: str, name: str, num_ranks: int) -> None:
         super().__init__(name, channel, deadlines.host_s, leader_id)
@@ -33,7 +33,7 @@ class WorkerRanks(RoundClient):
             await self._worker.LoadPublishedShards(wrapped, timeout=deadlines.HOST_LOAD_S)
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digest of every parameter, by its name, for each rank."""
+        """Return the digests of each rank's parameters, by name."""
         request = worker_pb2.GetRankChecksumsRequest(leader_id=self._leader_id)
         with rpc_errors(self._name):
             reply = await self._worker.GetRankChecksums(request, timeout=deadlines.HOST_CHECKSUM_S)
@@ -41,11 +41,14 @@ class WorkerRanks(RoundClient):
 
 
 class HostWorkers:
-    """All workers of one engine; none where it is on one host, and then everything here is done at once.
+    """All workers of one engine; none where it is on one host, and then every method returns immediately.
+
+    Create it on the service's event loop.
 
     Args:
-        on_stop: called when a worker was asked to end: the leader then drains.
-    lost: fails as soon as a worker can serve no longer, and names it. To be made on the service's event loop.
+        on_stop: called when a worker was asked to stop: the leader then drains.
+    Attributes:
+        lost: fails as soon as a worker can no longer serve, and names it.
     """
 
     def __init__(
@@ -58,13 +61,17 @@ class HostWorkers:
         self._share = share
         self._on_stop = on_stop
         self._leader_id = ""
-        self._bonds: list[WorkerConnection] = []
-        self._keeping: list[asyncio.Task[None]] = []
+        self._workers: list[WorkerConnection] = []
+        self._beating: list[asyncio.Task[None]] = []
 
     async def join(self, store: str, registry: Registry, timeout_s: float) -> None:
-        """Waits for the worker of every other host. store: `host:port` where SGLang's ranks are to meet.
+        """Join the worker of every other host.
 
-        Raises: DeadlineExceeded: naming each host that did not come, and why; InvalidRequest: one runs another engine.
+        Args:
+            store: `host:port` of the TCP store where SGLang's ranks meet.
+            timeout_s: how long to wait for workers that are not announced or do not answer.
+        Raises: DeadlineExceeded: naming each host that did not join, and why; InvalidRequest: one is configured for
+            another engine.
         """
         leader = self._make_leader(store=store)
         self._leader_id = leader.leader_id
@@ -76,46 +83,46 @@ class HostWorkers:
             await _all_or_first_errors(joining)
         finally:
             await cancel(*joining)
-        self._bonds.sort(key=lambda bond: bond.host)
+        self._workers.sort(key=lambda worker: worker.host)
 
     async def _join_one(self, leader: Leader, host: int, registry: Registry, timeout_s: float) -> None:
-        bond = await join_worker(leader, host, registry, timeout_s)
-        self._bonds.append(bond)
-        keeping = asyncio.create_task(bond.keep(self._on_stop), name=f"beats-{host}")
-        keeping.add_done_callback(self._ended)
-        self._keeping.append(keeping)
+        worker = await join_worker(leader, host, registry, timeout_s)
+        self._workers.append(worker)
+        beating = asyncio.create_task(worker.keep(self._on_stop), name=f"beats-{host}")
+        beating.add_done_callback(self._ended)
+        self._beating.append(beating)
 
-    def _ended(self, keeping: "asyncio.Task[None]") -> None:
-        error = None if keeping.cancelled() else keeping.exception()
+    def _ended(self, beating: "asyncio.Task[None]") -> None:
+        error = None if beating.cancelled() else beating.exception()
         if error is not None and not self.lost.done():
             self.lost.set_exception(error)
 
     def ranks(self) -> list[WorkerRanks]:
-        """The ranks of each worker, in the order of the hosts."""
-        each = len(self._share.ranks)
-        return [WorkerRanks(bond.channel, self._leader_id, bond.title, each) for bond in self._bonds]
+        """Make clients of each worker's ranks, in the order of the hosts."""
+        num_ranks = len(self._share.ranks)
+        return [WorkerRanks(worker.channel, self._leader_id, worker.title, num_ranks) for worker in self._workers]
 
     async def explain(self, error: Exception) -> Exception:
-        """What to fail with, when our own part has failed: a worker may be the cause. Takes BLAME_S if none is."""
-        if not self._bonds or (self.lost.done() and self.lost.exception() is error):
+        """Return the error to fail with: ours, or a worker's that has caused it. Takes BLAME_S if none has."""
+        if not self._workers or (self.lost.done() and self.lost.exception() is error):
             return error
-        found = [text for text in await asyncio.gather(*(bond.trouble() for bond in self._bonds)) if text]
-        return Unavailable(f"{'; '.join(found)}; seen here as {type(error).__name__}: {error}") if found else error
+        causes = [text for text in await asyncio.gather(*(worker.trouble() for worker in self._workers)) if text]
+        return Unavailable(f"{'; '.join(causes)}; seen here as {type(error).__name__}: {error}") if causes else error
 
     async def leave(self, reason: str, *, failed: bool) -> None:
-        """Lets all workers go."""
-        await cancel(*self._keeping)
-        await asyncio.gather(*(bond.leave(reason, failed=failed) for bond in self._bonds))
+        """Release all workers."""
+        await cancel(*self._beating)
+        await asyncio.gather(*(worker.leave(reason, failed=failed) for worker in self._workers))
 
     async def close(self) -> None:
-        """Ends the connections."""
-        await cancel(*self._keeping)
-        for bond in self._bonds:
-            await bond.channel.close()
+        """Close the connections."""
+        await cancel(*self._beating)
+        for worker in self._workers:
+            await worker.channel.close()
 
 
 async def _all_or_first_errors(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Raises: one error for all that fail at about the time of the first: deadlines end together."""
+    """Wait for all tasks. Raises: one error for all that fail close to the first one: deadlines end together."""
     if not tasks:
         return
     _, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,13 +1,13 @@
-"""A worker's side of the bond with its leader: whose it is, when it last heard of it, and how it ends.
+"""A worker's membership with its leader: which leader, when its last beat came, and how it ends.
 
 | event                          | from    | to     | does                                                          |
 |--------------------------------|---------|--------|---------------------------------------------------------------|
 | Join                           | free    | joined | the ranks start                                               |
 | Join, same leader              | joined  | joined | nothing                                                       |
-| Join, another leader           | joined  | over   | refuses it and ends: the ranks of two lives must not meet     |
-| Beat                           | joined  | joined | the silence begins anew                                       |
+| Join, another leader           | joined  | over   | refuses it and ends: ranks of two starts must not meet        |
+| Beat                           | joined  | joined | restarts the timer                                            |
 | Leave                          | joined  | over   | ends; with an error if the leader has failed                  |
-| no Beat within the lease's time| joined  | over   | ends with an error: the leader is gone                        |
+| no Beat within the lease's time| joined  | over   | ends with an error: the leader is lost                        |
 """
 
 import asyncio
@@ -21,10 +21,12 @@ log = get_logger(__name__)
 
 
 class WorkerMembership:
-    """All methods run on the service's event loop.
+    """Whether this worker has a leader, and its state for the leader's beats. Runs on the service's event loop.
 
-    joined: done with this host's share once a leader has come. over: done when the leader lets this process go; failed
-    when it must end for another reason. ready, failure and asked_to_stop are what the leader hears with each beat.
+    Attributes:
+        joined: done with this host's share once a leader has joined it.
+        over: done when the leader releases this process; failed when it must end for another reason.
+        ready, failure, asked_to_stop: what the answer to each beat reports.
     """
 
     def __init__(self, replica: str, share: HostRanks, ttl_s: float) -> None:
@@ -43,11 +45,11 @@ class WorkerMembership:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the leader was last heard."""
+        """Seconds since the leader's last call."""
         return asyncio.get_running_loop().time() - self._heard_s
 
     def join(self, request: wpb.JoinRequest) -> None:
-        """Raises: InvalidRequest: the leader means another host or another engine; Aborted: it is not the first."""
+        """Join a leader. Raises: InvalidRequest: it asks for another host or engine; Aborted: there is another one."""
         share = self._share
         asked = (request.replica, request.nodes, request.tensor_parallel, request.host)
         if asked != (self._replica, share.nodes, share.tensor_parallel, share.host):
@@ -57,9 +59,7 @@ class WorkerMembership:
                 f"ranks on {share.nodes} hosts: start all with one configuration"
             )
         if self._leader_id and request.leader_id != self._leader_id:
-            self._end(
-                Unavailable(f"{self._replica} has a new leader: this process belongs to an earlier one, and ends")
-            )
+            self._end(Unavailable(f"{self._replica} has a new leader; this process belongs to an earlier one and ends"))
             raise Aborted(f"host {share.host} of {self._replica} belongs to another leader, and ends")
         if not self._leader_id:
             self._leader_id = request.leader_id
@@ -68,20 +68,20 @@ class WorkerMembership:
         self._hear()
 
     def beat(self, leader_id: str) -> None:
-        """Raises: Aborted: it is not our leader's."""
+        """Note a beat. Raises: Aborted: it is not our leader's."""
         self.check(leader_id)
         self._hear()
 
     def check(self, leader_id: str) -> None:
-        """Raises: Aborted: this process does not belong to that leader."""
+        """Raise Aborted unless this process belongs to that leader."""
         if not self._leader_id or leader_id != self._leader_id:
             raise Aborted(
                 f"host {self._share.host} of {self._replica} does not belong to this leader: "
-                f"{'it belongs to another' if self._leader_id else 'it was started anew'}"
+                f"{'it belongs to another' if self._leader_id else 'it was restarted'}"
             )
 
     def leave(self, leader_id: str, reason: str, *, failed: bool) -> None:
-        """Raises: Aborted: it is not our leader's."""
+        """End the membership. Raises: Aborted: the call is not our leader's."""
         self.check(leader_id)
         self._end(Unavailable(f"the leader of {self._replica} ended: {reason}") if failed else None)
 
@@ -93,7 +93,7 @@ class WorkerMembership:
         self._silence = loop.call_later(self._ttl_s, self._fall_silent)
 
     def _fall_silent(self) -> None:
-        self._end(Unavailable(f"the leader of {self._replica} is gone: no word of it for {self._ttl_s:g} s"))
+        self._end(Unavailable(f"the leader of {self._replica} is lost: no beat for {self._ttl_s:g} s"))
 
     def _end(self, error: TandemError | None) -> None:
         if self._silence is not None:

@@ -1,4 +1,4 @@
-"""RolloutWorkerService: the wire edge of a worker."""
+"""RolloutWorkerService: the gRPC interface of a worker."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 
 
 class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
-    """One host of an engine. `serve_ranks` opens it for weight sync."""
+    """RolloutWorkerService and RoundService of one host; its ranks are served after serve_ranks()."""
 
     def __init__(self, membership: WorkerMembership, worker_id: str) -> None:
         self._membership = membership
@@ -19,16 +19,16 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_g
         self._ranks: Ranks | None = None
 
     def serve_ranks(self, ranks: Ranks) -> None:
-        """The ranks of this host are up."""
+        """Serve these ranks of this host."""
         self._ranks = ranks
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        """Bind this worker to a leader. Raises: AlreadyExists: it has another one."""
+        """Bind this worker to a leader. Raises: Aborted: it has another one."""
         self._membership.join(request)
         return pb.JoinResponse(worker_id=self._worker_id)
 
     async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
-        """Note that the leader lives; say how we are."""
+        """Note a beat of the leader, and report our state."""
         self._membership.beat(request.leader_id)
         return pb.BeatResponse(
             ready=self._membership.ready,
@@ -49,14 +49,14 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_g
         return pb.LoadPublishedShardsResponse()
 
     async def GetRankChecksums(self, request: pb.GetRankChecksumsRequest, context: Any) -> pb.GetRankChecksumsResponse:
-        """Digests of the parameters of this host's ranks."""
+        """Return the digests of the parameters of this host's ranks."""
         checksums = await self._ranks_for(request.leader_id).checksums()
         return pb.GetRankChecksumsResponse(
-            ranks=[weights_pb2.GetChecksumsResponse(checksums=each) for each in checksums]
+            ranks=[weights_pb2.GetChecksumsResponse(checksums=digests) for digests in checksums]
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
-        """End with the leader."""
+        """End this worker with its leader."""
         self._membership.leave(request.leader_id, request.reason, failed=request.failed)
         return pb.LeaveResponse()
 

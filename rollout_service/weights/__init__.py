@@ -1,1 +1,1 @@
-"""Step 9: new weights come in. The replica's states, and a round as a transaction on them."""
+"""Step 9, receive the weights: the replica's states, and a round as a transaction on them."""

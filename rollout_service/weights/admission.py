@@ -1,4 +1,4 @@
-"""Which calls may generate: a gate with a count of what is inside."""
+"""Admission of generate calls: count the running ones, and evict them."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Admission:
-    """Counts running calls and groups; can refuse new ones, wait for the running ones, or turn them out."""
+    """The running calls and groups of a replica: a count, a wait until none is left, an eviction."""
 
     def __init__(self) -> None:
         self.running_calls = 0
@@ -23,7 +23,7 @@ class Admission:
 
     @contextlib.contextmanager
     def inside(self, num_groups: int) -> Iterator[None]:
-        """Around one generate call."""
+        """Count one generate call, and its groups, while the context is open."""
         self.running_calls += 1
         self.running_groups += num_groups
         self._idle.clear()
@@ -36,7 +36,7 @@ class Admission:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether no call is running within `timeout_s`."""
+        """Wait until no call is running. Returns: whether that came within `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._idle.is_set()
@@ -47,7 +47,7 @@ class Admission:
         evicted.set_result(error)
 
     async def until_evicted(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Passes `items` on. Raises: the error of evict() as soon as that is called."""
+        """Yield `items`. Raises: the error of evict() as soon as that is called."""
         evicted = self._evicted
         source = aiter(items)
         while True:

@@ -1,4 +1,4 @@
-"""Stops generation at a token boundary, by one of three modes, within a bounded time; and lets it go on."""
+"""Stop generation at a token boundary, in one of three modes, within a bounded time; and resume it."""
 
 import time
 
@@ -17,8 +17,8 @@ ABORT_RETRY_S = 0.5
 class Pauses:
     """The pause switch of one replica.
 
-    drain waits for the running calls and, after at most `drain_s`, aborts them; abort_requeue aborts at once; keep_kv
-    freezes them where they are.
+    drain waits for the running calls and, after at most `drain_s`, aborts them; abort_requeue aborts immediately;
+    keep_kv freezes them where they are.
     """
 
     def __init__(self, engine: RolloutEngine, admission: Admission, drain_s: float = DRAIN_S) -> None:
@@ -29,12 +29,14 @@ class Pauses:
         self.paused = False
 
     async def pause(self, mode: pb.PauseMode.ValueType, drain_s: float = DRAIN_S) -> None:
-        """Close the gate, let the calls end as the mode says, and freeze the engine; nothing if that is done already.
+        """Refuse new calls, end the running ones as the mode says, and freeze the engine; nothing if it is frozen.
 
         It is frozen in every mode: a call that its client gave up is over for us before the engine has dropped its
-        requests, and nothing may read the weights from here on. drain_s: of the round that pauses.
+        requests, and nothing may read the weights from here on.
 
-        Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (the gate stays closed).
+        Args:
+            drain_s: time to drain that the round allows.
+        Raises: InvalidRequest: no such mode; DeadlineExceeded: requests do not end (new calls stay refused).
         """
         if mode not in (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE):
             raise InvalidRequest(f"pause mode {mode} is none of DRAIN, KEEP_KV, ABORT_REQUEUE")
@@ -43,21 +45,23 @@ class Pauses:
             return
         drain_s = min(drain_s, self._drain_s)
         if mode == pb.PAUSE_MODE_DRAIN and not await self._admission.wait_idle(drain_s):
-            log.warning("drain took too long, aborting", running=self._admission.running_groups, drain_s=drain_s)
+            log.warning(
+                "drain timed out, aborting the running groups", running=self._admission.running_groups, drain_s=drain_s
+            )
         if mode != pb.PAUSE_MODE_KEEP_KV:
             await self._abort_until_idle()
         await self._engine.freeze()
         self._frozen = True
 
     async def resume(self) -> None:
-        """Let generation go on."""
+        """Thaw the engine and accept new calls."""
         if self._frozen:
             await self._engine.thaw()
             self._frozen = False
         self.paused = False
 
     async def flush(self) -> None:
-        """Forget the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
+        """Drop the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""
         await self._engine.flush_cache()
 
     def evict(self, error: TandemError) -> None:
@@ -65,7 +69,7 @@ class Pauses:
         self._admission.evict(error)
 
     async def _abort_until_idle(self) -> None:
-        """Aborts again from time to time: a request can be on its way to the engine during an abort."""
+        """Abort repeatedly: a request can be on its way to the engine during an abort."""
         deadline_s = time.monotonic() + END_CALLS_S
         while self._admission.running_calls > 0:
             await self._engine.abort_running()
@@ -73,4 +77,4 @@ class Pauses:
                 break
             if time.monotonic() > deadline_s:
                 running = self._admission.running_calls
-                raise DeadlineExceeded(f"{running} generate calls do not end {END_CALLS_S:g} s after their abort")
+                raise DeadlineExceeded(f"{running} generate calls still run {END_CALLS_S:g} s after their abort")

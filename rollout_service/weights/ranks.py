@@ -1,4 +1,4 @@
-"""The service's side of its ranks: one phase, or a load from disk, on all of them at once."""
+"""Clients of a replica's ranks: run a phase, or a load from disk, on all of them concurrently."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -20,13 +20,13 @@ class Ranks(RunsPhases, Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Number of the ranks."""
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
-        """Every rank fills its parameters from disk. Raises: the first rank's error, after all have answered."""
+        """Fill the parameters of every rank from disk. Raises: the first rank's error, after all have answered."""
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digests by engine parameter name, per rank."""
+        """Return the digests of each rank, by engine parameter name."""
 
 
 class RankClient(RoundClient):
@@ -45,7 +45,7 @@ class RankClient(RoundClient):
             await self._receiver.LoadPublished(request, timeout=deadlines.RANK_LOAD_S)
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digest of every parameter, by its name."""
+        """Return the digests of the rank's parameters, by name."""
         with rpc_errors(self._name):
             reply = await self._receiver.GetChecksums(pb.GetChecksumsRequest(), timeout=deadlines.RANK_CHECKSUM_S)
         return [dict(reply.checksums)]
@@ -56,23 +56,23 @@ class RankClient(RoundClient):
 
 
 def rank_clients(addresses: Sequence[str], first_rank: int = 0) -> list[RankClient]:
-    """Of the ranks of one host, in order. first_rank: the number of the first among all ranks of the engine."""
+    """Make clients of one host's ranks, in order. first_rank: number of the first one among the engine's ranks."""
     return [RankClient(address, rank) for rank, address in enumerate(addresses, first_rank)]
 
 
 class RankGroups:
-    """Several ranks, or the ranks of several hosts, as one: what is asked of them is asked of all at once."""
+    """Several ranks, or the ranks of several hosts, as one: every call goes to all of them concurrently."""
 
     def __init__(self, parts: Sequence[Ranks]) -> None:
         self._parts = list(parts)
 
     @property
     def num_ranks(self) -> int:
-        """Of all parts together."""
+        """Number of ranks of all parts."""
         return sum(part.num_ranks for part in self._parts)
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        """One phase on all ranks. Returns: a report per rank. Raises: TandemError: the first that failed."""
+        """Run one phase on all ranks. Returns: a report per rank. Raises: TandemError: the first error."""
         parts = await _all_of([part.run_phase(phase, round_) for part in self._parts])
         return [report for part in parts for report in part]
 
@@ -81,13 +81,13 @@ class RankGroups:
         await _all_of([part.load_published(request) for part in self._parts])
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digest of every parameter, by its name, for each rank."""
+        """Return the digests of each rank's parameters, by name."""
         parts = await _all_of([part.checksums() for part in self._parts])
         return [rank for part in parts for rank in part]
 
 
 async def _all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Waits for all of them. Returns: their results in order. Raises: the first error, after all have ended."""
+    """Wait for all calls. Returns: their results in order. Raises: the first error, after all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,4 +1,4 @@
-"""What a round does to a replica's engine and ranks, phase by phase; what the replica is after it, updates.py says."""
+"""What each phase of a round does to a replica's engine and ranks; updates.py holds the states of the replica."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -19,7 +19,12 @@ log = get_logger(__name__)
 
 @dataclass(kw_only=True)
 class ReplicaRound(OpenRound):
-    """touched: parameters may differ from what was served. session: SGLang's is open."""
+    """A round that is open on a replica.
+
+    Attributes:
+        touched: the parameters may differ from those that were served.
+        session: SGLang's update session is open.
+    """
 
     role: Role = Role.REPLICA
     touched: bool = False
@@ -35,7 +40,7 @@ class RoundSteps:
         self._pauses = pauses
 
     async def run(self, phase: Phase, current: ReplicaRound) -> list[pb.PhaseReport]:
-        """PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
+        """Run PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
         if phase == PAUSE:
             await self._pause(current.message)
             return self.empty_reports()
@@ -44,14 +49,17 @@ class RoundSteps:
         return await self._ranks.run_phase(phase, current.message)
 
     async def install(self, current: ReplicaRound) -> list[pb.PhaseReport]:
-        """COMMIT, all but the flip: the new weights are the engine's, and it is still frozen. Raises: as run()."""
+        """Run COMMIT but for the replica's own state: install the weights in the still frozen engine.
+
+        Raises: errors of the ranks.
+        """
         if current.staged:
             await self._pause(current.message)
             await self._touch(current)
         installing = asyncio.ensure_future(self._ranks.run_phase(COMMIT, current.message))
-        if current.staged:  # what the engine derives from the parameters, it derives from the installed ones
+        if current.staged:  # end_update() derives data from the parameters: they must be installed before it
             await installing
-        # Nothing generates before it is thawed, so their order is free: one trip to the scheduler, not three.
+        # Nothing generates before the thaw, so the order is free: one trip to the scheduler instead of three.
         await _all(
             installing,
             self._end_session(current),
@@ -61,7 +69,7 @@ class RoundSteps:
         return installing.result()
 
     async def load(self, published: pb.LoadPublishedRequest) -> None:
-        """Fills the frozen engine from disk. Raises: errors of the ranks."""
+        """Fill the frozen engine from disk. Raises: errors of the ranks."""
         await self._engine.begin_update()
         try:
             await self._ranks.load_published(published)
@@ -70,22 +78,22 @@ class RoundSteps:
         await _all(self._engine.set_version(published.policy_version), self._pauses.flush())
 
     async def give_up(self, current: ReplicaRound) -> list[pb.PhaseReport]:
-        """ABORT."""
+        """Run ABORT: end the phase under way and close SGLang's session."""
         reports = await self.interrupt(current.message)
         if current.session:
             await self._engine.end_update()
         return reports
 
     async def interrupt(self, round_: pb.Round) -> list[pb.PhaseReport]:
-        """Ends what the ranks wait for in a phase under way."""
+        """End the ranks' waits in a phase under way."""
         try:
             return await self._ranks.run_phase(ABORT, round_)
-        except TandemError as error:  # the round is over all the same; the next PREPARE meets the rank again
+        except TandemError as error:  # the round is over all the same; the rank takes part again at the next PREPARE
             log.warning("rank did not answer ABORT", round_id=round_.round_id, error=str(error))
             return self.empty_reports()
 
     def empty_reports(self) -> list[pb.PhaseReport]:
-        """Of a phase in which the ranks have no part."""
+        """Make the reports of a phase in which the ranks have no part."""
         return [pb.PhaseReport() for _ in range(self._ranks.num_ranks)]
 
     async def _pause(self, round_: pb.Round) -> None:
@@ -101,7 +109,7 @@ class RoundSteps:
 
 
 async def _all(*calls: Awaitable[object]) -> None:
-    """Waits for all of them. Raises: the first error, when none is under way any more."""
+    """Wait for all calls. Raises: the first error, after all have ended."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,22 +1,23 @@
 """A replica's states, and a weight-sync round as a transaction on it.
 
-States of the replica (R is UNSEEDED, SERVING or POISONED: where it rests):
+States of the replica (R, its state between rounds, is UNSEEDED, SERVING or POISONED):
 
 | event                     | from                 | to       | does                                                  |
 |---------------------------|----------------------|----------|-------------------------------------------------------|
-| PauseGeneration           | SERVING              | PAUSED   | closes the gate; drains, freezes or aborts what runs  |
-| ResumeGeneration          | PAUSED, no round     | SERVING  | opens the gate                                        |
+| PauseGeneration           | SERVING              | PAUSED   | refuses new calls; drains, aborts or keeps running    |
+|                           |                      |          | ones; freezes the engine                              |
+| ResumeGeneration          | PAUSED, no round     | SERVING  | thaws the engine, accepts new calls                   |
 | PREPARE                   | any                  | same     | ranks: plan, coverage, communicator                   |
 | PAUSE                     | R                    | PAUSED   | as PauseGeneration                                    |
 | TRANSFER                  | PAUSED (staged: any) | same     | in place: opens SGLang's session; ranks receive       |
 | VERIFY                    | same                 | same     | ranks: digests                                        |
 | COMMIT                    | same                 | SERVING  | ranks install; session ends; version flips; KV flushed|
-| ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version goes on         |
+| ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version is served on    |
 | ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
-| no phase for too long     | any                  | as ABORT | the coordinator is gone; the next one starts anew     |
+| no phase for too long     | any                  | as ABORT | the coordinator is lost; the next one starts anew     |
 
-Which phase may follow which, and what repetitions get, weightsync/round decides (phases.py, guard.py).
+weightsync/round decides which phase may follow which, and how a repeated one is answered (phases.py, guard.py).
 """
 
 import asyncio
@@ -43,11 +44,13 @@ PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
 
 
 class WeightUpdates(RunsPhases):
-    """State of one replica.
+    """The state of one replica.
 
-    on_state(state, version) is called after every change; on_reports(reports) after every phase that was run (not for
-    a repeated answer); on_outcome(outcome, epoch) when a round ends here: committed, aborted (the old version is
-    intact) or poisoned, and before one of the latter, mismatch: bytes that were not those sent.
+    Args:
+        on_state: called with (state, version) after every change.
+        on_reports: called with the reports of every phase that was run (not for a repeated answer).
+        on_outcome: called with (outcome, epoch) when a round ends here: committed, aborted (the old version is
+            intact) or poisoned; before one of the latter two, mismatch if bytes were not those sent.
     """
 
     def __init__(
@@ -73,20 +76,20 @@ class WeightUpdates(RunsPhases):
 
     @property
     def state(self) -> pb.ReplicaState.ValueType:
-        """What GetStatus says."""
+        """The state that GetStatus reports."""
         return PAUSED if self._pauses.paused and self._rest == SERVING else self._rest
 
     def check_can_generate(self) -> None:
-        """Raises: Poisoned, NotReady: unless the replica is SERVING."""
+        """Raise Poisoned or NotReady unless the replica is SERVING."""
         if self._rest == POISONED:
             raise Poisoned("the weights were partly written by a sync that failed; a sync must seed them again")
         if self._rest == UNSEEDED:
             raise NotReady("this replica has no weights yet; sync them first (UNSEEDED)")
         if self._pauses.paused:
-            raise NotReady("generation is paused; it goes on after the weight sync, or after ResumeGeneration (PAUSED)")
+            raise NotReady("generation is paused until the weight sync ends, or until ResumeGeneration (PAUSED)")
 
     async def take_over(self) -> None:
-        """Another coordinator leads: give up the round of the one before, and wait for what it has begun here."""
+        """Give up the round of an earlier coordinator, and wait for the calls that it has begun here."""
         if self._guard.current is not None:
             await self.run_phase(ABORT, self._guard.current.message)
         async with self._lock:
@@ -94,14 +97,14 @@ class WeightUpdates(RunsPhases):
 
     @to_its_end
     async def pause(self, mode: pb.PauseMode.ValueType) -> None:
-        """PauseGeneration."""
+        """Pause generation for PauseGeneration, outside of a round."""
         async with self._lock:
             await self._pauses.pause(mode)
             self._tell()
 
     @to_its_end
     async def resume(self) -> None:
-        """ResumeGeneration. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
+        """Resume generation. Raises: PhaseOrder: a round is under way; Poisoned, NotReady: no verified weights."""
         async with self._lock:
             current = self._guard.current
             if current is not None and PAUSE in current.done:
@@ -113,10 +116,10 @@ class WeightUpdates(RunsPhases):
 
     @to_its_end
     async def load_published(self, published: pb.LoadPublishedRequest) -> None:
-        """Seed a replica that has no weights from what a round has left on disk; it serves that version then.
+        """Load weights that a round has left on disk into a replica that has none, and serve them.
 
-        Raises: PhaseOrder: it has weights, or is in a round; StaleVersion: it has had newer ones; errors of the ranks,
-            which leave it as it was.
+        Raises: PhaseOrder: it has weights, or is in a round; StaleVersion: it has had newer ones; errors of the ranks:
+            its state is as before.
         """
         async with self._lock:
             if self._guard.current is not None:
@@ -133,9 +136,9 @@ class WeightUpdates(RunsPhases):
 
     @to_its_end
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        """Run one phase. Returns: one report per rank, with the state. Raises: by the table; errors of the ranks."""
+        """Run one phase. Returns: one report per rank, with the state. Raises: as the table; errors of the ranks."""
         if phase == ABORT and self._guard.is_open(round_) and self._lock.locked():
-            # Ends the waits of the ranks in the phase under way, so that the round need not wait for its deadline.
+            # End the ranks' waits in the phase under way, instead of waiting for its deadline.
             await self._steps.interrupt(round_)
         async with self._lock:
             try:
@@ -159,7 +162,7 @@ class WeightUpdates(RunsPhases):
         return reports
 
     def _watch_round(self) -> None:
-        """Gives an open round up when nothing more comes of it."""
+        """Restart the timer that gives up an open round when no phase comes for too long."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -184,9 +187,10 @@ class WeightUpdates(RunsPhases):
                 raise
 
     async def _make_way(self, round_: pb.Round) -> None:
-        """Give up an older round that is open.
+        """Give up an older round that is open, for the PREPARE of a new one.
 
-        Raises: StaleVersion: the new one would go back; PhaseOrder: it is over; Aborted: it is of an older epoch.
+        Raises: StaleVersion: the new round has an older version; PhaseOrder: it is over; Aborted: it is of an older
+            epoch.
         """
         older = self._guard.superseded_by(round_)
         self._refuse_older(f"round {round_.round_id}", round_.policy_version)
@@ -197,8 +201,8 @@ class WeightUpdates(RunsPhases):
     def _refuse_older(self, what: str, policy_version: int) -> None:
         if self._rest != UNSEEDED and policy_version < self.policy_version:
             raise StaleVersion(
-                f"{what} brings version {policy_version}, "
-                f"but this replica has had version {self.policy_version}; versions only grow"
+                f"{what} has policy version {policy_version}, but this replica has had version "
+                f"{self.policy_version}; versions only grow"
             )
 
     async def _commit(self, current: ReplicaRound) -> list[pb.PhaseReport]:
@@ -216,7 +220,7 @@ class WeightUpdates(RunsPhases):
     async def _abort(self, round_: pb.Round) -> list[pb.PhaseReport]:
         current = self._guard.current
         if current is None or not self._guard.is_open(round_):
-            # Nothing of it here: it is over, or its PREPARE is still on its way and must not open it.
+            # Not open here: it is over, or its PREPARE is still on its way and must not open it later.
             self._guard.close(round_)
             return self._steps.empty_reports()
         reports = await self._steps.give_up(current)
@@ -231,7 +235,7 @@ class WeightUpdates(RunsPhases):
 
     def _poison(self, current: ReplicaRound) -> None:
         self._rest = POISONED
-        # Frozen requests would go on with a mixture of two versions; the engine ends them after the next COMMIT.
+        # Frozen requests would continue with a mix of two versions; the engine ends them after the next COMMIT.
         self._pauses.evict(
             Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
         )

@@ -1,1 +1,1 @@
-"""How a process lives and ends: signals, exit codes, children, temporary folders."""
+"""The start and end of processes: signals, exit codes, children, temporary folders."""

@@ -1,4 +1,4 @@
-"""Announces a process in the registry, whatever a killed predecessor has left there."""
+"""Announce a process in the registry, also where a killed predecessor has left its record."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ log = get_logger(__name__)
 async def announce(
     registry: Registry, record: ServiceRecord, ttl_s: float, stop: asyncio.Event, on_lost: Callable[[str], None]
 ) -> bool:
-    """Announce the record: at once in the place of a predecessor that was killed, else when its lease has run out.
+    """Announce the record: immediately if the predecessor refuses connections, else when its lease has run out.
 
     Args:
         ttl_s: seconds that the record outlives this process.
-        on_lost: called once, from another thread, with a sentence: another process has taken the name.
+        on_lost: called once, from another thread, with the reason, when another process has taken the name.
     Returns: whether it is announced; False: `stop` was set first.
     Raises: AlreadyExists: another process has the name, and renews its lease; Unavailable: Redis has not answered for
         two leases; ReleaseSkew: a service of the run is of another release.

@@ -10,10 +10,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child, first of all: the kernel kills it when the *thread* that started it ends.
+    """Have the kernel kill this process when the *thread* that started it ends; the first call in a child.
 
     Args:
-        parent: pid of the process that started it; if that one is gone already, this process ends here.
+        parent: pid of the process that started it; if that has ended already, this process ends here.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

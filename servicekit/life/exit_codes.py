@@ -4,9 +4,9 @@ exit code   meaning
 0           asked to stop (SIGTERM, SIGINT), or the work is done
 1           failed; the last log line says what happened
 2           the configuration or the environment is wrong; nothing was started
-3           (coordinator) the trainer does not answer any more: it is what failed
+3           (coordinator) the trainer no longer answers: it is what failed
 
-A launch that a signal stopped ends with 128 + the signal's number, as shells expect.
+A launch stopped by a signal ends with 128 + the signal's number, as shells expect.
 """
 
 EXIT_OK = 0

@@ -1,4 +1,4 @@
-"""How a service process ends: SIGTERM drains it, a dead task fails it, and the exit code (exit_codes.py) says which."""
+"""The end of a service process: SIGTERM drains it, a failed task fails it; the exit code (exit_codes.py) says which."""
 
 import asyncio
 import signal
@@ -16,8 +16,10 @@ log = get_logger(__name__)
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; further signals change nothing, since Ctrl-C reaches a process twice
-    (from the terminal and from the launcher)."""
+    """Make an event that SIGTERM or SIGINT sets.
+
+    Further signals change nothing: Ctrl-C reaches a process twice, from the terminal and from the launcher.
+    """
     stop = asyncio.Event()
 
     def on_signal(received: signal.Signals) -> None:
@@ -25,13 +27,13 @@ def install_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
             log.info("stop requested", signal=received.name)
         stop.set()
 
-    for each in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(each, on_signal, each)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
     return stop
 
 
 def watch(task: "asyncio.Task[Any]", on_failure: Callable[[BaseException], None]) -> None:
-    """Calls `on_failure(error)` if the task raises; being cancelled or returning is no failure."""
+    """Call `on_failure(error)` if the task raises; being cancelled or returning is no failure."""
 
     def done(ended: "asyncio.Task[Any]") -> None:
         if ended.cancelled():
@@ -45,7 +47,7 @@ def watch(task: "asyncio.Task[Any]", on_failure: Callable[[BaseException], None]
 
 
 async def run_until_stopped(stop: asyncio.Event, waits: Mapping[str, Wait]) -> None:
-    """Wait for `stop`, which all of `waits` are to outlive; see first_of() for what happens to them.
+    """Wait for `stop`; none of `waits` may end before it. first_of() says what becomes of them.
 
     Raises: the error of the first that fails; Internal: one ended although the service was not asked to stop.
     """
@@ -55,10 +57,10 @@ async def run_until_stopped(stop: asyncio.Event, waits: Mapping[str, Wait]) -> N
 
 
 def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]], *, name: str = "") -> int:
-    """Runs `main(stop)` on an event loop to its end; returns the process's exit code (None of main counts as 0).
+    """Run `main(stop)` on an event loop to its end. Returns: the exit code (None of main counts as 0).
 
-    Logging is configured for `service` first; main may configure it again, with more fields. What the process fails
-    with is logged, and left in Redis under `name` (the service's, if it is the only one of its kind).
+    Logging is configured for `service` first; main may configure it again, with more fields. A failure is logged, and
+    left in Redis under `name` (default: `service`, where only one of its kind runs).
 
     `sys.exit(run_main("trainer", serve))` is all that a service's __main__ needs.
     """
@@ -74,7 +76,7 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
         log.error("bad configuration", error=str(error))
         tell_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
-    except (Unavailable, ReleaseSkew) as error:  # not our bug: the sentence says more than a traceback
+    except (Unavailable, ReleaseSkew) as error:  # no bug: the message says more than a traceback
         log.error("service failed", error=str(error))
         tell_failure(service, name or service, str(error))
         return EXIT_FAILED

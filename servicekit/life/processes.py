@@ -1,4 +1,4 @@
-"""Child processes of ours, from their start to their end: one, and several that end together."""
+"""Child processes, from start to end: one, and several that end together."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a child runs. name: for logs; env: variables beside ours."""
+    """What a child runs.
+
+    Attributes:
+        name: for logs.
+        env: variables on top of ours.
+    """
 
     name: str
     command: Sequence[str]
@@ -28,7 +33,7 @@ class Program:
 
 
 class Child:
-    """A process that was started here.
+    """A child process.
 
     Attributes:
         ended: its exit code, once it has ended; 128 + the signal's number if a signal ended it.
@@ -45,7 +50,7 @@ class Child:
 
         Args:
             dies_with_us: the kernel kills it when the thread that starts it ends.
-            options: of subprocess.Popen; env in place of ours and the program's.
+            options: of subprocess.Popen; an env replaces ours and the program's.
         Raises: OSError: it cannot be started.
         """
         options = {"env": {**os.environ, **program.env}, **options}
@@ -57,8 +62,8 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it has not ended."""
         if not self.ended.done():
-            with contextlib.suppress(ProcessLookupError):  # it ends just now
-                # Process.send_signal collects one that has just ended, and its exit code is lost to `ended`.
+            with contextlib.suppress(ProcessLookupError):  # it is just ending
+                # Process.send_signal would reap a process that has just ended, and `ended` would miss its exit code.
                 os.kill(self.pid, number)
 
     async def _end(self) -> int:
@@ -67,7 +72,7 @@ class Child:
 
 
 async def end(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, and SIGKILL to those that are left after grace_s; all have ended when this returns."""
+    """Send SIGTERM to all, and SIGKILL to those still running after grace_s; return when all have ended."""
     for number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
         if running := [child for child in children if not child.ended.done()]:
             for child in running:
@@ -80,13 +85,13 @@ async def run_together(
 ) -> int:
     """Run programs that end together, on the main thread.
 
-    `stop` is set          SIGTERM to all; SIGKILL to those that are left after grace_s
+    `stop` is set          SIGTERM to all; SIGKILL to those still running after grace_s
     one of them has ended  the others have alone_s to end by themselves; then the same
 
-    As a container's first process we inherit orphans: they are collected as they end.
+    A container's first process inherits orphans: they are reaped as they end.
 
-    Returns: the exit code of the first that failed, 0 if none did. One that SIGTERM has ended has not failed: it was
-        still importing, and did not listen yet.
+    Returns: the exit code of the first that failed, 0 if none did. One that our SIGTERM ended has not failed: it was
+        still importing, and had no handler yet.
     """
     children: list[Child] = []
     codes: list[int] = []
@@ -99,14 +104,14 @@ async def run_together(
 
     try:
         for program in programs:
-            # Not our group: Ctrl-C in a terminal is ours to pass on, once.
+            # In its own group: Ctrl-C in a terminal reaches only us, and we pass it on once.
             child = await Child.start(program, process_group=0)
             child.ended.add_done_callback(partial(note, child.name))
             children.append(child)
         with _orphans_collected([child.pid for child in children]):
             first = await first_of({**{child.name: child.ended for child in children}, "stop": stop})
             if not stop.is_set():
-                log.info("a process has ended, the others are to end", process=first.name, seconds=alone_s)
+                log.info("process ended, waiting for the others", process=first.name, seconds=alone_s)
                 everyone = asyncio.wait([child.ended for child in children])
                 await first_of({"all": everyone, "stop": stop}, timeout_s=alone_s)
             asked = True
@@ -118,7 +123,7 @@ async def run_together(
 
 @contextlib.contextmanager
 def _orphans_collected(ours: Sequence[int]) -> Iterator[None]:
-    """Inside, children that are not ours leave no zombies."""
+    """Reap children that are not ours while the context is open."""
 
     def collect() -> None:
         for listed in Path("/proc/self/task").glob("*/children"):

@@ -1,4 +1,4 @@
-"""Waits for the first of several things to end, and ends tasks; nothing of ours is left running."""
+"""Wait for the first of several things to end, and end tasks; none started here is left running."""
 
 import asyncio
 import functools
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Wait = asyncio.Event | Awaitable[Any]
 
-# What ended first when nothing did in time.
+# Name of the First that ended when nothing else did in time.
 DEADLINE = "deadline"
 
 log = get_logger(__name__)
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """What ended first. name: as it was given, or DEADLINE; value: what it returned."""
+    """What ended first. name: its key, or DEADLINE; value: what it returned."""
 
     name: str
     value: Any = None
@@ -36,10 +36,10 @@ async def first_of(waits: Mapping[str, Wait], *, timeout_s: float | None = None)
     | a task, a future | it is done           | goes on: it is the caller's                     |
     | an event         | it is set            | stays as it is                                  |
 
-    Of several that end at once the one counts that is named first; what else failed is logged.
+    Of several that have ended, the one listed first counts; errors of the others begun here are logged.
 
     Args:
-        timeout_s: after this long nothing of it ended; None: wait for ever.
+        timeout_s: after this long, return DEADLINE; None: wait for ever.
     Raises: the error of the first.
     """
     waiting = {name: _task_of(name, wait) for name, wait in waits.items()}
@@ -63,7 +63,7 @@ def _task_of(name: str, wait: Wait) -> "asyncio.Future[Any]":
 
 
 async def end_of(task: "asyncio.Future[Any]") -> None:
-    """Return when a task of the caller's is done, whatever it ended with."""
+    """Wait until a task of the caller is done, whatever its result."""
     await asyncio.wait([task])
 
 
@@ -84,13 +84,13 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
                 task.cancel()
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # asyncio would log one that was never asked for
+            task.exception()  # asyncio would log one that was never retrieved
     if cancelled is not None:
         raise cancelled
 
 
 def failing(future: "asyncio.Future[None]") -> Callable[[str], None]:
-    """A callback for other threads: the first sentence that it is called with fails the future, as Aborted."""
+    """Make a callback for other threads: its first call, with the reason, fails the future with Aborted."""
     loop = future.get_loop()
 
     def fail(error: Aborted) -> None:
@@ -105,12 +105,12 @@ def failing(future: "asyncio.Future[None]") -> Callable[[str], None]:
 
 
 def to_its_end(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Let a call go on when its caller gives up: half of it would leave an engine in no known state."""
+    """Let a call run to its end when its caller gives up: half of it would leave an engine in an unknown state."""
 
     @functools.wraps(method)
     async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
         task = asyncio.create_task(method(*args, **kwargs), name=method.__qualname__)
-        # Its error is its caller's to hear; there may be none any more.
+        # The caller gets its error; retrieve it here too, since the caller may have given up.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 

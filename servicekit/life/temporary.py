@@ -1,7 +1,7 @@
-"""Temporary folders that say whose they are, so that the next start removes those of processes that were killed.
+"""Temporary folders with an owner, so that the next start removes those of processes that were killed.
 
-The owner holds a lock on a file in its folder for as long as it lives: the kernel lets go of it, whatever ends the
-process, and it holds across the containers of a host, where a process id would not.
+The owner holds a lock on a file in its folder for as long as it lives: the kernel releases it, whatever ends the
+process, and it is valid across the containers of a host, where a process id is not.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LOCK = "owner.lock"
-# Lists files outside of the folder that go away with it.
+# Lists files outside of the folder that are removed with it.
 _BESIDE = "beside.txt"
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -27,20 +27,20 @@ class OwnedFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def note(self, files: Iterable[Path]) -> None:
-        """These files in /dev/shm go away with the folder."""
+        """Record files in /dev/shm that are removed with the folder."""
         (self.path / _BESIDE).write_text("".join(f"{path}\n" for path in files), encoding="utf-8")
 
     def remove(self) -> None:
-        """The folder and what was noted; may be called twice."""
+        """Remove the folder and the recorded files; may be called twice."""
         _remove(self.path)
         self._lock.close()
 
 
 def remove_orphans(prefix: str, parent: Path | str | None = None) -> list[Path]:
-    """Removes this user's folders of this prefix whose owner has died. Returns: what was removed."""
+    """Remove this user's folders of this prefix whose owner has died. Returns: the removed folders."""
     removed = []
     for folder in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another process removes it, or it is none of ours
+        with contextlib.suppress(OSError):  # another process removes it, or it is not ours
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
             with (folder / _LOCK).open("r+") as lock:  # FileNotFoundError: not made by us, or only just
@@ -60,10 +60,10 @@ def _remove(folder: Path) -> None:
 
 
 def shared_memory_of(pids: Iterable[int], prefix: str) -> list[Path]:
-    """Files in /dev/shm of this prefix that these processes have mapped or opened."""
+    """Find the files in /dev/shm of this prefix that these processes have mapped or opened."""
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has just ended
             names |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-            names |= {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+            names |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     return sorted(Path(name) for name in names if name.startswith(f"{_SHARED_MEMORY}/{prefix}"))

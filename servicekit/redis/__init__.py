@@ -1,1 +1,1 @@
-"""Redis: one way to connect, leases, the registry of services, and what a user may do."""
+"""Redis: connections, leases, the registry of services, and the user's rights."""

@@ -1,8 +1,8 @@
-"""What Tandem's user may do in Redis, as data; `python -m servicekit.redis.acl` prints it as an ACL file.
+"""The rights of Tandem's user in Redis, as data; `python -m servicekit.redis.acl` prints them as an ACL file.
 
     TANDEM_REDIS_PASSWORD=... python -m servicekit.redis.acl > users.acl
 
-The file holds the password's SHA-256 only. Everybody else may say PING (probes do), and nothing else.
+The file holds the password's SHA-256 only. All other users may run PING (probes do), and nothing else.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ USER = "tandem"
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 # The registry's keys, and those of weight groups in one hash slot each.
 KEY_PATTERNS = ("tandem:*", "{tandem:*}:*")
-# By hand, or from our Lua scripts, in which the same rules hold. No KEYS, SCAN, FLUSH*, CONFIG, MONITOR, no channels.
+# Used directly or from our Lua scripts; the rules apply to both. No KEYS, SCAN, FLUSH*, CONFIG, MONITOR, no channels.
 COMMANDS = (
     "ping",
     "evalsha",
@@ -43,7 +43,7 @@ COMMANDS = (
 
 
 def rules() -> str:
-    """The rules of the user, without name and password.
+    """Write the user's rules, without name and password.
 
     >>> rules().split()[:4]
     ['resetchannels', '~tandem:*', '~{tandem:*}:*', '-@all']
@@ -54,7 +54,7 @@ def rules() -> str:
 
 
 def acl_file(password: str, user: str = USER) -> str:
-    """The text of users.acl. Raises: ConfigError: the password is empty."""
+    """Write the text of users.acl. Raises: ConfigError: the password is empty."""
     if not password:
         raise ConfigError(f"the password of Redis user {user!r} is empty; set {PASSWORD_VARIABLE}")
     digest = hashlib.sha256(password.encode()).hexdigest()
@@ -62,7 +62,7 @@ def acl_file(password: str, user: str = USER) -> str:
 
 
 def main() -> int:
-    """Prints the file. Returns: 0, or 2 if there is no password."""
+    """Print the file. Returns: 0, or 2 if there is no password."""
     try:
         sys.stdout.write(acl_file(os.environ.get(PASSWORD_VARIABLE, "")))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""One way to connect to Redis: with timeouts, and with errors that a person can act on."""
+"""Connect to Redis: with timeouts, and with errors that say what to do."""
 
 import contextlib
 import re
@@ -29,28 +29,28 @@ _RETRY_S = 0.5
 
 
 class AccessRefused(Unavailable):
-    """Redis does not let this user do that. It may pass: rules are changed, and loaded anew, while runs go on."""
+    """Redis does not allow this user the command. It may pass: rules can be changed and reloaded during a run."""
 
 
 def connect(url: str, *, decode_responses: bool = True, wait_s: float = 0.0) -> redis.Redis:
-    """A client that has seen the server answer; thread-safe. Replies are str unless `decode_responses` is False.
+    """Connect to a server that answers. Returns: a thread-safe client; replies are str with `decode_responses`.
 
     Args:
-        wait_s: seconds for which a server that does not answer is tried again; said once, at the beginning.
-    Raises: ConfigError: wrong or missing password, a certificate, not allowed, or a URL that is none; Unavailable: the
-        server cannot be reached, or loads its data.
+        wait_s: seconds for which to retry a server that does not answer; logged once.
+    Raises: ConfigError: a wrong or missing password, a bad certificate, a missing right, or a malformed URL;
+        Unavailable: the server cannot be reached, or is still loading its data.
     """
     deadline_s = time.monotonic() + wait_s
-    told = False
+    logged = False
     while True:
         try:
             return _connect(url, decode_responses)
         except Unavailable as error:
             if time.monotonic() >= deadline_s:
                 raise
-            if not told:
+            if not logged:
                 log.error("waiting for Redis", error=str(error), seconds=wait_s)
-            told = True
+            logged = True
         time.sleep(_RETRY_S)
 
 
@@ -79,19 +79,19 @@ def _connect(url: str, decode_responses: bool) -> redis.Redis:
 
 
 def with_tls_files(url: str, environ: Mapping[str, str]) -> str:
-    """The URL with the files that TANDEM_REDIS_CA, TANDEM_REDIS_CERT and TANDEM_REDIS_KEY name.
+    """Add the files that TANDEM_REDIS_CA, TANDEM_REDIS_CERT and TANDEM_REDIS_KEY name to the URL.
 
     >>> with_tls_files("rediss://ann:pw@db:6379/0", {"TANDEM_REDIS_CA": "/tls/ca.crt"})
     'rediss://ann:pw@db:6379/0?ssl_ca_certs=%2Ftls%2Fca.crt'
 
-    Raises: ConfigError: files for a server that is spoken to without TLS, or half of a certificate and its key.
+    Raises: ConfigError: files for a URL without TLS, or a certificate without its key.
     """
     given = {option: environ[name] for name, option in TLS_OPTIONS.items() if environ.get(name)}
     parts = urlsplit(url)
     if not given or parts.scheme == "unix":
         return url
     if parts.scheme == "redis":
-        raise ConfigError(f"TANDEM_REDIS_CA asks for TLS, and REDIS_URL {redact(url)} is without; write rediss://")
+        raise ConfigError(f"TANDEM_REDIS_CA asks for TLS, but REDIS_URL {redact(url)} has none; write rediss://")
     if ("ssl_certfile" in given) != ("ssl_keyfile" in given):
         raise ConfigError("TANDEM_REDIS_CERT and TANDEM_REDIS_KEY are one certificate and its key; set both or none")
     options = given | dict(parse_qsl(parts.query))
@@ -100,24 +100,23 @@ def with_tls_files(url: str, environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def redis_errors() -> Iterator[None]:
-    """Turns errors of Redis commands inside into Unavailable: outages, fail-overs and full memory all may pass.
+    """Turn errors of the Redis commands inside into Unavailable: outages, fail-overs and full memory may all pass.
 
-    Raises: AccessRefused, an Unavailable: the user may not do that now. Registry() finds out at the start whether it
-        ever may.
+    Raises: AccessRefused, an Unavailable: the user lacks a right now. Registry() checks at the start that it has them.
     """
     try:
         yield
     except redis.exceptions.NoPermissionError as error:
         raise AccessRefused(
-            f"Redis does not let us do that ({error}); are user and password in REDIS_URL, and has the user the rules "
+            f"Redis does not allow that ({error}); are user and password in REDIS_URL, and has the user the rules "
             "that `python -m servicekit.redis.acl` prints?"
         ) from error
     except redis.RedisError as error:
-        raise Unavailable(f"Redis does not do its part: {error}") from error
+        raise Unavailable(f"Redis failed: {error}") from error
 
 
 def redact(url: str) -> str:
-    """The URL without its password, for messages.
+    """Hide the password of a URL, for messages.
 
     >>> redact("redis://ann:secret@db:6379/0")
     'redis://ann:***@db:6379/0'
@@ -130,7 +129,7 @@ def redact(url: str) -> str:
 
 
 def check_scheme(url: str) -> None:
-    """Raises: ConfigError: not a redis://, rediss:// or unix:// URL."""
+    """Raise ConfigError unless it is a redis://, rediss:// or unix:// URL."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
         raise ConfigError(
@@ -140,7 +139,7 @@ def check_scheme(url: str) -> None:
 
 
 def _check_files(url: str) -> None:
-    """Raises: ConfigError: a file for TLS cannot be read; redis-py would tell neither its name nor the variable's."""
+    """Raise ConfigError for an unreadable TLS file; redis-py would name neither the file nor the variable."""
     options = dict(parse_qsl(urlsplit(url).query))
     for variable, option in TLS_OPTIONS.items():
         if option not in options:
@@ -152,7 +151,7 @@ def _check_files(url: str) -> None:
 
 
 def _may_pass(error: redis.RedisError) -> bool:
-    """Whether the same attempt may succeed later: nobody there, or not yet; a bad certificate stays bad."""
+    """Whether the same attempt may succeed later: an unreachable server may, a bad certificate may not."""
     if isinstance(error, redis.AuthenticationError) or "SSL" in str(error):
         return False
     return isinstance(error, redis.ConnectionError | redis.TimeoutError)
@@ -166,14 +165,16 @@ def _explain(error: redis.RedisError, *, has_password: bool) -> str:
         return f"refuses the user or the password ({text}); correct them in REDIS_URL"
     if isinstance(error, redis.exceptions.NoPermissionError):
         if not has_password:
-            return f"does not let strangers do that ({text}); put user and password into REDIS_URL"
-        return f"does not let this user do that ({text}); `python -m servicekit.redis.acl` prints what Tandem needs"
+            return f"allows nothing without a password ({text}); put user and password into REDIS_URL"
+        return f"does not allow this user what Tandem needs ({text}); `python -m servicekit.redis.acl` prints the rules"
     if isinstance(error, redis.exceptions.BusyLoadingError):
         return f"is still loading its data ({text}); try again in a moment"
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"shows a certificate that is not believed ({text}); is TANDEM_REDIS_CA its authority?"
+        return f"has a certificate that we do not trust ({text}); is TANDEM_REDIS_CA its authority?"
     if "SSL" in text or "violation of protocol" in text:
-        return f"refuses the TLS handshake ({text}); TANDEM_REDIS_CERT and TANDEM_REDIS_KEY are what it may ask for"
+        return (
+            f"refuses the TLS handshake ({text}); if it wants a certificate, set TANDEM_REDIS_CERT and TANDEM_REDIS_KEY"
+        )
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return f"is unreachable ({text}); is the server running, and is REDIS_URL its address?"
     return f"answered with an error: {text}"

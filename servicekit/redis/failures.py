@@ -1,4 +1,4 @@
-"""Why a service ended, left in Redis for `tandem status` and for those who wait for it."""
+"""Records of why a service ended, in Redis, for `tandem status` and for processes that wait for the service."""
 
 import os
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ log = get_logger(__name__)
 
 
 def tell_failure(role: str, name: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Writes down why this process ends; without a Redis that answers, only its log tells. Raises nothing.
+    """Record why this process ends; if Redis does not answer, only its log says so. Raises nothing.
 
-    It reads the environment by itself: the reason may be that something else in it is wrong.
+    It reads the environment by itself, since the reason may be that another variable is wrong.
     """
     url, run_id = environ.get("REDIS_URL", ""), environ.get("TANDEM_RUN_ID", "")
     if not url or not run_id:

@@ -1,4 +1,4 @@
-"""Keeps something in Redis alive from a daemon thread: a record of the registry, a slot of a weight group."""
+"""Leases: keep a record of the registry, or a slot of a weight group, alive in Redis from a daemon thread."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 
 class Lease:
-    """Renews a lease every third of its time to live, so that two failed attempts do not lose it.
+    """A lease, renewed every third of its time to live, so that two failed attempts do not lose it.
 
         Redis answers         -> renewed; after an outage, re-announced
         Redis does not answer -> logged once per outage, tried again
@@ -22,7 +22,7 @@ class Lease:
         name: what is renewed, for logs.
         ttl_s: time to live, seconds.
         renew: writes the lease. Unavailable: tried again; another TandemError (AlreadyExists): the lease is lost.
-        on_lost: called once, from the thread, with a sentence.
+        on_lost: called once, from the thread, with the reason.
         kind: for the metric of failed renewals.
     """
 
@@ -43,29 +43,29 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name=f"lease-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Start the thread that renews."""
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait, but not beyond stop(). Returns: whether it was called."""
+        """Wait this long, or until stop(). Returns: whether stop() was called."""
         return self._stop.wait(seconds)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Return once no renewal is under way, so that nothing is written after a withdrawal; or after timeout_s."""
+        """Stop renewing; wait at most timeout_s for a renewal under way, so that none follows a withdrawal."""
         self._stop.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        away = False
+        failing = False
         while not self._stop.wait(self._interval_s):
             try:
                 self._renew()
             except Unavailable as error:
                 LEASE_FAILURES.labels(self._kind, "unavailable").inc()
-                if not away:
+                if not failing:
                     log.warning("lease not renewed, Redis does not answer", lease=self._name, error=str(error))
-                away = True
+                failing = True
             except TandemError as error:
                 LEASE_FAILURES.labels(self._kind, "lost").inc()
                 log.error("lease lost", lease=self._name, error=str(error))
@@ -73,6 +73,6 @@ class Lease:
                     self._on_lost(str(error))
                 return
             else:
-                if away:
+                if failing:
                     log.info("lease renewed, Redis answers again", lease=self._name)
-                away = False
+                failing = False

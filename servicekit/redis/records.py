@@ -1,4 +1,4 @@
-"""What the registry holds: records of services that run, and of why those have ended that do not."""
+"""The registry's records: of running services, and of why others have ended."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import time
 from servicekit.errors import ConfigError
 from servicekit.versions import release
 
-# Key of the value that says where the run's web page is.
+# Key of the value that holds the URL of the run's web page.
 PAGE_URL = "page_url"
 # The role that conducts the run, and the name of its only process.
 COORDINATOR = "coordinator"
@@ -18,9 +18,13 @@ ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
 class ServiceRecord:
     """One running service.
 
-    role: "trainer", "rollout", "rollout-worker" (a further host of a rollout's engine) or "coordinator"; name: unique
-    within the role ("rollout-0"); address: gRPC `host:port`; metrics_address: `host:port` of /metrics, "" for none;
-    worker_id: unique per process start; release: of the software that it runs.
+    Attributes:
+        role: "trainer", "rollout", "rollout-worker" (a further host of a rollout's engine) or "coordinator".
+        name: unique within the role ("rollout-0").
+        address: gRPC `host:port`.
+        metrics_address: `host:port` of /metrics; "" for none.
+        worker_id: unique per process start.
+        release: of the software that it runs.
     """
 
     role: str
@@ -49,12 +53,12 @@ Failures = list[Failure]
 
 
 def read_record(text: str) -> ServiceRecord:
-    """A record from its JSON. Raises: ConfigError: it is not one of ours."""
+    """Read a record from its JSON. Raises: ConfigError: it is not one of ours."""
     try:
         fields = {"release": "of a release that does not say", **json.loads(text)}
-        # A newer release may tell more; that it is another one is said by name.
+        # A newer release may have more fields: ignore them here; its field `release` is compared elsewhere.
         return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"a service record in Redis is not ours to read ({error}): {text[:200]}; is the run id shared?"
+            f"a service record in Redis cannot be read ({error}): {text[:200]}; does another program use this run id?"
         ) from error

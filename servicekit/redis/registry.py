@@ -1,15 +1,15 @@
-"""Who serves where in a run: records in Redis that live as long as their owner renews them.
+"""The registry of a run's services: records in Redis that exist for as long as their owner renews them.
 
     tandem:<run_id>:service:<role>:<name>   JSON of a ServiceRecord, with a time to live (the lease)
-    tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is dead
-    tandem:<run_id>:value:<key>             small values that processes of a run agree on
-    tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended the last time
+    tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is lost
+    tandem:<run_id>:value:<key>             small values that processes of a run share
+    tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended last time
     tandem:<run_id>:failures                "<role>:<name>" of those
 
-What a run leaves there goes by itself, a week after the last word of those who wrote it.
+What a run leaves there expires within a week of its last renewal.
 
-Redis is the only clock: a record is alive as long as Redis has it. A live record belongs to its worker_id, and nobody
-else may replace or remove it.
+Redis is the only clock: a record is live as long as Redis has it. A live record belongs to its worker_id; no other
+process may replace it.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ return nil
 
 
 def _refuses(address: str) -> bool:
-    """Whether nobody listens at host:port, and its host says so."""
+    """Whether the host answers that nothing listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
@@ -89,7 +89,7 @@ class Registry:
     """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
 
     Args:
-        wait_s: seconds that the constructor waits for a Redis that does not answer, or refuses what we need.
+        wait_s: seconds that the constructor waits for a Redis that does not answer, or refuses a right that we need.
     Raises (constructor): ConfigError: Redis refuses us; Unavailable: it does not answer.
     """
 
@@ -101,34 +101,34 @@ class Registry:
         self._remove = self._redis.register_script(_WITHDRAW)
         self._record: ServiceRecord | None = None
         self._lease: Lease | None = None
-        self._values: set[str] = set()  # keys of those that we have published for as long as we live
+        self._values: set[str] = set()  # keys of values that we keep alive with our record
         self._closed = threading.Event()
         self._check_rights(deadline_s)
 
     def _check_rights(self, deadline_s: float) -> None:
-        """Raises: ConfigError: what a registry does is refused until the deadline; Unavailable: Redis is gone again."""
-        told = False
+        """Raise ConfigError if Redis refuses a registry's commands until the deadline; Unavailable if it fails."""
+        logged = False
         while True:
             try:
-                with redis_errors():  # reads, a script, and no change: nothing has this name
+                with redis_errors():  # runs a script with reads and changes nothing: no service has this name
                     self._remove(keys=[self._service_key("", ""), f"{self._prefix}:names:"], args=["", ""])
                 return
             except AccessRefused as error:
                 if time.monotonic() >= deadline_s:
                     raise ConfigError(str(error)) from error
-                if not told:
+                if not logged:
                     log.error("waiting for rights in Redis", error=str(error))
-                told = True
+                logged = True
             time.sleep(_RIGHTS_RETRY_S)
 
     def announce(self, record: ServiceRecord, ttl_s: float, on_lost: Callable[[str], None] | None = None) -> None:
-        """Publishes our record and keeps it alive from a daemon thread until withdraw() or close().
+        """Publish our record and keep it alive from a daemon thread until withdraw() or close().
 
         Announcing again (a new address, say) replaces our own record.
 
         Args:
             ttl_s: seconds that the record outlives us; renewed every third of it.
-            on_lost: called once, from the thread, with a sentence, if another worker has taken the name while
+            on_lost: called once, from the thread, with the reason, if another worker has taken the name while
                 Redis had lost our record.
         Raises: AlreadyExists: a live record of another worker has this name; ReleaseSkew: a service of the run is of
             another release; Unavailable: Redis does not answer; Aborted: close() was called meanwhile.
@@ -146,12 +146,12 @@ class Registry:
             self._forget_failures(record.role, record.name)
         self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
         self._lease.start()
-        if self._closed.is_set():  # close() has seen no record yet, or half of one
+        if self._closed.is_set():  # close() may have run before the record and its lease were set
             self.withdraw()
             raise Aborted(_CLOSED)
 
     def _refuse_other_releases(self, record: ServiceRecord) -> None:
-        """Our record is there already: of two that come at once, at least one sees the other."""
+        """Compare releases after our record is published: of two that start together, at least one sees the other."""
         for role in ROLES:
             for other in self.list(role):
                 if other.release == record.release or self._keys(other) == self._keys(record):
@@ -163,7 +163,7 @@ class Registry:
                 )
 
     def withdraw(self) -> None:
-        """Removes our own record, if there is one; a record of another worker stays."""
+        """Remove our own record, if there is one; a record of another worker stays."""
         if self._lease is not None:
             self._lease.stop()
         record, self._lease, self._record = self._record, None, None
@@ -173,10 +173,11 @@ class Registry:
             self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
 
     def remove_refusing(self, role: str, name: str) -> bool:
-        """Removes a record whose address refuses connections: its owner was killed, and its lease need not run out.
+        """Remove a record whose address refuses connections: its owner was killed; do not wait for its lease.
 
-        One that is frozen, or on a host that is away, does not refuse; only its lease says that it is gone.
-        Returns: whether there was one.
+        A frozen process, or one on an unreachable host, does not refuse; it is lost only when its lease runs out.
+
+        Returns: whether there was such a record.
         """
         for record in self.list(role):
             if record.name == name and _refuses(record.address):
@@ -185,7 +186,7 @@ class Registry:
         return False
 
     def close(self) -> None:
-        """Withdraws, ends waits in other threads with Aborted, and disconnects. Safe when Redis is away."""
+        """Withdraw, end waits in other threads with Aborted, and disconnect; also when Redis is unreachable."""
         self._closed.set()
         try:
             self.withdraw()
@@ -194,7 +195,7 @@ class Registry:
         self._redis.close()
 
     def list(self, role: str) -> Records:
-        """Live records of a role, by name."""
+        """Return the live records of a role, sorted by name."""
         with redis_errors():
             names: Any = self._redis.smembers(f"{self._prefix}:names:{role}")
             if not names:
@@ -203,11 +204,11 @@ class Registry:
         return [read_record(text) for text in texts if text is not None]
 
     def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
-        """Waits until services are announced.
+        """Wait until services are announced.
 
         Args:
             names: the names to wait for, or how many of the role.
-        Returns: their records in the order of `names`; for a number, all of the role by name.
+        Returns: their records in the order of `names`; for a number, all of the role, sorted by name.
         Raises: DeadlineExceeded: naming those that are missing; Aborted: close() was called meanwhile.
         """
         if isinstance(names, str):
@@ -222,7 +223,8 @@ class Registry:
         def missing() -> str:
             found = [record.name for record in self.list(role)]
             there = f"there is {', '.join(found) or 'none'}"
-            there += "".join(f"; {each}" for each in self.failures() if each.role == role and each.name not in found)
+            ended = [failure for failure in self.failures() if failure.role == role and failure.name not in found]
+            there += "".join(f"; {failure}" for failure in ended)
             if isinstance(names, int):
                 return f"{names - len(found)} of {names} {role} services; {there}"
             return f"{role} {', '.join(name for name in names if name not in found)}; {there}"
@@ -230,9 +232,10 @@ class Registry:
         return self._poll(look, missing, timeout_s)
 
     def set_value(self, key: str, value: str, ttl_s: float | None = None) -> None:
-        """Publishes a small value of the run; replaces an older one.
+        """Publish a small value of the run; replaces an older one.
 
-        ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
+        Args:
+            ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
         """
         with redis_errors():
             self._redis.set(
@@ -242,19 +245,17 @@ class Registry:
             self._values.add(self._value_key(key))
 
     def get_value(self, key: str) -> str | None:
-        """A value of the run; None if it is not set."""
+        """Return a value of the run; None if it is not set."""
         with redis_errors():
             found: Any = self._redis.get(self._value_key(key))
         return None if found is None else str(found)
 
     def wait_value(self, key: str, timeout_s: float) -> str:
-        """Raises: DeadlineExceeded: nobody has set `key`; Aborted: close() was called meanwhile."""
+        """Wait for a value. Raises: DeadlineExceeded: it was not set; Aborted: close() was called meanwhile."""
         return self._poll(lambda: self.get_value(key), lambda: f"value {key!r}", timeout_s)
 
     def report_failure(self, role: str, name: str, reason: str) -> None:
-        """Leaves word of why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service takes it
-        back.
-        """
+        """Record why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service removes it."""
         failure = Failure(role=role, name=name, reason=reason, unix_s=time.time())
         with redis_errors():
             self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_KEPT_S)
@@ -262,7 +263,7 @@ class Registry:
             self._redis.expire(f"{self._prefix}:failures", _KEPT_S)
 
     def failures(self) -> Failures:
-        """Of all services that have ended and not come back, by role and name."""
+        """Return the failures of all services that have not been announced again, sorted by role and name."""
         with redis_errors():
             members: Any = self._redis.smembers(f"{self._prefix}:failures")
             if not members:
@@ -278,7 +279,7 @@ class Registry:
                     self._redis.srem(f"{self._prefix}:failures", f"{role}:{failure.name}")
 
     def _poll(self, look: Callable[[], T | None], missing: Callable[[], str], timeout_s: float) -> T:
-        """Looks again and again, at growing intervals, until there is something."""
+        """Call `look` at growing intervals until it returns something."""
         deadline_s = time.monotonic() + timeout_s
         interval_s = _FIRST_POLL_S
         while True:
@@ -299,7 +300,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _unless_closed(self) -> Iterator[None]:
-        """Raises: Aborted: close() took the connection away from the call inside, which redis-py has no error for."""
+        """Turn any error of the call inside into Aborted if close() has disconnected it: redis-py has none for that."""
         try:
             yield
         except (TandemError, OSError, ValueError) as error:

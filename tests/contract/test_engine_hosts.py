@@ -216,14 +216,14 @@ async def test_a_leader_that_falls_silent_ends_its_worker(rig: Rig) -> None:
     worker = rig.start_worker()
     leader, _ = await rig.serving()
     await leader.close()  # no beat any more, and no word
-    assert await end_of(worker) == "the leader of rollout-0 is gone: no word of it for 1 s"
+    assert await end_of(worker) == "the leader of rollout-0 is lost: no beat for 1 s"
 
 
 async def test_a_worker_that_is_gone_is_named_to_the_leader(rig: Rig) -> None:
     worker = rig.start_worker()
     leader, _ = await rig.serving()
     worker.cancel()
-    with pytest.raises(Unavailable, match=r"host 1 of rollout-0 \(rollout-0-host-1 at .*\) is gone"):
+    with pytest.raises(Unavailable, match=r"host 1 of rollout-0 \(rollout-0-host-1 at .*\) is lost"):
         await asyncio.wait_for(leader.lost, DEADLINE_S)
 
 

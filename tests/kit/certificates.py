@@ -1,4 +1,4 @@
-"""Authorities and certificates for tests, made on the spot with `cryptography`."""
+"""Authorities and certificates for tests, made with `cryptography`."""
 
 import datetime
 import ipaddress
@@ -17,6 +17,7 @@ DAY = datetime.timedelta(days=1)
 
 
 def utc_now() -> datetime.datetime:
+    """Return the time in UTC, as certificates hold it."""
     return datetime.datetime.now(datetime.UTC)
 
 
@@ -41,6 +42,7 @@ class Authority:
 
     @property
     def pem(self) -> bytes:
+        """The authority's certificate as PEM."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(
@@ -52,7 +54,7 @@ class Authority:
         ends: datetime.timedelta = DAY,
         addresses: Sequence[ipaddress.IPv4Address | ipaddress.IPv6Address] = (),
     ) -> Pair:
-        """A certificate for DNS `names` and IP `addresses`, valid from now + `begins` to now + `ends`."""
+        """Issue a certificate for DNS `names` and IP `addresses`, valid from now + `begins` to now + `ends`."""
         key = ec.generate_private_key(ec.SECP256R1())
         common_name = subject if subject is not None else (names[0] if names else "nobody")
         unsigned = _unsigned(key, x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]), begins, ends)
@@ -68,7 +70,7 @@ class Authority:
 
 
 def write_files(folder: Path, pair: Pair, authorities: bytes) -> TlsFiles:
-    """Writes (or replaces, each at once) tls.crt, tls.key and ca.crt."""
+    """Write tls.crt, tls.key and ca.crt, or replace each of them atomically."""
     folder.mkdir(exist_ok=True)
     for name, content in (("tls.crt", pair.chain), ("tls.key", pair.key), ("ca.crt", authorities)):
         temporary = folder / f"{name}.new"
@@ -78,12 +80,12 @@ def write_files(folder: Path, pair: Pair, authorities: bytes) -> TlsFiles:
 
 
 def files_of(folder: Path, authority: Authority, role: str) -> TlsFiles:
-    """Good files of a process of `role`, in a folder of its own."""
+    """Write valid files for a process of `role`, in a folder of its own."""
     return write_files(folder / role, authority.issue([role_name(role)]), authority.pem)
 
 
 def variables(files: TlsFiles) -> dict[str, str]:
-    """The environment of a process that is to use them."""
+    """Return the environment of a process that uses the files."""
     return {
         "TANDEM_TLS_CERT": str(files.certificate),
         "TANDEM_TLS_KEY": str(files.key),

@@ -1,6 +1,6 @@
 """Members of a weight group without engines: plain tensors, real Redis and gloo; in threads, or as processes.
 
-What a fleet's round has beside its own members are services: a real trainer, or real replicas.
+A fleet's rounds may have other participants, its services: a real trainer, or real replicas.
 """
 
 import multiprocessing
@@ -36,7 +36,7 @@ _fork_server = fork_server("tests.kit.fleet")
 
 
 def own_tensors(spec: ModelSpec, slot: str, parallel: Parallel, weights: Tensors | None = None) -> Tensors:
-    """A trainer rank's shard of the weights (by default random ones), or a rollout rank's room for them."""
+    """Make a trainer rank's shard of the weights (by default random ones), or a rollout rank's empty tensors."""
     role, _, rank = slot.rpartition("/")
     if role == "trainer":
         return cut(megatron_layout(spec, parallel), int(rank), weights or canonical_tensors(spec))
@@ -55,35 +55,36 @@ class MemberProcess:
         self._process.start()
 
     def wait_up(self) -> None:
-        """Returns once the rank has its slot."""
+        """Wait until the rank has its slot."""
         self._answer()
 
     def begin(self, phase: Phase, round_: pb.Round) -> None:
-        """Starts a phase; end() waits for it."""
+        """Start a phase; end() waits for it."""
         self._pipe.send_bytes(pb.RunPhaseRequest(phase=phase, round=round_).SerializeToString())
 
     def end(self) -> pb.PhaseReport:
-        """The report of the phase that was begun. Raises: RuntimeError: the rank's error."""
+        """Wait for the phase that was begun. Returns: its report. Raises: RuntimeError: the rank's error."""
         answer = self._answer()
         if answer.startswith(_ERROR):
             raise RuntimeError(answer.removeprefix(_ERROR).decode())
         return pb.PhaseReport.FromString(answer)
 
     def run_phase(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
-        """Both."""
+        """Run a phase: begin() and end()."""
         self.begin(phase, round_)
         return self.end()
 
     def kill(self) -> None:
-        """SIGKILL; returns at once."""
+        """Send SIGKILL, without waiting for the end."""
         self._process.kill()
 
     def written_bytes(self) -> int:
-        """Bytes that the whole process has written so far, to sockets too, as the kernel counts them."""
+        """Return the bytes that the process has written so far, to sockets too, as the kernel counts them."""
         lines = Path(f"/proc/{self._process.pid}/io").read_text(encoding="ascii").splitlines()
         return int(dict(line.split(": ") for line in lines)["wchar"])
 
     def close(self) -> None:
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.join(timeout=10)
 
@@ -94,7 +95,7 @@ class MemberProcess:
 
 
 def _serve(pipe: Connection, slot: str, settings: dict[str, Any]) -> None:
-    """A rank's life. settings: spec, parallel, redis_url, group."""
+    """Run a rank's process. settings: spec, parallel, redis_url, group."""
     torch.set_num_threads(1)
     member = SyncMember(slot=slot, tensors=own_tensors(settings["spec"], slot, settings["parallel"]), **settings)
     member.start()
@@ -116,8 +117,8 @@ class _Members(Generic[M]):
     """Members by slot, in communicator order, and the rounds that they take part in; around a `with` block.
 
     Args:
-        services: of participants that are no members of ours, by name; "trainer" for the trainer.
-        options: of the members.
+        services: participants that are not members of this fleet, by name; "trainer" for the trainer.
+        options: further arguments of the members.
     """
 
     def __init__(
@@ -160,13 +161,13 @@ class _Members(Generic[M]):
         raise NotImplementedError
 
     def renew(self, slot: str) -> None:
-        """A new incarnation of a slot."""
+        """Replace the member of a slot by a new one."""
         self.members.pop(slot).close()
         self.members[slot] = self._member(slot, self._sizes[slot])
         self._begin(self.members[slot])
 
     def round(self, version: int, **changes: Any) -> pb.Round:
-        """A round over everybody in the current epoch."""
+        """Make a round of all participants in the current epoch."""
         ours: dict[str, Any] = {
             "round_id": f"round-{version}",
             "bucket_bytes": 4096,
@@ -177,20 +178,20 @@ class _Members(Generic[M]):
 
     @property
     def participants(self) -> dict[str, RunPhase]:
-        """The services first: their errors say what a user would read."""
+        """The services, then the members: a service's error is the one that a user would read."""
         return {**self.services, **{slot: member.run_phase for slot, member in self.members.items()}}
 
     def run(self, phase: Phase, round_: pb.Round) -> dict[str, Any]:
-        """One phase on everybody in the round at once: reports, or errors."""
+        """Run one phase on all participants of the round concurrently. Returns: reports, or errors."""
         names = {*self.services, *Participants.of_round(round_).slots}
         return outcomes({name: run for name, run in self.participants.items() if name in names}, phase, round_)
 
     def run_each(self, phase: Phase, rounds: dict[str, pb.Round]) -> dict[str, Any]:
-        """One phase on some, with each slot's own idea of the round."""
+        """Run one phase on some slots, each with its own round message."""
         return outcomes({slot: self.participants[slot] for slot in rounds}, phase, rounds)
 
     def sync(self, round_: pb.Round) -> dict[str, Any]:
-        """A whole round. Returns: the reports of TRANSFER."""
+        """Run a whole round. Returns: the reports of TRANSFER."""
         return run_round(self.participants, round_)[TRANSFER]
 
     def close(self) -> None:
@@ -220,18 +221,18 @@ class Fleet(_Members[SyncMember]):
         member.start()
 
     def replace(self, slot: str, tensors: Tensors) -> None:
-        """A new incarnation of a slot, with these tensors."""
+        """Replace the member of a slot by a new one with these tensors."""
         self.stores[slot] = tensors
         self.renew(slot)
 
     def load(self, folder: Path) -> None:
-        """The trainer ranks hold the weights of a Hugging Face folder from here on."""
+        """Load the weights of a Hugging Face folder into the trainer ranks."""
         layout = megatron_layout(self.spec, self.trainer)
         for rank in range(self.trainer.world_size):
             load_shards(folder, self.spec, layout, rank, self.stores[f"trainer/{rank}"])
 
     def expected(self, slot: str) -> Tensors:
-        """What a rollout slot must hold after a round."""
+        """Return what a rollout slot must hold after a round."""
         name, _, rank = slot.rpartition("/")
         return cut(sglang_layout(self.spec, self.replicas[name]), int(rank), self.full)
 

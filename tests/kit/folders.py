@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.spec import ModelSpec
 
-# 4 heads, 2 KV heads, FFN 12, 3 layers: each parallel size has something that it does not divide.
+# 4 heads, 2 KV heads, FFN 12, 3 layers: every parallel size fails to divide one of them.
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "num_hidden_layers": 3,
@@ -33,28 +33,29 @@ CONFIG: dict[str, Any] = {
 }
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
 EOS = 1
-# Elements of the fakes' model: what a rollout rank "receives" in a fake weight sync is 4 bytes of each.
+# Elements of the fakes' model; in a fake weight sync a rollout rank "receives" 4 bytes of each.
 NUM_PARAMETERS = 32 * 8
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
 def zeros(shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    """Make float32 zeros of these shapes."""
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
 def tensors(config: dict[str, Any]) -> Arrays:
-    """Every tensor that the configuration implies, zeros."""
+    """Make every tensor that the configuration implies, as zeros."""
     layout = hf_layout(ModelSpec.from_config(config))
     return zeros(dict(zip(layout.params, layout.param_shapes, strict=True)))
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A whole model folder in one file; `changes` go into config.json only, a value of None removes the key."""
+    """Write a model folder with one weight file; `changes` go into config.json only, None removes a key."""
     return _write(folder, {**CONFIG, **changes}, tensors(CONFIG))
 
 
 def write_small_model(folder: Path, hidden: int = 8) -> Path:
-    """A folder of one tensor, for the fakes' tests."""
+    """Write a folder with one tensor, for the fakes' tests."""
     config = {"model_type": "qwen3", "hidden_size": hidden, "vocab_size": 32, "eos_token_id": EOS}
     _write(folder, config, zeros({"model.embed_tokens.weight": [32, hidden]}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
@@ -71,11 +72,12 @@ def _write(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 
 
 def write_safetensors(path: Path, arrays: Arrays) -> None:
+    """Write a safetensors file as transformers marks it."""
     save_file(arrays, path, metadata={"format": "pt"})
 
 
 def write_sharded(folder: Path, **changes: Any) -> Path:
-    """Like write_model, in two shards with an index."""
+    """Write what write_model writes, in two shards with an index."""
     write_model(folder, **changes)
     (folder / "model.safetensors").unlink()
     everything = tensors(CONFIG)
@@ -89,7 +91,7 @@ def write_sharded(folder: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(folder: Path, words: list[str]) -> None:
-    """One token per character."""
+    """Write a tokenizer with one token per character."""
     unknown = "<unk>" if "<unk>" in words else words[0]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
@@ -99,22 +101,23 @@ def write_tokenizer(folder: Path, words: list[str]) -> None:
 
 
 def encode(text: str) -> list[int]:
+    """Tokenize a text of WORDS."""
     return [WORDS.index(character) for character in text]
 
 
 def answer_of(prompt_ids: list[int]) -> str:
-    """The right answer to a tokenized prompt."""
+    """Return the right answer to a tokenized prompt."""
     left, _, right = "".join(WORDS[index] for index in prompt_ids).rstrip("=").partition("+")
     return str(int(left) + int(right))
 
 
 def write_data(path: Path, problems: Sequence[tuple[int, int]]) -> Path:
-    """A JSONL file of these additions."""
+    """Write a JSONL file of these additions."""
     return _write_rows(path, [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in problems])
 
 
 def write_rows(path: Path, count: int = 8, prompt: str = "1+2=") -> Path:
-    """One of equal rows."""
+    """Write a JSONL file of equal rows."""
     return _write_rows(path, [{"prompt": prompt, "answer": "3"}] * count)
 
 
@@ -124,7 +127,7 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A configuration that passes every check, with a model and data beside it; `sections` are merged in."""
+    """Write a configuration that passes every check, with a model and data beside it; `sections` are merged in."""
     if not (folder / "model").exists():
         write_model(folder / "model")
     if not (folder / "train.jsonl").exists():

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, with every weight away from its default, so that a weight that was missed shows."""
+"""Tiny random Hugging Face models; no weight has its default value, so that a missed weight shows."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # importing it takes seconds, which processes that need the sizes only do not spend
+if TYPE_CHECKING:  # the import takes seconds; some processes need only the sizes
     from transformers import PreTrainedModel
 
 Sizes = dict[str, Any]
-VOCABULARY = 97  # no multiple of anything: padded by SGLang, and by a trainer of TP 2
+VOCABULARY = 97  # a prime: padded by SGLang, and by a trainer of TP 2
 CONTEXT = 512
 STOP = 5
 _SERVED: Sizes = {
@@ -19,7 +19,7 @@ _SERVED: Sizes = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "max_position_embeddings": CONTEXT,
-    "eos_token_id": None,  # a completion ends where a test says
+    "eos_token_id": None,  # tests choose where completions end
     "bos_token_id": None,
 }
 _HEAD: Sizes = {"head_dim": 16}
@@ -47,7 +47,7 @@ ROPE: Sizes = {
 }
 _TIED: Sizes = {"tie_word_embeddings": True}
 _FOUR_EXPERTS = _EXPERTS | {"num_experts": 4}
-# What the trainer's tests train: family, and what differs from _TRAINED.
+# Models of the trainer's tests: family, and what differs from _TRAINED.
 KINDS: dict[str, tuple[str, Sizes]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", _TIED),
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[str, Sizes]] = {
 
 
 def _build(family: str, seed: int, sizes: Sizes) -> "PreTrainedModel":
-    """4 heads and 2 KV heads, random float32."""
+    """Make a model of 4 heads and 2 KV heads with random float32 weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def _build(family: str, seed: int, sizes: Sizes) -> "PreTrainedModel":
 
 
 def make_model(folder: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, **changes: object) -> Path:
-    """A checkpoint for an engine, by default with two layers."""
+    """Write a checkpoint for an engine, by default with two layers."""
     sizes = _SERVED | {"tie_word_embeddings": tied} | _SERVED_OF.get(family, {}) | changes
     _build(family, seed, sizes).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0"}), encoding="utf-8")
@@ -90,20 +90,20 @@ def make_model(folder: Path, family: str = "qwen3", tied: bool = False, seed: in
 
 
 def trained_model(kind: str) -> "PreTrainedModel":
-    """A model of KINDS."""
+    """Make a model of KINDS."""
     family, changes = KINDS[kind]
     return _build(family, 0, _TRAINED | changes)
 
 
 def save_model(kind: str, folder: Path) -> "PreTrainedModel":
-    """The same, written to a folder."""
+    """Make a model of KINDS and write it to a folder."""
     model = trained_model(kind)
     model.save_pretrained(folder)
     return model
 
 
 def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    """transformers' [T, vocabulary] log softmax(logits / temperature) at the completion's positions."""
+    """Compute log softmax(logits / temperature), [T, vocabulary], at the completion's positions with transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

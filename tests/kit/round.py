@@ -1,4 +1,4 @@
-"""Rounds of weight sync as a coordinator makes them, on whatever takes part in them."""
+"""Weight-sync rounds as a coordinator runs them, on any participants."""
 
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from weightsync.round.phases import Phase, rules_of
 
 CALL_S = 60.0
 
-# A participant: it runs one phase and gives its report.
+# A participant: runs one phase and returns its report.
 RunPhase = Callable[[Phase, pb.Round], Any]
 
 
 def service_at(channel: grpc.Channel) -> RunPhase:
-    """The participant whose RoundService is at the other end of a channel."""
+    """Make a participant of the RoundService at the other end of a channel."""
     stub = weights_pb2_grpc.RoundServiceStub(channel)
     return lambda phase, round_: stub.RunPhase(pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)
 
@@ -35,10 +35,10 @@ def new_round(
     wait_s: float = 0.0,
     **changes: Any,
 ) -> pb.Round:
-    """A round in the group's epoch.
+    """Make a round in the group's epoch.
 
     Args:
-        wait_s: wait so long for an epoch in which all take part.
+        wait_s: how long to wait for an epoch of which all are members.
         changes: fields of the round.
     """
     fields: dict[str, Any] = {
@@ -62,7 +62,12 @@ def new_round(
 def outcomes(
     participants: Mapping[str, RunPhase], phase: Phase, rounds: pb.Round | Mapping[str, pb.Round]
 ) -> dict[str, Any]:
-    """One phase on all at once, each with its own idea of the round: reports, or errors."""
+    """Run one phase on all concurrently.
+
+    Args:
+        rounds: the round, or each participant's own message of it.
+    Returns: reports, or errors, by participant.
+    """
     with ThreadPoolExecutor(len(participants)) as pool:
         futures = {
             name: pool.submit(run, phase, rounds if isinstance(rounds, pb.Round) else rounds[name])
@@ -72,7 +77,7 @@ def outcomes(
 
 
 def run_phase(participants: Mapping[str, RunPhase], phase: Phase, round_: pb.Round) -> dict[str, Any]:
-    """The same, for reports. Raises: the first participant's error, with those of the others as notes."""
+    """Run one phase on all. Returns: reports. Raises: the first participant's error, with the others' as notes."""
     answers = outcomes(participants, phase, round_)
     failed = {name: answer for name, answer in answers.items() if isinstance(answer, BaseException)}
     for error in list(failed.values())[:1]:
@@ -83,6 +88,6 @@ def run_phase(participants: Mapping[str, RunPhase], phase: Phase, round_: pb.Rou
 
 
 def run_round(participants: Mapping[str, RunPhase], round_: pb.Round) -> dict[int, dict[str, Any]]:
-    """Every phase that the round has. Returns: reports by phase, by participant."""
+    """Run every phase that the round has. Returns: reports by phase, by participant."""
     rules = rules_of(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
     return {rule.phase: run_phase(participants, rule.phase, round_) for rule in rules}

@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
-    """4 layers, GQA 4/2, head_dim != hidden / heads, a vocabulary that needs padding on both sides."""
+    """Make a spec of 4 layers, GQA 4/2, head_dim != hidden / heads, and a vocabulary padded on both sides."""
     config: dict[str, object] = {
         "model_type": family,
         "num_hidden_layers": 4,
@@ -30,7 +30,7 @@ def tiny_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
 
 
 def medium_spec() -> ModelSpec:
-    """50 million parameters: 200 MB in float32, a transfer of about a second."""
+    """Make a spec of 50 million parameters: 200 MB in float32, a transfer of about a second."""
     return tiny_spec(
         num_hidden_layers=8,
         hidden_size=640,
@@ -43,7 +43,7 @@ def medium_spec() -> ModelSpec:
 
 
 def canonical_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
-    """Every canonical tensor, random float32."""
+    """Make every canonical tensor, random float32."""
     layout = hf_layout(spec)
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -53,7 +53,7 @@ def canonical_tensors(spec: ModelSpec, seed: int = 0) -> Tensors:
 
 
 def cut(layout: Layout, rank: int, canonical: Tensors, dtype: torch.dtype = torch.float32) -> Tensors:
-    """One rank's parameters; padding is zero."""
+    """Cut one rank's parameters; padding is zero."""
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
     for shard in layout.shards[layout.shards["rank"] == rank]:
         whole = _matrix(canonical[layout.tensors[shard["tensor"]]])
@@ -65,19 +65,19 @@ def cut(layout: Layout, rank: int, canonical: Tensors, dtype: torch.dtype = torc
 
 
 def empty_like_rank(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> Tensors:
-    """One rank's parameters, all NaN."""
+    """Make one rank's parameters, all NaN."""
     return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in layout.parameters_of(rank).items()}
 
 
 def same(got: Tensors, expected: Tensors) -> list[str]:
-    """Names of tensors that are not bitwise equal, or that only one of the two has."""
+    """Return the names of tensors that are not bitwise equal, or that only one of the two has."""
     both = set(got) & set(expected)
     differ = {name for name in both if not np.array_equal(_bits(got[name]), _bits(expected[name]))}
     return sorted(differ | (set(got) ^ set(expected)))
 
 
 def _bits(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
-    """The tensor's bytes, in its shape: -0.0 is not 0.0, and a NaN is itself."""
+    """Return the tensor's bytes, in its shape: -0.0 is not 0.0, and a NaN is itself."""
     bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.uint8).numpy()
     return bits
 

@@ -16,8 +16,8 @@ def until(
     """Return once the condition holds.
 
     Args:
-        what: what the error says that did not come about.
-        interval_s: between looks; longer where a look starts a process, to leave the cores to what is waited for.
+        what: names the condition in the error.
+        interval_s: between checks; longer where a check starts a process, which would take the cores from others.
 
     Raises:
         AssertionError: it does not hold within the time.
@@ -30,7 +30,7 @@ def until(
 
 
 def throughout(condition: Callable[[], bool], duration_s: float) -> None:
-    """Raises: AssertionError: the condition fails to hold at a look within the time."""
+    """Check the condition for a while. Raises: AssertionError: it did not hold at one of the checks."""
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
         if not condition():

@@ -1,4 +1,4 @@
-"""Who runs the phases of a round, and the client of one: the trainer, a replica, a further host of it, or a rank."""
+"""The interface of a round's participants (trainer, replica, further host of it, rank), and the client of one."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,20 +13,20 @@ SERVICE = "tandem_api.weights.v1.RoundService"
 
 
 class RunsPhases(Protocol):
-    """Anything with ranks that take part in rounds."""
+    """A participant of rounds: one rank, or several."""
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        """Run one phase. Returns: a report per rank, in rank order. Raises: TandemError: of the first that failed."""
+        """Run one phase. Returns: a report per rank, in rank order. Raises: TandemError: the first rank's error."""
 
 
 class RoundClient(RunsPhases):
-    """Asks one participant for the phases of a round.
+    """The RoundService client of one participant.
 
     Args:
-        name: goes in front of its errors.
-        channel: to it.
-        deadline_s: of a call, from deadlines.py.
-        leader_id: to a further host of a replica: the leader that it was joined to.
+        name: of the participant; goes in front of its errors.
+        channel: gRPC channel to it.
+        deadline_s: gives a call's deadline, from deadlines.py.
+        leader_id: for a further host of a replica, the leader that has joined it; else "".
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RoundClient(RunsPhases):
         self._stub = weights_pb2_grpc.RoundServiceStub(channel)
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        """Run one phase there. Raises: TandemError: what the participant raised, named."""
+        """Run one phase there. Raises: TandemError: the participant's error, with its name in front."""
         request = pb.RunPhaseRequest(phase=phase, round=round_, leader_id=self._leader_id)
         with rpc_errors(self._name):
             response = await self._stub.RunPhase(request, timeout=self._deadline_s(phase, round_))
@@ -44,5 +44,5 @@ class RoundClient(RunsPhases):
 
 
 def of_participant(name: str, channel: Any) -> RoundClient:
-    """The coordinator's client of the trainer or of a replica."""
+    """Make the coordinator's client of the trainer or of a replica."""
     return RoundClient(name, channel, lambda _, round_: deadlines.call_s(round_))

@@ -1,4 +1,4 @@
-"""Which phase may run now, and what repeats get: one guard for a replica and for every rank of trainer and replicas."""
+"""The order of a round's phases, and the answers to repeated ones: one guard per replica and per rank."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round.phases import PREPARE, RULES, Phase, Role, name_of, required
 
-# A lost reply is asked for again at once. Each is a report per rank.
+# Rounds whose replies are kept; a lost reply is requested again within its round.
 KEPT_ROUNDS = 4
-# A PREPARE that comes behind its ABORT is late by seconds, not by as many rounds.
+# Ids of rounds that are over; a PREPARE that arrives after its ABORT is late by seconds, not by so many rounds.
 KEPT_IDS = 64
 
 
@@ -41,24 +41,24 @@ Reply = TypeVar("Reply")
 
 
 def require(current: Open | None, phase: Phase, round_: pb.Round, where: str = "") -> Open:
-    """The open round, if one of its phases may run now.
+    """Return the open round, if it is this one and the phase may run now.
 
     Args:
-        where: what the error begins with.
-    Raises: PhaseOrder: it may not, and why.
+        where: prefix of the error.
+    Raises: PhaseOrder: why the phase may not run.
     """
     if phase not in RULES:
         raise PhaseOrder(f"{where}{phase} is no phase of a round")
     name = name_of(phase).upper()
     if current is None or current.message.round_id != round_.round_id:
         raise PhaseOrder(
-            f"{where}{name}: round {round_.round_id!r} is not open here; it begins with {name_of(PREPARE).upper()}"
+            f"{where}{name}: round {round_.round_id!r} is not open here; begin it with {name_of(PREPARE).upper()}"
         )
     if current.failure:
         raise PhaseOrder(f"{where}{name}: round {round_.round_id} has failed ({current.failure}); abort it")
     missing = required(phase, current.role, staged=current.staged) - current.done
     if missing:
-        names = ", ".join(name_of(each).upper() for each in sorted(missing))
+        names = ", ".join(name_of(needed).upper() for needed in sorted(missing))
         raise PhaseOrder(f"{where}{name}: round {round_.round_id} has not done {names}")
     return current
 
@@ -66,15 +66,15 @@ def require(current: Open | None, phase: Phase, round_: pb.Round, where: str = "
 class PhaseGuard(Generic[Open, Reply]):
     """One participant's rounds: at most one is open, and its phases run in the order of the table.
 
-    What it answers, whatever the order of the calls:
+    Its rules, for calls in any order:
 
-    * A phase that was done answers its repetitions with the same reply, one that failed with the same error.
+    * A repeated phase gets the reply of the first call, or its error.
     * PREPARE opens a round, once. It ends the round that is open, unless that is of a newer epoch.
-    * A phase that failed fails its round, which then takes ABORT only.
-    * ABORT of a round that is not open changes nothing, but that the round cannot open any more.
+    * A phase that failed fails its round, which then accepts ABORT only.
+    * ABORT of a round that is not open only keeps that round from opening later.
 
-    Not thread-safe: who asks for phases holds a lock from `answer` to `answered`, so that the repetition of a phase
-    under way waits for it.
+    Not thread-safe: the caller holds a lock from `answer` to `answered`, so that a repetition waits for the phase
+    under way.
 
         with lock:
             reply = guard.answer(phase, round_)
@@ -86,8 +86,8 @@ class PhaseGuard(Generic[Open, Reply]):
                 guard.answered(phase, round_, reply)
 
     Args:
-        make: a round that opens.
-        where: what errors begin with.
+        make: makes the OpenRound of a round that opens.
+        where: prefix of errors.
     Attributes:
         current: the open round.
     """
@@ -104,14 +104,14 @@ class PhaseGuard(Generic[Open, Reply]):
         return self.current is not None and self.current.message.round_id == round_.round_id
 
     def answer(self, phase: Phase, round_: pb.Round) -> Reply | None:
-        """The reply that the phase got before; None: it has not run. Raises: the error that it failed with."""
+        """Return the reply that the phase got before; None: it has not run. Raises: the error that it failed with."""
         answer = self._answers.get(round_.round_id, {}).get(phase)
         if isinstance(answer, Exception):
             raise _without_frames(answer)
         return answer
 
     def superseded_by(self, round_: pb.Round) -> Open | None:
-        """The open round that PREPARE of this one ends: its coordinator would have ended it, were it not gone.
+        """Return the open round that PREPARE of this one ends: its coordinator is lost, or would have ended it.
 
         Raises: PhaseOrder: this round is over; Aborted: it is of an older epoch than the open one.
         """
@@ -129,7 +129,7 @@ class PhaseGuard(Generic[Open, Reply]):
 
     @contextmanager
     def running(self, phase: Phase, round_: pb.Round) -> Iterator[Open]:
-        """Around the work of any phase but ABORT; PREPARE opens the round. What the work raises fails the round.
+        """Surround the work of any phase but ABORT; PREPARE opens the round. An error inside fails the round.
 
         Raises: PhaseOrder: the phase may not run now.
         """
@@ -147,13 +147,13 @@ class PhaseGuard(Generic[Open, Reply]):
             raise
 
     def answered(self, phase: Phase, round_: pb.Round, reply: Reply) -> None:
-        """The phase is done, and this is its reply."""
+        """Record that the phase is done, with its reply."""
         if self.current is not None and self.is_open(round_):
             self.current.done.add(phase)
         self._keep(phase, round_, reply)
 
     def close(self, round_: pb.Round) -> None:
-        """The round is over, whether it was open or never came; no PREPARE opens it any more."""
+        """End the round, whether it was open or never came; no PREPARE opens it afterwards."""
         if round_.round_id not in self._over:
             self._over.append(round_.round_id)
         if self.is_open(round_):
@@ -163,11 +163,11 @@ class PhaseGuard(Generic[Open, Reply]):
         self._answers.setdefault(round_.round_id, {})[phase] = answer
         if len(self._answers) > KEPT_ROUNDS:
             open_id = self.current.message.round_id if self.current is not None else ""
-            del self._answers[next(each for each in self._answers if each != open_id)]
+            del self._answers[next(round_id for round_id in self._answers if round_id != open_id)]
 
 
 def _without_frames(error: Exception) -> Exception:
-    """The same error without its traceback, whose frames hold the memory that the phase worked on."""
+    """Copy the error without its traceback, whose frames hold the memory that the phase worked on."""
     same = type(error).__new__(type(error), *error.args)
     same.__dict__.update(error.__dict__)
     return same

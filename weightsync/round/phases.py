@@ -1,7 +1,7 @@
-"""The phases of a round, one row each: everything that knows phases reads this table.
+"""The phases of a round, one row each: all code that handles phases reads this table.
 
-From it come the order in which the coordinator asks, the guards of trainer ranks, replicas and their ranks (guard.py),
-the deadlines (deadlines.py), the phases of forecast and simulation, and the table in docs/wire-protocol.md.
+It gives the coordinator's order of calls, the guards of trainer ranks, replicas and their ranks (guard.py), the
+deadlines (deadlines.py), the phases of forecast and simulation, and the table in docs/wire-protocol.md.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_P
 
 
 class Role(Enum):
-    """What takes part in a round."""
+    """A participant's role in a round."""
 
     # A rank of the trainer.
     TRAINER = "trainer"
@@ -31,7 +31,7 @@ ALL = frozenset(Role)
 
 
 class Wait(Enum):
-    """Which of a round's deadlines bounds a phase."""
+    """The deadline of a round that bounds a phase."""
 
     FORMATION = "formation"
     TRANSFER = "transfer"
@@ -43,11 +43,12 @@ class PhaseRule:
     """One phase.
 
     Attributes:
-        roles: who has work in it; for others it changes nothing.
-        needs: phases that must be done before it. `required` says what that means for a role and a kind of round.
-        wait: the deadline of the work inside it.
+        roles: roles that have work in it; for others it changes nothing.
+        needs: phases that must be done before it; `required` resolves them for a role and a kind of round.
+        wait: the deadline of its work.
         is_in_staged: whether a staged round has it.
-        trainer, replica: what it does there, for the documentation; failure: the worst that its failure leaves.
+        trainer, replica: what it does there, for the documentation.
+        failure: the worst state that its failure leaves, for the documentation.
     """
 
     phase: Phase
@@ -61,12 +62,12 @@ class PhaseRule:
 
     @property
     def name(self) -> str:
-        """In lower case, as metrics, spans and options spell it: "prepare"."""
+        """The name as metrics, spans and options spell it: "prepare"."""
         return name_of(self.phase)
 
 
 def name_of(phase: Phase) -> str:
-    """A phase as metrics, spans and options spell it.
+    """Name a phase as metrics, spans and options spell it.
 
     >>> name_of(PREPARE)
     'prepare'
@@ -74,8 +75,8 @@ def name_of(phase: Phase) -> str:
     return pb.RoundPhase.Name(phase).removeprefix("ROUND_PHASE_").lower()
 
 
-# A round without failures, in order. Up to VERIFY all succeed or the round is given up; from COMMIT on every replica
-# has verified bytes of its own, so that one that is lost there does not undo the others.
+# A round without failures, in order. Up to VERIFY, any failure gives the round up; at COMMIT every replica has verified
+# its own bytes, so that the loss of one does not undo the others.
 ROUND: tuple[PhaseRule, ...] = (
     PhaseRule(
         phase=PREPARE,
@@ -140,28 +141,28 @@ RULES: dict[Phase, PhaseRule] = {rule.phase: rule for rule in (*ROUND, GIVE_UP)}
 
 
 def rules_of(*, staged: bool) -> tuple[PhaseRule, ...]:
-    """The phases of a round of that kind, in order."""
+    """Return the phases of a staged round, or of one in place, in order."""
     return tuple(rule for rule in ROUND if rule.is_in_staged or not staged)
 
 
 def required(phase: Phase, role: Role, *, staged: bool) -> frozenset[Phase]:
-    """What `role` must have done before `phase`: all that it needs, directly or not, and has a part in.
+    """Return the phases that `role` must have done before `phase`: its own among all that the phase depends on.
 
-    >>> [name_of(each) for each in sorted(required(COMMIT, Role.TRAINER, staged=False))]
+    >>> [name_of(needed) for needed in sorted(required(COMMIT, Role.TRAINER, staged=False))]
     ['prepare', 'transfer']
-    >>> [name_of(each) for each in sorted(required(TRANSFER, Role.REPLICA, staged=True))]
+    >>> [name_of(needed) for needed in sorted(required(TRANSFER, Role.REPLICA, staged=True))]
     ['prepare']
     """
     found: set[Phase] = set()
     left = set(RULES[phase].needs)
     while left:
-        each = left.pop()
-        found.add(each)
-        left |= RULES[each].needs - found
+        needed = left.pop()
+        found.add(needed)
+        left |= RULES[needed].needs - found
     own = {rule.phase for rule in rules_of(staged=staged) if role in rule.roles}
     return frozenset(found & own)
 
 
 def first_write(*, staged: bool) -> Phase:
-    """The first phase after whose failure a replica may hold a mixture of two versions."""
+    """Return the first phase whose failure may leave a replica with a mixture of two versions."""
     return COMMIT if staged else TRANSFER

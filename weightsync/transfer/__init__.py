@@ -1,1 +1,1 @@
-"""A rank's part in a round: its memory, its connections, and the bytes. Only this part needs torch."""
+"""A rank's part in a round: its memory, its connections, and the bytes. The only part that needs torch."""

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: what PREPARE asks before it promises room for a spare shard."""
+"""The memory that a process can still allocate, checked in PREPARE before a spare shard."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be had now: of the GPU, or of the host within this container's limit.
+    """Return the free bytes of the GPU, or of the host within this container's limit.
 
-    Caches count as free. Others may take the memory a moment later: this finds what cannot be, it reserves nothing.
+    Caches count as free. Another process may take the memory a moment later: nothing is reserved.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
@@ -25,7 +25,7 @@ def _of_host(meminfo: Path) -> int:
 
 
 def _of_container(cgroup: Path) -> float:
-    """Infinite without a limit, or where there is no cgroup to ask."""
+    """Return the free bytes within the container's limit; infinite without a limit or a cgroup."""
     try:
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":

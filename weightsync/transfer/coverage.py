@@ -1,4 +1,4 @@
-"""The coverage gate: the layout against the engine's own parameters. Bytes never asked for are never checked."""
+"""The coverage check: the layout against the engine's parameters, since bytes outside the plan are never verified."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from weightsync.layouts.layout import Layout
 
 
 class Coverage:
-    """What a layout expects of one rank, worked out once."""
+    """What a layout expects of one rank, computed once."""
 
     def __init__(self, layout: Layout, rank: int, slot: str) -> None:
         self._slot = slot
@@ -18,7 +18,7 @@ class Coverage:
         self._padding = _padding(layout, rank)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises: ConfigError: a parameter without a rule, a rule without its parameter, a shape or type off."""
+        """Raise ConfigError for a parameter without a rule, a rule without its parameter, or a wrong shape or type."""
         uncovered = sorted(set(tensors) - set(self._expected))
         unused = sorted(set(self._expected) - set(tensors))
         if uncovered or unused:
@@ -36,13 +36,13 @@ class Coverage:
                 )
 
     def zero_padding(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Zero-fills rows beyond the true vocabulary: padding never travels, and each side fills its own."""
+        """Zero the rows beyond the true vocabulary: padding never travels, so that each side fills its own."""
         for name, filled in self._padding.items():
             tensors[name].detach()[filled:].zero_()
 
 
 def _padding(layout: Layout, rank: int) -> dict[str, int]:
-    """Rows that canonical tensors fill, of the parameters that have more."""
+    """Return the number of rows that canonical tensors fill, for parameters that have more."""
     mine = layout.shards[layout.shards["rank"] == rank]
     filled = np.zeros(len(layout.params), dtype=np.int64)
     np.maximum.at(filled, mine["param"], mine["param_row"] + mine["rows"])
@@ -51,10 +51,10 @@ def _padding(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def check_coverage(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], slot: str) -> None:
-    """Raises: ConfigError: see Coverage.check."""
+    """Check the layout against the tensors: see Coverage.check."""
     Coverage(layout, rank, slot).check(tensors)
 
 
 def zero_padding(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """See Coverage.zero_padding."""
+    """Zero the padding: see Coverage.zero_padding."""
     Coverage(layout, rank, "").zero_padding(tensors)

@@ -1,7 +1,7 @@
-"""The device of a rank: whether it is the one that was asked for, and that every thread works on it.
+"""The device of a rank: check that it is the requested one, and select it in every thread.
 
-CUDA's current device is each thread's own, and 0 at first. SGLang sets it in a scheduler's main thread only, while
-phases of a round run in gRPC's threads: there, whatever is done without a device is done to GPU 0.
+CUDA's current device is per thread, and 0 at first. SGLang sets it in a scheduler's main thread only, while phases of a
+round run in gRPC's threads: work without an explicit device would run on GPU 0 there.
 """
 
 import contextlib
@@ -14,9 +14,11 @@ from servicekit.errors import ConfigError
 
 
 def check_device(wanted: str) -> None:
-    """`wanted` is TANDEM_DEVICE: "cuda" demands a GPU, "auto" takes what there is.
+    """Check that the requested device is present.
 
-    Raises: ConfigError: what this process has instead of a GPU.
+    Args:
+        wanted: TANDEM_DEVICE: "cuda" requires a GPU, "auto" takes what there is.
+    Raises: ConfigError: there is no GPU, and why.
     """
     if wanted != "cuda" or torch.cuda.is_available():
         return
@@ -25,26 +27,26 @@ def check_device(wanted: str) -> None:
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("NVIDIA_VISIBLE_DEVICES", "unset"))
         why = f"torch sees none of them (visible devices: {visible or 'none'}): does the pod request nvidia.com/gpu?"
-    raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, and {why}")
+    raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, but {why}")
 
 
 def gpu_name() -> str:
-    """Of the first GPU that this process sees; "" without one."""
+    """Return the name of the first GPU that this process sees; "" without one."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device this thread's current one."""
+    """Make the device this thread's current one while the context is open."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Returns when everything that was queued on the device is done, on every stream; at once on a CPU."""
+    """Wait until all work queued on the device is done, on every stream; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Returns when what this thread has queued on its stream of the device is done; at once on a CPU."""
+    """Wait until the work queued on this thread's stream of the device is done; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""What goes with a message: which round it belongs to, and the digest of its payload."""
+"""The header of a message: its plan, version and sequence, and the digest of its payload."""
 
 import struct
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a receiver checks before it believes a message. It follows the payload, so that hashing delays no byte."""
+    """What a receiver checks before it accepts a message. It follows the payload, so that hashing delays no byte."""
 
     plan_digest: str
     policy_version: int
@@ -33,8 +33,8 @@ class Header:
 class PayloadDigest:
     """A position-sensitive 128-bit digest of a payload, part by part.
 
-    On CPUs xxh3-128 of the bytes, however they are cut into parts. On GPUs, where xxh3 would mean a copy to the host,
-    two sums over mixed 64-bit words: there both ends must cut alike.
+    On CPUs it is xxh3-128 of the bytes, however they are cut into parts. On GPUs, where xxh3 would need a copy to the
+    host, it is two sums over mixed 64-bit words: there both ends must cut alike.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PayloadDigest:
         self._words: WordSums | None = None
 
     def update(self, part: torch.Tensor) -> None:
-        """Adds a part (contiguous uint8)."""
+        """Add a part (contiguous uint8)."""
         if part.device.type == "cpu":
             self._bytes.update(part.numpy().data)
             return
@@ -51,7 +51,7 @@ class PayloadDigest:
         self._words.update(part)
 
     def digest(self) -> bytes:
-        """16 bytes."""
+        """Return the 16 bytes of the digest."""
         return self._bytes.digest() if self._words is None else self._words.digest()
 
 
@@ -69,7 +69,7 @@ class WordSums:
         self._sums: torch.Tensor | None = None
 
     def update(self, part: torch.Tensor) -> None:
-        """Adds a part (contiguous uint8); it begins at a new word."""
+        """Add a part (contiguous uint8); it begins at a new word."""
         for begin in range(0, part.numel(), self.CHUNK_BYTES):
             self._add(part[begin : begin + self.CHUNK_BYTES])
 
@@ -84,13 +84,13 @@ class WordSums:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def digest(self) -> bytes:
-        """16 bytes."""
+        """Return the 16 bytes of the digest."""
         sums = [0, 0] if self._sums is None else self._sums.tolist()
         return struct.pack("<qq", *sums)
 
 
 def write_header(buffer: Bytes, header: Header) -> None:
-    """Fills the first HEADER_BYTES of a buffer."""
+    """Write a header into the first HEADER_BYTES of a buffer."""
     packed = _HEADER.pack(
         MAGIC,
         bytes.fromhex(header.plan_digest),
@@ -104,7 +104,7 @@ def write_header(buffer: Bytes, header: Header) -> None:
 
 
 def read_header(buffer: Bytes) -> Header:
-    """Reads a header. Raises: DigestMismatch: no Tandem message."""
+    """Read a header. Raises: DigestMismatch: it is not a Tandem message."""
     magic, plan, version, sequence, size, digest = _HEADER.unpack(buffer[: _HEADER.size].tobytes())
     if magic != MAGIC:
         raise DigestMismatch(f"a message does not begin with {MAGIC!r}: {magic!r}")
@@ -118,7 +118,7 @@ def read_header(buffer: Bytes) -> Header:
 
 
 def check_header(got: Header, *, plan_digest: str, policy_version: int, sequence: int, payload_bytes: int) -> None:
-    """Raises: DigestMismatch: a field differs from what the plan says, by name."""
+    """Raise DigestMismatch, naming the field, if the header differs from what the plan says."""
     for field, expected in (
         ("plan_digest", plan_digest),
         ("policy_version", policy_version),

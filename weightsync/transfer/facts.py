@@ -1,15 +1,15 @@
-"""What the ranks of a weight group must have in common; told when they join, compared before they connect.
+"""What the ranks of a weight group must have in common: published when they join, compared before they connect.
 
 | fact              | why ranks that differ must not meet                                                              |
 |-------------------|--------------------------------------------------------------------------------------------------|
 | tandem            | one release: the rounds' messages, headers and digests                                           |
-| plan format       | both sides plan for themselves, and must come to the same plan                                   |
+| plan format       | both sides make the plan by themselves, and must get the same one                                |
 | torch             | gloo's and the TCP store's own protocols, and CUDA's memory handles, are torch's (major.minor)   |
 | C++ ABI           | of torch's build: the handles are structures of its C++ library                                  |
 | byte order        | tensors travel as their bytes                                                                    |
-| device            | NCCL needs a GPU on both sides; with one on the CPU, the other would wait for ever               |
-| NCCL              | one version: NCCL promises no mixed ones                                                         |
-| NCCL_...          | settings that both ends of a connection act by; where they differ, NCCL hangs or fails elsewhere |
+| device            | NCCL needs a GPU on both sides; if one is on the CPU, the other waits for ever                   |
+| NCCL              | one version: NCCL does not support mixed ones                                                    |
+| NCCL_...          | settings that both ends of a connection use; where they differ, NCCL hangs or fails elsewhere    |
 """
 
 import json
@@ -28,7 +28,7 @@ _UNSET = "unset"
 
 
 def own_facts(device: torch.device, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What this process is, by name of the fact."""
+    """Return the facts of this process, by name."""
     facts = {
         "tandem": software_versions(["tandem"]).get("tandem", "not installed"),
         "plan format": str(PLAN_FORMAT),
@@ -43,18 +43,18 @@ def own_facts(device: torch.device, environ: Mapping[str, str] = os.environ) -> 
     return facts
 
 
-def check_facts(told: Mapping[str, str], slots: Sequence[str]) -> None:
-    """Compares what the slots have told (JSON, by slot) with the first one's.
+def check_facts(published: Mapping[str, str], slots: Sequence[str]) -> None:
+    """Compare the slots' facts with those of the first one; all ranks get the same error.
 
-    All ranks judge by the same rule, and so come to the same error.
-
-    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has told nothing; SlotTaken: what
-        holds a slot is no rank.
+    Args:
+        published: facts as JSON, by slot.
+    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has published nothing; SlotTaken:
+        the holder of a slot is not a rank.
     """
-    first = _read(told, slots[0])
+    first = _read(published, slots[0])
     differences: dict[tuple[str, str, str], list[str]] = {}
     for slot in slots[1:]:
-        facts = _read(told, slot)
+        facts = _read(published, slot)
         for name in sorted(first.keys() | facts.keys()):
             mine, theirs = facts.get(name, "nothing"), first.get(name, "nothing")
             if mine != theirs:
@@ -69,10 +69,10 @@ def _sentence(first: str, name: str, mine: str, theirs: str, who: Sequence[str])
     return f"{name} must match: {', '.join(who[:3])}{more} has {mine}, {first} has {theirs} ({where})"
 
 
-def _read(told: Mapping[str, str], slot: str) -> dict[str, str]:
-    if slot not in told:
-        raise ConfigError(f"{slot} does not tell what it runs: is it of another Tandem release?")
-    facts = dict(json.loads(told[slot]))
+def _read(published: Mapping[str, str], slot: str) -> dict[str, str]:
+    if slot not in published:
+        raise ConfigError(f"{slot} does not say what it runs: is it of another Tandem release?")
+    facts = dict(json.loads(published[slot]))
     if not facts:
-        raise SlotTaken(f"{slot} is held by a process that tells nothing of itself, so by none of ours")
+        raise SlotTaken(f"{slot} is held by a process that is not a rank: it has published no facts")
     return facts

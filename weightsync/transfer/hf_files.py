@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading a rank's slices from safetensors, gathering the policy, writing a folder."""
+"""Hugging Face folders: read a rank's slices from safetensors, gather the policy, write a folder."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 def load_shards(
     folder: Path | str, spec: ModelSpec, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fills one rank's parameters from a Hugging Face folder, reading only its own slices.
+    """Fill one rank's parameters from a Hugging Face folder, reading only its own slices.
 
     Args:
         layout: where the rank keeps its slices (megatron_layout or sglang_layout).
@@ -75,7 +75,7 @@ def _check_tied(embedding: torch.Tensor, head: torch.Tensor, dtype: torch.dtype)
 
 
 class CheckpointReader:
-    """Slices of the tensors of a safetensors checkpoint, in one file or several."""
+    """A reader of slices of the tensors of a safetensors checkpoint, in one file or several."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -94,7 +94,7 @@ class CheckpointReader:
         return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], rows: slice, cols: slice) -> torch.Tensor:
-        """[rows, cols] block of a tensor; a vector has one column. Raises: ConfigError, naming the tensor."""
+        """Read a block [rows, cols] of a tensor; a vector has one column. Raises: ConfigError, naming the tensor."""
         if name not in self._files:
             raise ConfigError(f"{self._folder} has no tensor {name}")
         path, file = self._files[name]
@@ -109,7 +109,7 @@ class CheckpointReader:
                 f"{name} in {self._folder} has shape {stored.get_shape()}, config.json says {list(shape)}"
             )
         block: torch.Tensor = stored[rows].view(-1, 1) if len(shape) == 1 else stored[rows, cols]
-        # A sum costs a tenth of a look at each element, and is finite only if they all are (but for an overflow).
+        # A sum costs a tenth of a check of each element, and is finite only if they all are (an overflow aside).
         if not block.sum(dtype=torch.float32).isfinite() and not block.isfinite().all():
             count = int((~block.isfinite()).sum())
             raise ConfigError(f"{name} in {path} has {count} values that are not finite; the file is damaged")
@@ -119,7 +119,7 @@ class CheckpointReader:
 def gather_tensors(
     spec: ModelSpec, parallel: Parallel, rank: int, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor] | None:
-    """The unfused Hugging Face tensors on trainer rank 0's CPU. Every rank of the trainer calls it.
+    """Gather the unfused Hugging Face tensors on trainer rank 0's CPU. Every rank of the trainer calls it.
 
     Returns: tensors by canonical name on rank 0, None elsewhere.
     """
@@ -154,7 +154,7 @@ def _gather_one(
 
 
 def write_folder(tensors: Mapping[str, torch.Tensor], template_folder: Path | str, out: Path | str) -> int:
-    """Writes a Hugging Face folder: the tensors, and config and tokenizer of the template. Appears when complete.
+    """Write a Hugging Face folder: the tensors, and config and tokenizer of the template. It appears when complete.
 
     Returns: bytes of the tensors.
     """

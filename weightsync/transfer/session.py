@@ -1,7 +1,7 @@
-"""One process's part in sync rounds: it holds a slot, and runs the phases of one round at a time on its shard.
+"""One rank's part in rounds: it holds a slot, and runs the phases of one round at a time on its shard.
 
-Which phase may follow which, and what repetitions get, weightsync/round decides (phases.py, guard.py); what a phase
-does, transfer.py. A coordinator that was replaced is refused in every phase.
+weightsync/round decides which phase may follow which, and how a repeated one is answered (phases.py, guard.py);
+transfer.py does the work of a phase. A coordinator that was replaced is refused in every phase.
 """
 
 import json
@@ -37,8 +37,8 @@ class SyncMember:
     Args:
         spec, slot, parallel, tensors: see OwnShard.
         group: rendezvous group in Redis.
-        host: address that the other ranks reach this process at.
-        on_lost: called once, from a thread, with a sentence, when another process has taken this one's place for good.
+        host: address at which the other ranks reach this process.
+        on_lost: called once, from a thread, with the reason, when another process has taken the slot for good.
         disk_folder: where the transport disk may write and read; None: nowhere.
     """
 
@@ -69,33 +69,36 @@ class SyncMember:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Takes the slot and keeps its lease alive."""
+        """Take the slot and keep its lease alive."""
         self._lease.start()
 
     def close(self) -> None:
-        """Closes the communicator, then leaves the group."""
+        """Close the communicator, then leave the group."""
         self._transfer.close()
         self._lease.close()
 
     def checksums(self) -> dict[str, str]:
-        """ "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
+        """Return "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
         return self._shard.checksums()
 
     def poison(self) -> int:
-        """Fills every tensor with NaN (tests of coverage). Returns: the number of tensors."""
+        """Fill every tensor with NaN (tests of coverage). Returns: the number of tensors."""
         return self._shard.poison()
 
     def load_published(
         self, folder: Path, *, at_least: int, round_id: str = "", fence: common_pb2.CoordinatorFence | None = None
     ) -> int:
-        """Fills the parameters from the newest version in a folder of the disk transport, and checks them.
+        """Fill the parameters from the newest version in a folder of the disk transport, and check them.
 
-        For late joiners and cold starts; not while a round is open. round_id: that must have published it, if given.
-        fence: whose wish it is; None: of nobody who leads a run.
+        For late joiners and cold starts.
 
+        Args:
+            at_least: oldest policy version that is accepted.
+            round_id: the round that must have published it; "" for any.
+            fence: of the coordinator that asks; None: the caller is not a coordinator.
         Returns: the policy version.
-        Raises: Fenced: a coordinator that was replaced; NotReady: nothing is published, or by another round;
-            StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
+        Raises: Fenced: the coordinator was replaced; PhaseOrder: a round is open; NotReady: nothing is published, or
+            by another round; StaleVersion: it is older than at_least; DigestMismatch: a file is torn.
         """
         with self._lock, on_device(self._shard.device):
             self._fence.admit(fence or common_pb2.CoordinatorFence())
@@ -104,7 +107,7 @@ class SyncMember:
             return self._transfer.load_published(folder, at_least=at_least, round_id=round_id)
 
     def run_phase(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
-        """Runs one phase; blocks until it is done, at most the round's deadlines.
+        """Run one phase; blocks until it is done, at most the round's deadlines.
 
         Raises: a TandemError, by the rules of the guard or from the transfer; Fenced: its coordinator was replaced;
             Evicted: another process has the slot.
@@ -117,7 +120,7 @@ class SyncMember:
             answered = self._guard.answer(phase, round_)
             if answered is not None:
                 return answered
-            if phase != ABORT:  # an evicted worker must not act, but it must be able to give up
+            if phase != ABORT:  # an evicted rank must not act, but it must be able to give up
                 self._lease.check()
             start = time.monotonic()
             report = self._abort(round_) if phase == ABORT else self._advance(phase, round_)
@@ -128,9 +131,9 @@ class SyncMember:
             return report
 
     def interrupt(self, round_id: str) -> None:
-        """Ends what a phase of this round waits for, from any thread; of any other round, and once it is over, nothing.
+        """End the waits of a phase of this round, from any thread; nothing if the round is not under way.
 
-        The round must be aborted then.
+        Abort the round afterwards.
         """
         self._transfer.interrupt(round_id)
 

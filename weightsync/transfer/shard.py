@@ -1,4 +1,4 @@
-"""The shard of one rank: its tensors, where each part of them belongs, and room for a version not served yet."""
+"""The shard of one rank: its tensors, their layout, and memory for a version that is not served yet."""
 
 from collections.abc import Mapping, Sequence
 
@@ -51,17 +51,17 @@ class OwnShard:
 
     @property
     def is_receiver(self) -> bool:
-        """Whether it is a replica's."""
+        """Whether it is a replica's shard."""
         return self.side != "trainer"
 
     @property
     def device(self) -> torch.device:
-        """What it lies on."""
+        """Device of the tensors."""
         return next(iter(self.tensors.values())).device
 
     @property
     def num_bytes(self) -> int:
-        """Without padding."""
+        """Bytes of the shard without padding."""
         return self._elements * int(self._held.itemsize)
 
     @property
@@ -69,30 +69,30 @@ class OwnShard:
         return next(iter(self.tensors.values())).dtype
 
     def wire_dtype(self, round_: pb.Round) -> torch.dtype:
-        """What a trainer rank sends; a receiver takes what it holds, and its card says so."""
+        """Return the type that a trainer rank sends; for a receiver, the type that it holds."""
         return self._held if self.is_receiver else wire_dtype(round_.wire_dtype, self._held)
 
     def packer(self, tensors: Tensors, round_: pb.Round) -> Packer:
-        """Of its own or of its spare memory, for what travels in this round."""
+        """Return the packer of its own or of its spare memory, for this round's wire type."""
         return self.packers.get(tensors, self.wire_dtype(round_))
 
     def check(self, *, staged: bool) -> None:
-        """Raises: ConfigError: the layout does not fit the engine, or there is no room for a second version."""
+        """Raise ConfigError if the layout does not fit the engine, or if there is no room for a second version."""
         self._coverage.check(self.tensors)
         if staged and self.is_receiver:
             self._spare.reserve(self.slot)
 
     def memory(self, *, staged: bool) -> Tensors:
-        """What a round reads or writes here."""
+        """Return the memory that a round reads or writes here."""
         return self._spare.tensors if staged and self.is_receiver else self.tensors
 
     def complete(self, written: Tensors) -> None:
-        """Fill what never travels, once the last byte is in."""
+        """Fill the padding, which never travels, after the last byte has arrived."""
         if self.is_receiver:
             self._coverage.zero_padding(written)
 
     def verify(self, written: Tensors, received: Sequence[tuple[Message, bytes]]) -> None:
-        """Raises: DigestMismatch: it is not the whole shard, or not the bytes that were sent."""
+        """Raise DigestMismatch unless the messages are the whole shard and its bytes are those that were sent."""
         check_complete(received, self._elements)
         wrong = wrong_messages(received, self.packers.get(written, None))
         if wrong:
@@ -103,7 +103,7 @@ class OwnShard:
             )
 
     def install(self, written: Tensors) -> None:
-        """Give the engine's tensors what was written, if that was the spare memory."""
+        """Move what was written into the engine's tensors, if it was written to the spare memory."""
         if written is not self.tensors:
             wait_for_device(self.device)
             self._spare.install()
@@ -118,11 +118,11 @@ class OwnShard:
         self._coverage.zero_padding(self.tensors)
         check_complete(stats.received, self._elements)
         if wrong_messages(stats.received, packer):
-            raise DigestMismatch(f"{self.slot}: what was read from {published.folder} did not arrive")
+            raise DigestMismatch(f"{self.slot}: the parameters differ from what was read from {published.folder}")
         packer.forget()
 
     def checksums(self) -> dict[str, str]:
-        """ "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
+        """Return "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
         with on_device(self.device):
             return tensor_checksums(self.tensors)
 

@@ -1,4 +1,4 @@
-"""The spare shard of staged rounds: filled while the engine generates, it then changes places with the served one."""
+"""The spare shard of staged rounds: filled while the engine generates, then exchanged with the served one."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,12 @@ from weightsync.transfer.capacity import free_bytes
 
 
 class SpareShard:
-    """Memory for one more shard, made at the first use and kept: fresh memory costs a page fault per 4 KiB.
+    """Memory for a second shard, allocated at the first use and kept: fresh memory costs a page fault per 4 KiB.
 
     Args:
-        served: the engine's own tensors, by name. One changes its memory in `install` if it lies on a CPU and nothing
-            else refers to its memory now; of any other (a view that the engine keeps would go stale, a CUDA graph
-            holds addresses) the bytes are copied.
+        served: the engine's own tensors, by name. `install` exchanges the memory of a tensor on a CPU to which nothing
+            else refers now; for any other it copies the bytes (a view that the engine keeps would go stale, a CUDA
+            graph holds addresses).
     """
 
     def __init__(self, served: Mapping[str, torch.Tensor]) -> None:
@@ -24,13 +24,13 @@ class SpareShard:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a staged round fills. After `install` it holds the version that was served before."""
+        """The tensors that a staged round fills. After `install` they hold the version that was served before."""
         if not self._tensors:
             self._make()
         return self._tensors
 
     def reserve(self, slot: str) -> None:
-        """Makes the memory now, before anybody relies on it.
+        """Allocate the memory before the round relies on it.
 
         Raises: ConfigError: there is no room for it beside the served shard.
         """
@@ -42,11 +42,11 @@ class SpareShard:
         if needed > free or not self._allocate():
             raise ConfigError(
                 f"{slot}: no room for the spare shard of a staged round: it takes {needed / 2**30:.2f} GiB, "
-                f"{device.type} memory has {free / 2**30:.2f} GiB free (sync.install: in_place needs none)"
+                f"{device.type} memory has {free / 2**30:.2f} GiB free; use sync.install: in_place, which needs none"
             )
 
     def _allocate(self) -> bool:
-        """Whether there was room for it: memory may be free in pieces that are too small."""
+        """Allocate it. Returns: whether there was room: free memory may be in pieces that are too small."""
         try:
             self._make()
         except torch.OutOfMemoryError:
@@ -57,7 +57,7 @@ class SpareShard:
         self._tensors = {name: torch.empty_like(tensor.detach()) for name, tensor in self._served.items()}
 
     def install(self) -> None:
-        """The served tensors get what was staged; nobody may read them meanwhile."""
+        """Move the staged version into the served tensors, which nothing may read meanwhile."""
         for name, staged in self.tensors.items():
             served = self._served[name]
             if name in self._movable:
@@ -67,11 +67,12 @@ class SpareShard:
 
 
 def _movable(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Names of tensors whose memory nobody else knows."""
-    return frozenset(name for name, each in tensors.items() if each.device.type == "cpu" and _references(each) == 1)
+    """Return the names of CPU tensors to whose memory nothing else refers."""
+    on_cpu = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    return frozenset(name for name, tensor in on_cpu.items() if _references(tensor) == 1)
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """Tensors on the tensor's memory, in Python or not."""
+    """Count the tensors on the tensor's memory, in Python or not."""
     storage = tensor.untyped_storage()  # itself a reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

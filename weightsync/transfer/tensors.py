@@ -1,4 +1,4 @@
-"""Whole-tensor tools: checksums that two engines can be compared by, and the NaN fill that proves coverage."""
+"""Functions on whole tensors: checksums for comparing two engines, and the NaN fill that proves coverage."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def poison_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Fills them with what no checkpoint holds: NaN, or the largest whole number. Returns: their number."""
+    """Fill tensors with what no checkpoint holds: NaN, or the largest integer. Returns: the number of tensors."""
     for tensor in tensors.values():
         tensor.detach().fill_(_foreign(tensor.dtype))
     return len(tensors)
@@ -35,12 +35,15 @@ def _foreign(dtype: torch.dtype) -> float | int | bool:
 
 
 def wire_dtype(asked: str, held: torch.dtype) -> torch.dtype:
-    """The type that a round asks for by name; what is held where it asks for none.
+    """Return the type that the weights travel in.
 
-    Raises: ConfigError: weights do not travel in a type of this name.
+    Args:
+        asked: name of the type that the round asks for; "" for none.
+        held: type of the parameters, used where the round asks for none.
+    Raises: ConfigError: weights cannot travel in a type of this name.
     """
     if asked == "":
         return held
     if asked not in WIRE_DTYPES:
-        raise ConfigError(f"no wire type {asked}; there are {', '.join(WIRE_DTYPES)}")
+        raise ConfigError(f"wire type {asked} is not known; use one of {', '.join(WIRE_DTYPES)}")
     return WIRE_DTYPES[asked]

@@ -1,11 +1,11 @@
-"""What the phases of a round do to one rank's shard; which of them may run, guard.py decides.
+"""The phases of a round on one rank's shard; guard.py decides which of them may run.
 
 PREPARE    plan, coverage, room for a staged shard, communicator, cards
 PAUSE      nothing here (the service pauses its engine)
 TRANSFER   sends; or receives into staging (staged) or parameters (in place)
 VERIFY     digests of what was installed
-COMMIT     staging and parameters change places; the round is over
-ABORT      drops the communicator; what was staged is not used; the round is over
+COMMIT     exchanges staging and parameters; the round is over
+ABORT      drops the communicator and what was staged; the round is over
 """
 
 import time
@@ -30,7 +30,7 @@ from weightsync.transfer.transports.transport import TransferJob, TransferStats,
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What PREPARE has come to."""
+    """The result of PREPARE."""
 
     plan: RoundPlan
     participants: Participants
@@ -41,7 +41,8 @@ class Prepared:
 class Transfer:
     """Plan, memory and transport of one rank, from round to round; one phase at a time.
 
-    disk_folder: where the transport disk may write and read; None: nowhere.
+    Args:
+        disk_folder: where the transport disk may write and read; None: nowhere.
     """
 
     def __init__(self, shard: OwnShard, communicators: CommunicatorCache, disk_folder: Path | None) -> None:
@@ -55,26 +56,26 @@ class Transfer:
         self._stats = TransferStats()
 
     def run(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
-        """Do any phase but ABORT. Raises: TandemError: of a peer, a digest, a deadline; give_up() is due then."""
+        """Run any phase but ABORT. Raises: TandemError: of a peer, a digest, a deadline; call give_up() then."""
         work = {PREPARE: self._prepare, TRANSFER: self._transfer, VERIFY: self._verify, COMMIT: self._commit}.get(phase)
         return pb.PhaseReport() if work is None else work(round_)
 
     def give_up(self) -> None:
-        """End the open round, and its communicator: the next round counts one more that has failed."""
+        """End the open round and its communicator; the next round has a higher failed_rounds."""
         self._drop()
         self._rest()
 
     def describe(self, report: pb.PhaseReport) -> None:
-        """Write down by what plan and transport."""
+        """Write the plan's digest and the transport's name into a report."""
         report.plan_digest = self._plan.digest if self._plan is not None else ""
         report.transport = self._prepared.transport.name if self._prepared is not None else ""
 
     def interrupt(self, round_id: str) -> None:
-        """See SyncMember.interrupt."""
+        """End the waits of a phase: see SyncMember.interrupt."""
         self._communicators.interrupt(round_id)
 
     def load_published(self, folder: Path, *, at_least: int, round_id: str) -> int:
-        """See SyncMember.load_published."""
+        """Load a published version: see SyncMember.load_published."""
         check_folder(str(folder), self._disk_folder)
         published = open_latest(folder, self._shard.spec.fingerprint(), at_least)
         if round_id not in ("", published.round_id):
@@ -93,7 +94,7 @@ class Transfer:
         try:
             terms = self._terms(round_)
         except TandemError:
-            self._drop()  # the others wait for this rank's card: now they hear that it does not come
+            self._drop()  # the others wait for this rank's card: closing the connections ends their wait
             raise
         planned = time.monotonic()
         participants = terms.participants
@@ -160,14 +161,14 @@ class Transfer:
         self._prepared = None
 
     def _bucket_bytes(self, round_: pb.Round, participants: Participants) -> int:
-        """All ranks of a round know its chains and are of one device (facts.py), and so come to the same size."""
+        """Return the message size, the same on all ranks: all know the chains and have one device type (facts.py)."""
         return largest_message(int(round_.bucket_bytes), self._shard.device.type, participants.longest_chain)
 
     def _terms(self, round_: pb.Round) -> Terms:
-        """What this rank brings into the round. Raises: ConfigError: it has no part in it, or does not fit it."""
+        """Make this rank's terms for the round. Raises: ConfigError: it has no part in it, or does not fit it."""
         shard, participants = self._shard, Participants.of_round(round_)
         if not participants.replicas:
-            raise ConfigError(f"{shard.slot}: round {round_.round_id} has no replicas, so nobody to send to")
+            raise ConfigError(f"{shard.slot}: round {round_.round_id} has no replicas; name at least one")
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer

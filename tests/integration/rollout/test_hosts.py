@@ -163,7 +163,7 @@ def test_a_killed_leader_ends_the_worker_which_names_it(mortal_pair: Pair) -> No
     family = mortal_pair.family()
     mortal_pair.leader.process.kill()
     assert mortal_pair.worker.process.wait(timeout=60) == 1
-    assert "the leader of rollout-0 is gone" in last_line(mortal_pair.worker.log)
+    assert "the leader of rollout-0 is lost" in last_line(mortal_pair.worker.log)
     until(lambda: gone(family), 20.0, "the end of all ranks")
 
 

@@ -106,7 +106,7 @@ def both_end(leader: Replica, worker: Replica) -> None:
     """Nobody was killed: the link between them is cut."""
     assert (leader.process.wait(timeout=90), worker.process.wait(timeout=90)) == (1, 1)
     assert f"host 1 of rollout-0 (rollout-0-host-1 at {WORKER}:" in leader.log.read_text(encoding="utf-8")
-    assert "the leader of rollout-0 is gone: no word of it for 15 s" in worker.log.read_text(encoding="utf-8")
+    assert "the leader of rollout-0 is lost: no beat for 15 s" in worker.log.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

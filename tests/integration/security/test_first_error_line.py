@@ -183,7 +183,7 @@ def test_a_configuration_that_is_not_there_is_named(run: Run, service: str) -> N
 def test_a_gpu_that_is_asked_for_and_not_there_is_named(run: Run, base: dict[str, str], service: str) -> None:
     ended = run(service, TANDEM_DEVICE="cuda")
     assert ended.code == 2
-    assert "TANDEM_DEVICE=cuda asks for a GPU, and torch " in ended.first
+    assert "TANDEM_DEVICE=cuda asks for a GPU, but torch " in ended.first
     assert [failure.name for failure in Registry(base["REDIS_URL"], "t").failures()] == [service]
 
 

@@ -132,7 +132,7 @@ def test_a_server_of_another_authority_is_not_believed(
 ) -> None:
     connect(url_with(server.url, client_files), wait_s=20).close()
     (tmp_path / "other.crt").write_bytes(Authority("theirs").pem)
-    with pytest.raises(ConfigError, match=r"certificate that is not believed.*TANDEM_REDIS_CA"):
+    with pytest.raises(ConfigError, match=r"certificate that we do not trust.*TANDEM_REDIS_CA"):
         connect(url_with(server.url, client_files, TANDEM_REDIS_CA=str(tmp_path / "other.crt")))
 
 
@@ -142,7 +142,7 @@ def test_a_server_for_another_name_is_not_believed(
     files = write_files(tmp_path / "server", authority.issue(["redis"]), authority.pem)
     redis = TlsRedis(tmp_path / "redis", files, "right-one")
     try:
-        with pytest.raises(ConfigError, match=r"certificate that is not believed .*127\.0\.0\.1"):
+        with pytest.raises(ConfigError, match=r"certificate that we do not trust .*127\.0\.0\.1"):
             connect(url_with(redis.url, client_files), wait_s=20)
     finally:
         redis.close()

@@ -52,7 +52,7 @@ def test_temperatures_in_range_pass(temperature: float) -> None:
         ({"stop_token_ids": [1, 100]}, "sampling.stop_token_ids[1] is 100"),
         ({"groups": []}, "groups is empty"),
         ({"groups": group(group_id="")}, "groups[0].group_id is empty"),
-        ({"groups": group() + group()}, "group_id 'g' comes twice"),
+        ({"groups": group() + group()}, "group_id 'g' occurs twice"),
         ({"groups": group(num_completions=0)}, "group 'g': num_completions is 0"),
         ({"groups": group(prompt_ids=[])}, "group 'g': prompt_ids is empty"),
         ({"groups": group(prompt_ids=[5, 100])}, "group 'g': prompt_ids[1] is 100; the vocabulary has 100 tokens"),

@@ -65,7 +65,7 @@ def test_files_for_tls_become_options_of_the_url_once() -> None:
 @pytest.mark.parametrize(
     ("url", "files", "message"),
     [
-        ("redis://:secret@db", {"TANDEM_REDIS_CA": "/ca"}, r"redis://:\*\*\*@db is without; write rediss://"),
+        ("redis://:secret@db", {"TANDEM_REDIS_CA": "/ca"}, r"redis://:\*\*\*@db has none; write rediss://"),
         ("rediss://db", {"TANDEM_REDIS_KEY": "/k"}, "set both or none"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_wrong_password_is_refused_and_not_shown(redis_process: Callable[..., 
 def test_a_user_without_permission_is_told(redis_process: Callable[..., RedisProcess]) -> None:
     server = redis_process()
     connect(server.url).execute_command("ACL", "SETUSER", "ann", "on", ">pw", "~tandem:*", "+get", "-ping")
-    with pytest.raises(ConfigError, match="does not let this user do that"):
+    with pytest.raises(ConfigError, match="does not allow this user what Tandem needs"):
         connect(server.url.replace("unix://", "unix://ann:pw@"))
 
 

@@ -65,7 +65,7 @@ def test_every_difference_and_everybody_who_differs_is_named() -> None:
 def test_a_rank_that_tells_nothing_is_of_another_release() -> None:
     facts = told()
     del facts["rollout-1/0"]
-    with pytest.raises(ConfigError, match="rollout-1/0 does not tell what it runs"):
+    with pytest.raises(ConfigError, match="rollout-1/0 does not say what it runs"):
         check_facts(facts, SLOTS)
 
 

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class CommunicatorCache:
-    """Holds at most one communicator: the old one is dropped before the next is built."""
+    """At most one communicator: the old one is dropped before the next is built."""
 
     def __init__(self, lease: SlotLease, host: str, device: torch.device) -> None:
         self._lease = lease
@@ -37,19 +37,20 @@ class CommunicatorCache:
 
     @property
     def under_way(self) -> str:
-        """The round that may be interrupted; empty for none."""
+        """Id of the round that may be interrupted; empty for none."""
         return self._under_way
 
     @under_way.setter
     def under_way(self, round_id: str) -> None:
+        """Set the round that may be interrupted."""
         with self._interrupting:
             self._under_way = round_id
 
     def get(self, round_: pb.Round, participants: Participants, rank: int) -> Communicator:
-        """The communicator of the round's epoch and participants; another one after each round that failed.
+        """Return the communicator of the round's epoch and participants; a new one after each round that failed.
 
-        Raises: Aborted: the epoch is over; ConfigError: ranks that cannot work together, by name and values;
-            DeadlineExceeded: a rank did not come, by name.
+        Raises: Aborted: the epoch is over; ConfigError: naming the ranks that cannot work together, and the values;
+            DeadlineExceeded: naming the ranks that did not join.
         """
         now = self._lease.rendezvous.snapshot()
         self._check_epoch(now, round_)
@@ -61,7 +62,7 @@ class CommunicatorCache:
         self._current = self._build(
             lambda: form(
                 self._store(round_),
-                # The round's id, too: a second attempt in the same epoch must not meet leftovers of the first.
+                # With the round's id: a second attempt in the same epoch must not read keys of the first.
                 name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
                 rank=rank,
                 slots=participants.slots,
@@ -76,14 +77,15 @@ class CommunicatorCache:
         return self._current
 
     def _build(self, build: Callable[[], Communicator], round_: pb.Round) -> Communicator:
-        """Builds it in a thread, which is left behind if the round is given up: nothing else ends a wait of gloo's, or
-        of NCCL's, for a rank that never comes.
+        """Build it in a thread, which is left behind if the round is given up.
+
+        Nothing else ends a wait of gloo or NCCL for a rank that never joins.
 
         Raises: PeerLost: the round was given up; DeadlineExceeded; what `build` raises.
         """
         built: Future[Communicator] = Future()
         threading.Thread(target=self._carry_out, args=(build, built), name="formation", daemon=True).start()
-        # gloo's wait for the store, its connections and the proof have a deadline each; NCCL has none.
+        # gloo's wait for the store, its connections and the proof each have a deadline; NCCL has none.
         deadline = time.monotonic() + 3 * round_.formation_timeout_s
         while not wait([built], LOOK_S).done:
             late = time.monotonic() >= deadline
@@ -101,14 +103,14 @@ class CommunicatorCache:
             built.set_exception(error)
 
     def drop(self) -> None:
-        """Aborts and forgets the communicator."""
+        """Abort and forget the communicator."""
         if self._current is not None:
             self._current.abort()
         self._current, self._key = None, None
 
     def interrupt(self, round_id: str) -> None:
-        """Ends the waits of a phase that another thread is in, if it is of this round: its owner drops what we have."""
-        with self._interrupting:  # no other round begins between the look and the deed
+        """End the waits of a phase that another thread runs, if it is of this round; that thread drops what we have."""
+        with self._interrupting:  # no other round begins between the check and the abort
             if not round_id or round_id != self._under_way:
                 return
             self._given_up = round_id
@@ -116,27 +118,29 @@ class CommunicatorCache:
                 self._current.abort(f"round {round_id} was given up")
 
     def close(self) -> None:
-        """The same, at the end of the process."""
+        """Drop the communicator at the end of the process."""
         self.drop()
 
     def _compare(self, round_: pb.Round, participants: Participants) -> None:
-        """Before anybody connects: ranks that do not fit may not even get to the point where they could say so."""
+        """Compare the ranks' facts before they connect: ranks that do not match could hang while connecting."""
         rendezvous = self._lease.rendezvous
-        told = rendezvous.facts()
-        self._check_epoch(rendezvous.snapshot(), round_)  # what was read is of this epoch's members
-        check_facts(told, participants.slots)
+        facts = rendezvous.facts()
+        self._check_epoch(rendezvous.snapshot(), round_)  # the facts read are of this epoch's members
+        check_facts(facts, participants.slots)
 
     def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
         if now.epoch != round_.epoch:
             raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
         holder = now.members.get(self._lease.slot)
         if holder is None:
-            raise LeaseExpired(f"{self._lease.slot}: nobody holds this slot of {round_.group}; it is taken again soon")
+            raise LeaseExpired(
+                f"{self._lease.slot}: no process holds this slot of {round_.group}; it is taken again soon"
+            )
         if holder != self._lease.worker_id:
             raise Evicted(f"{self._lease.slot}: another worker holds this slot of {round_.group}")
 
     def _store(self, round_: pb.Round) -> dist.Store:
-        """The epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
+        """Open the epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
         rendezvous = self._lease.rendezvous
         if self._lease.slot == trainer_slot(0):
             store, port = bound_store(self._host, round_.formation_timeout_s)
@@ -151,18 +155,18 @@ class CommunicatorCache:
         self._check_epoch(bound, round_)
         endpoint_now = _endpoint_of(bound, round_)
         if endpoint_now is None:
-            raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} vanished")
+            raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} is no longer bound for this round")
         return join_store(endpoint_now, round_.formation_timeout_s)
 
 
 def _close(late: "Future[Communicator]") -> None:
-    """What a formation that was left behind has come to."""
+    """Close the communicator of a formation that was left behind, if it was formed after all."""
     if late.exception() is None:
         late.result().abort("formed too late")
 
 
 def _endpoint_of(now: Membership, round_: pb.Round) -> str | None:
-    """host:port of the store that was bound for this very round; a store of an earlier attempt does not count."""
+    """Return host:port of the store bound for this round; a store of an earlier attempt does not count."""
     if now.endpoint is None:
         return None
     address, _, round_id = now.endpoint.partition(" ")

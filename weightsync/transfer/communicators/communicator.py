@@ -1,13 +1,13 @@
 """A process group of one epoch: gloo for bytes in host memory, NCCL for those on GPUs; none of torch's global groups.
 
-Headers, cards and acknowledgements are host bytes and always go over gloo, so that a peer's death is noticed at once
-also where the payload goes over NCCL. When a connection closes, gloo ends the waits of operations that have not begun.
-One that is half received, or queued behind a send, it forgets (pair.cc, signalException: neither `rx_` nor `tx_`), and
-its wait ends at its deadline only, whatever is closed meanwhile. So nobody relies on a wait's end: `probe` finds a
-connection that has closed, `abort` closes all others, and who waits can be left where it is (`give_up`, watched.py).
+Headers, cards and acknowledgements are host bytes and always go over gloo, so that a peer's death is noticed
+immediately also where the payload goes over NCCL. When a connection closes, gloo ends the waits of operations that have
+not begun. It forgets one that is half received, or queued behind a send (pair.cc, signalException: neither `rx_` nor
+`tx_`): its wait ends at its deadline only, whatever is closed meanwhile. So no code relies on the end of a wait:
+`probe` finds a closed connection, `abort` closes all others, and a waiting thread can be left behind (`give_up`,
+watched.py).
 
-NCCL's groups are nccl.py's. `is_completed` is polled by the host, since the host's deadline and `abort` stand in for
-the groups' own.
+nccl.py makes NCCL's groups. The host polls `is_completed`, since its deadline and `abort` replace the groups' own.
 """
 
 import threading
@@ -23,12 +23,12 @@ import torch.distributed as dist
 from servicekit.errors import DeadlineExceeded, PeerLost
 from weightsync.transfer.communicators.nccl import build_lanes
 
-NCCL_POLL_S = 0.0005  # much shorter than a bucket's way (32 MiB at 50 GB/s: 0.7 ms), long enough to leave the core
-# NCCL's abort waits for calls under way in other threads, and those perhaps for a peer that is gone. Then it is left.
+NCCL_POLL_S = 0.0005  # shorter than the transfer of a bucket (32 MiB at 50 GB/s: 0.7 ms), long enough to free the core
+# NCCL's abort waits for calls under way in other threads, which may wait for a lost peer: leave it behind after this.
 LANE_ABORT_S = 2.0
 CARD_BYTES = 1024
 CPU = torch.device("cpu")
-# Of messages that nobody sends, and of the first one between two ranks: no sequence of a plan is as large.
+# Tags of messages that no rank sends, and of the first one between two ranks: no sequence of a plan is as large.
 _CLOSING_TAG = 2**31 - 1
 _PROBE_TAG = 2**31 - 3
 _FIRST_TAG = 2**31 - 5
@@ -45,8 +45,8 @@ class Pending:
 class Communicator:
     """Point-to-point messages between the ranks of a group. Every wait has a deadline.
 
-    SGLang and Megatron own the global default groups of their processes, so this holds bare process groups that are
-    registered nowhere: nothing of theirs can collide with them, and dropping them closes them.
+    SGLang and Megatron own the global default groups of their processes, so this uses bare process groups that are not
+    registered: they cannot collide with others, and dropping them closes them.
     """
 
     def __init__(
@@ -67,33 +67,35 @@ class Communicator:
         self._unaborted = self._lanes
         self._store = store  # keeps the TCP store alive for as long as its group
         self._lock = threading.Lock()
-        self._closed = ""  # why; empty while it is open
+        self._closed = ""  # why it was closed; empty while it is open
         self._waits_since_s: float | None = None
         self._given_up = False
         self._peers: set[int] = set()  # with whom there has been a message
         self._connected: set[tuple[int, int]] = set()
 
     def send(self, buffer: torch.Tensor, to: int, tag: int, lane: int = 0) -> Pending:
-        """Starts sending a contiguous buffer. Raises: PeerLost: the peer is known to be gone.
+        """Start sending a contiguous buffer. Raises: PeerLost: the peer is known to be lost.
 
-        lane: of NCCL's, the same at both ends.
+        Args:
+            tag: identifies the message; the same at both ends.
+            lane: NCCL lane; the same at both ends.
         """
         self._peers.add(to)
         with self._peer_errors(to), self._starting(buffer):
             return Pending(self._carrier(buffer, lane).send([buffer], to, tag), _on_device(buffer))
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int, lane: int = 0) -> Pending:
-        """Starts receiving into a contiguous buffer. Raises: PeerLost: the peer is known to be gone."""
+        """Start receiving into a contiguous buffer; see send(). Raises: PeerLost: the peer is known to be lost."""
         self._peers.add(source)
         with self._peer_errors(source), self._starting(buffer):
             return Pending(self._carrier(buffer, lane).recv([buffer], source, tag), _on_device(buffer))
 
     def _starting(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
-        """NCCL may wait for the peer here, until its first message has come at least."""
+        """Count the start of an NCCL operation as a wait: NCCL may block in it until the peer's first message."""
         return self._waiting() if _on_device(buffer) else nullcontext()
 
     def connect(self, sender: int, receiver: int, lane: int, timeout_s: float) -> None:
-        """Sends a byte from one rank to the other, of which this is one, and waits for it; nothing the second time.
+        """Send a byte from one rank to the other, of which this is one, and wait for it; nothing the second time.
 
         NCCL connects two ranks at their first message, and waits there for the other end, however long that takes.
 
@@ -110,7 +112,7 @@ class Communicator:
         self._connected.add((sender, receiver))
 
     def wait(self, pending: Pending, peer: int, timeout_s: float) -> None:
-        """Raises: PeerLost, naming the peer: it died, or did not answer within the deadline."""
+        """Wait for an operation. Raises: PeerLost, naming the peer: it died, or did not answer within the deadline."""
         with self._peer_errors(peer), self._waiting():
             if pending.on_device:
                 self._poll(pending.work, timeout_s)
@@ -119,7 +121,7 @@ class Communicator:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Around every wait: inside it nothing is read or written, so who waits may be left here.
+        """Surround every wait: nothing is read or written inside, so that a waiting thread may be left behind.
 
         Raises: PeerLost: the communicator was closed.
         """
@@ -147,7 +149,7 @@ class Communicator:
             raise PeerLost(f"{self.slots[self.rank]}: lost {self.slots[peer]}: {error}") from error
 
     def exchange(self, card: bytes, timeout_s: float) -> list[bytes]:
-        """Gives every rank every rank's card (fewer than CARD_BYTES bytes). Returns: the cards, by rank."""
+        """Send this rank's card (at most CARD_BYTES - 4 bytes) to all ranks. Returns: the cards of all, by rank."""
         if len(card) > CARD_BYTES - 4:
             raise ValueError(f"a card has {len(card)} bytes, at most {CARD_BYTES - 4} fit")
         framed = (len(card).to_bytes(4, "little") + card).ljust(CARD_BYTES, b"\0")
@@ -163,20 +165,20 @@ class Communicator:
         return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in frames]
 
     def prove(self, timeout_s: float) -> None:
-        """A tiny exchange that every rank takes part in: the groups work, not only connect."""
+        """Run a tiny allreduce over every group: it proves that the groups work, not only connect."""
         self._prove(self._group, torch.ones(1, dtype=torch.int64), timeout_s)
         for lane in self._lanes:
             self._prove(lane, torch.ones(1, dtype=torch.int64, device=self.device), timeout_s)
 
     @property
     def closed(self) -> str:
-        """Why it is of no use any more; empty while it is."""
+        """Why the communicator was closed; empty while it is open."""
         return self._closed
 
     def probe(self, waiting_s: float) -> None:
-        """Looks for a lost peer where the owner has waited for so long; closes the communicator if there is one.
+        """Look for a lost peer if the owner has waited for this long; abort the communicator if one is found.
 
-        An operation can be posted on a connection that stands only. Called from another thread than the owner's.
+        An operation can be posted only on an open connection. Called from another thread than the owner's.
         """
         with self._lock:
             since_s = self._waits_since_s
@@ -190,17 +192,20 @@ class Communicator:
                 return
 
     def give_up(self) -> bool:
-        """Of a closed communicator: whether its owner is in a wait, and will touch nothing when that ends."""
+        """Give up a closed communicator's owner if it is in a wait: it will touch nothing when that ends.
+
+        Returns: whether it is in a wait.
+        """
         with self._lock:
             self._given_up = bool(self._closed) and self._waits_since_s is not None
             return self._given_up
 
     def abort(self, why: str = "given up") -> None:
-        """Closes the connections at once, so that every other rank notices. May be called from any thread."""
+        """Close the connections, so that every other rank notices. May be called from any thread."""
         with self._lock:
             self._closed = self._closed or why
             lanes, self._unaborted = self._unaborted, ()
-        self._close_gloo()  # first: what waits for NCCL looks at `closed`, and who waits for us at its connection
+        self._close_gloo()  # first: our waits for NCCL poll `closed`, and our peers watch their connections to us
         ends = [threading.Thread(target=lane.abort, name="abort", daemon=True) for lane in lanes]
         for end in ends:
             end.start()
@@ -209,14 +214,14 @@ class Communicator:
             end.join(max(0.0, give_up_at - time.monotonic()))
 
     def _close_gloo(self) -> None:
-        """ProcessGroupGloo.abort() leaves connections alone; a receive that times out closes every one of them.
+        """Close all connections: ProcessGroupGloo.abort() does not, but a receive that times out does.
 
-        One that ends because its peer closes at the same moment closes no other: so every connection is tried.
+        A receive that ends because its peer closes at the same moment closes no other, so all peers are tried.
         """
         for peer in range(len(self.slots)):
             if peer == self.rank:
                 continue
-            with suppress(RuntimeError):  # closed already, by its peer or by a time-out before; or the time-out
+            with suppress(RuntimeError):  # closed already, by its peer or an earlier time-out; or this time-out
                 work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
                 work.wait(timedelta(milliseconds=1))
 
@@ -235,7 +240,7 @@ class Communicator:
         return self._lanes[lane % len(self._lanes)]
 
     def _poll(self, work: dist.Work, timeout_s: float) -> None:
-        """Waits on the host for NCCL. Raises: RuntimeError: time is over (and the group aborted), or NCCL's own."""
+        """Wait on the host for NCCL. Raises: RuntimeError: NCCL's, or the deadline has passed (and it is aborted)."""
         deadline = time.monotonic() + timeout_s
         pause = threading.Event()
         while not work.is_completed():
@@ -244,7 +249,7 @@ class Communicator:
                 self.abort("an NCCL operation is late")  # its kernels would spin on the GPU for ever
                 raise RuntimeError(f"NCCL did not finish in {timeout_s:g} s")
             pause.wait(NCCL_POLL_S)
-        work.wait()  # raises what NCCL has noticed
+        work.wait()  # raises NCCL's error, if there is one
 
 
 def _on_device(buffer: torch.Tensor) -> bool:
@@ -252,7 +257,7 @@ def _on_device(buffer: torch.Tensor) -> bool:
 
 
 def join_store(endpoint: str, timeout_s: float) -> dist.TCPStore:
-    """Connects to a store at "host:port". Raises: PeerLost: nobody listens there."""
+    """Connect to a store at "host:port". Raises: PeerLost: it does not answer."""
     host, _, port = endpoint.rpartition(":")
     try:
         return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s))
@@ -270,13 +275,13 @@ def form(
     device: torch.device,
     timeout_s: float,
 ) -> Communicator:
-    """Builds the group; every rank calls it at the same time.
+    """Form the group; every rank calls it at the same time.
 
     Args:
-        name: unique per group and epoch, so that a stale process cannot join.
+        name: unique per attempt, so that a stale process cannot join.
         slots: name of each rank.
         host: address of this process's interface (gloo binds to it).
-    Raises: DeadlineExceeded: naming the ranks that did not come.
+    Raises: DeadlineExceeded: naming the ranks that did not join.
     """
     prefixed = dist.PrefixStore(name, store)
     prefixed.set(f"here/{rank}", b"1")

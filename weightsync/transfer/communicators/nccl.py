@@ -1,26 +1,26 @@
-"""NCCL groups for what lies on GPUs. Written from torch's sources and header (2.13); nobody has run it on a GPU yet.
+"""NCCL groups for tensors on GPUs. Written from torch's sources and header (2.13); not run on a GPU yet.
 
-* **Errors are ours.** By default a watchdog thread ends the process when a peer is lost
+* **We handle errors.** By default a watchdog thread ends the process when a peer is lost
   (TORCH_NCCL_ASYNC_ERROR_HANDLING 3). A group that is made under TORCH_NCCL_BLOCKING_WAIT has no watchdog:
   `is_completed` asks NCCL itself for errors, and `wait` raises them in the thread that called it. Both variables are
   read when a group is made; they are set for that moment only: SGLang's and Megatron's groups keep their own.
 * **Communicators are built in PREPARE.** Without a device, each pair of ranks would get a communicator of its own at
-  its first message, in TRANSFER: 8 to 64 of them on a receiver. Connected to a device at once, a group is one of all
-  ranks, and its messages use that (`eagerInit_` in ProcessGroupNCCL::pointToPoint).
-* **Pairs are connected in PREPARE, too.** NCCL connects two ranks at their first message, and holds the thread that
-  sends it until the other end comes, without a deadline. So the pairs of the plan exchange a byte there, one by one in
-  an order that is the same on all ranks (messages.py, `links_of`): who waits knows for whom. One group call for all
+  its first message, in TRANSFER: 8 to 64 of them on a receiver. A group connected to a device when it is made has one
+  communicator of all ranks, and its messages use that (`eagerInit_` in ProcessGroupNCCL::pointToPoint).
+* **Pairs are connected in PREPARE, too.** NCCL connects two ranks at their first message, and blocks the sending thread
+  until the other end calls, without a deadline. So the pairs of the plan exchange a byte there, one by one in an order
+  that is the same on all ranks (messages.py, `links_of`): a rank that waits knows its peer. One group call for all
   pairs would connect faster, but would not say which of them failed, and gloo has none.
-* **Two lanes.** Operations of such a group share a stream, so a message that is passed on would wait behind those that
-  come. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
-* **Beside SGLang's own collectives** there is no promise: NCCL guarantees progress of several communicators on one GPU
-  only while their kernels fit beside each other. With `in_place`, the default, generation is paused when the first
+* **Two lanes.** Operations of such a group share a stream, so a message that is passed on would wait behind incoming
+  ones. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
+* **Beside SGLang's own collectives** progress is not guaranteed: NCCL guarantees it for several communicators on one
+  GPU only while their kernels fit beside each other. With `in_place`, the default, generation is paused when the first
   message moves; the proof and the first bytes in PREPARE are one element each, once per epoch. `staged` would move all
-  messages beside generation: links.py refuses it for engines of several ranks, unless sync.allow_staged_nccl. What
-  hangs is given up at the round's deadline: aborted kernels end, and generation goes on.
+  messages beside generation: links.py refuses it for engines of several ranks, unless sync.allow_staged_nccl. A
+  transfer that hangs is given up at the round's deadline: aborted kernels end, and generation continues.
 
-Who waits inside NCCL is left behind when time is over or the round is given up (watched.py); and so is NCCL's abort, if
-it waits for that thread: only for nonblocking communicators does NCCL promise that it does not.
+A thread that waits inside NCCL is left behind when the deadline passes or the round is given up (watched.py); and so is
+NCCL's abort, if it waits for that thread: only for nonblocking communicators does NCCL promise that it does not.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 LANES = 2
-# The group's own timeout is out of the way: the round's deadline and `abort` stand in for it.
+# In effect no timeout of the group: the round's deadline and `abort` replace it.
 _NO_TIMEOUT = timedelta(days=1)
 _OURS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -45,7 +45,7 @@ _making = threading.Lock()
 
 
 def build_lanes(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
-    """A group per lane, connected. Every rank calls it at the same time; it has no deadline of its own."""
+    """Make a connected group per lane. Every rank calls it at the same time; it has no deadline of its own."""
     lanes = []
     for lane in range(LANES):
         with _making, _set_for_now(os.environ):

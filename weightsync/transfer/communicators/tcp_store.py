@@ -1,4 +1,4 @@
-"""torch's TCP store, bound where it is told: left to itself it listens on every address of the machine."""
+"""torch's TCP store, bound to one address: by default it listens on every address of the machine."""
 
 import socket
 from datetime import timedelta
@@ -9,13 +9,13 @@ import torch.distributed as dist
 def bound_store(
     host: str, timeout_s: float, *, port: int = 0, world_size: int | None = None
 ) -> tuple[dist.TCPStore, int]:
-    """Serves a store on `host` alone, here and for good: no other process can take its port in between.
+    """Serve a store on `host` alone, on a socket bound here: no other process can take its port in between.
 
     Args:
-        host: name or IPv4 address of this machine; the wildcard only if that is what the process was told.
+        host: name or IPv4 address of this machine; the wildcard only if the process is configured so.
         timeout_s: how long a read waits.
         port: 0 for one that the system chooses.
-    Returns: the store, which lasts as long as somebody holds it, and its port.
+    Returns: the store, which is served for as long as it is referenced, and its port.
     Raises: OSError: the address is in use or not one of this machine.
     """
     listener = socket.create_server((host, port))

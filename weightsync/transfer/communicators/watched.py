@@ -1,10 +1,10 @@
-"""Work on a communicator, watched: it ends when a peer is lost or the communicator is closed, whatever gloo does.
+"""Watched work on a communicator: it ends when a peer is lost or the communicator is closed, whatever gloo does.
 
-A rank whose work fails closes the communicator at once: the others do not wait for it until their deadline.
+A rank whose work fails closes the communicator, so that the others do not wait for it until their deadline.
 
-The work runs in a thread of its own. Where one of its waits never ends (communicator.py says why), the thread is left
-there: its connections are closed, so nothing arrives any more, and it touches nothing when its wait reaches its
-deadline. Until then it holds its buffers, at most two messages.
+The work runs in a thread of its own. If one of its waits never ends (communicator.py says why), the thread is left
+behind: its connections are closed, so no bytes arrive, and it touches nothing when its wait reaches its deadline. Until
+then it holds its buffers, at most two messages.
 """
 
 import threading
@@ -20,20 +20,20 @@ from weightsync.round import deadlines
 from weightsync.transfer.communicators.communicator import Communicator
 from weightsync.transfer.devices import on_device
 
-# Between looks. A look costs nothing while the work goes on; while it waits for longer than this, one operation per
-# peer is posted.
+# Seconds between two checks. A check is free while the work makes progress; once a wait lasts longer than this, it
+# posts one operation per peer.
 LOOK_S = 0.1
 
 T = TypeVar("T")
 
 
 def run_watched(communicator: Communicator, work: Callable[[], T], deadline: float, late: Callable[[], str]) -> T:
-    """The result of `work`, all of whose waits are on the communicator.
+    """Run `work`, all of whose waits are on the communicator. Returns: its result.
 
     Args:
         deadline: time.monotonic() seconds, for waits that have none: NCCL's for a peer, before it has begun to send.
-        late: what is wrong then.
-    Raises: PeerLost: a peer is gone, time is over, or the communicator was aborted; what `work` raises.
+        late: makes the error's text if the deadline passes.
+    Raises: PeerLost: a peer is lost, the deadline has passed, or the communicator was aborted; what `work` raises.
     """
     result: Future[T] = Future()
     name = f"work-{communicator.slots[communicator.rank]}"
@@ -55,5 +55,5 @@ def _carry_out(device: torch.device, work: Callable[[], T], result: "Future[T]")
     try:
         with on_device(device):
             result.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - the boundary of the thread: it is the caller's
+    except BaseException as error:  # noqa: BLE001 - the boundary of the thread: the caller gets it
         result.set_exception(error)

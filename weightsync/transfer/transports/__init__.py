@@ -1,1 +1,1 @@
-"""Ways to carry messages between ranks."""
+"""Transports: ways to carry messages between ranks."""

@@ -1,4 +1,4 @@
-"""Buffers for what cannot go from parameter to parameter: of one size, few, and kept from round to round."""
+"""Buffers for bytes that cannot go from parameter to parameter: few, of one size, kept from round to round."""
 
 import torch
 
@@ -6,9 +6,10 @@ from weightsync.plans.limits import number_of_buffers
 
 
 class Buffers:
-    """At most so many as two of the round's largest messages would fill, and at least two.
+    """A pool of buffers: as many as two of the round's largest messages fill, and at least two.
 
-    peak_bytes: of all that there are.
+    Attributes:
+        peak_bytes: bytes of all buffers allocated so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,7 +21,7 @@ class Buffers:
         self.peak_bytes = 0
 
     def resize(self, size: int, largest_message: int) -> None:
-        """Makes buffers of at least this many bytes; those of an older plan go if they are too small or too many."""
+        """Set the size to at least this many bytes; drop buffers of an older plan if too small or too many."""
         kept = max(size, self._size)
         if size > self._size or self.peak_bytes > number_of_buffers(kept, largest_message) * kept:
             self._size, self.peak_bytes = size, 0
@@ -29,11 +30,11 @@ class Buffers:
         self._used = 0
 
     def are_left(self) -> bool:
-        """Whether `take` may be called."""
+        """Whether take() may be called."""
         return self._used < self._number
 
     def take(self) -> torch.Tensor:
-        """A buffer, until it is given back."""
+        """Take a buffer; give() returns it."""
         self._used += 1
         if self._free:
             return self._free.pop()
@@ -41,6 +42,6 @@ class Buffers:
         return torch.empty(self._size, dtype=torch.uint8, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back."""
+        """Return a buffer."""
         self._used -= 1
         self._free.append(buffer)

@@ -1,8 +1,8 @@
-"""Point-to-point transfer of messages, several under way, in the plan's global order, from replica to replica.
+"""The transport collective: point-to-point messages, several under way, in the plan's order, from replica to replica.
 
 A message travels as its segments, then its header: contiguous blocks go from parameter to parameter without a copy,
-the rest through a buffer. Each segment is hashed right after it was handed over (by the sender) or has come (by who
-passes it on): it is in the core's cache then.
+the rest through a buffer. Each segment is hashed right after its send was posted (by the sender) or after it has
+arrived (by a rank that passes it on), while it is in the core's cache.
 """
 
 import time
@@ -27,7 +27,7 @@ from weightsync.transfer.transports.transport import TransferJob, TransferStats,
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A message on its way: the bytes of each segment, and its header. buffer: None where no segment needs one."""
+    """A message under way: the bytes of each segment, and its header. buffer: None where no segment needs one."""
 
     hop: Hop
     segments: Sequence[Segment]
@@ -42,7 +42,7 @@ class _Flight:
 
 
 class CollectiveTransport:
-    """Messages over a communicator (gloo or NCCL)."""
+    """The transport collective: messages over a communicator (gloo or NCCL)."""
 
     name = "collective"
 
@@ -50,12 +50,12 @@ class CollectiveTransport:
         self._comm = communicator
         self._buffers = Buffers(device)
         self._hops: tuple[str, list[Hop]] = ("", [])
-        self._connected = ""  # digest of the plan whose links are
+        self._connected = ""  # digest of the plan whose links are connected
 
     def connect(self, plan: RoundPlan, participants: Participants, deadline: float) -> None:
-        """Connects this rank with those that the plan pairs it with, and with no others. Every rank calls it.
+        """Connect this rank with those that the plan pairs it with, and with no others. Every rank calls it.
 
-        In PREPARE, while generation goes on: no message of TRANSFER waits for a connection, nor for who does not come.
+        It runs in PREPARE, during generation, so that no message of TRANSFER waits for a connection.
 
         Args:
             deadline: time.monotonic() seconds.
@@ -68,7 +68,7 @@ class CollectiveTransport:
         self._connected = plan.digest
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Transfer the messages of this rank's hops: see Transport."""
         return _Walk(self._comm, job, self._hops_of(job.plan, job.participants), self._buffers).run()
 
     def _hops_of(self, plan: RoundPlan, participants: Participants) -> list[Hop]:
@@ -77,11 +77,11 @@ class CollectiveTransport:
         return self._hops[1]
 
     def close(self) -> None:
-        """See Transport."""
+        """Release nothing: the buffers are reused."""
 
 
 class _Connecting:
-    """One rank's walk over its links, each to its end: whoever waits knows for whom."""
+    """One rank's walk over its links, one after the other, so that an error names the link."""
 
     def __init__(self, communicator: Communicator, links: Sequence[Link], deadline: float) -> None:
         self._comm = communicator
@@ -106,7 +106,7 @@ class _Connecting:
 class _Walk:
     """One rank's walk over its hops.
 
-    It waits for the oldest message only, whose both ends are ready or will be: the order is the same on all ranks.
+    It waits only for the oldest message, whose other end gets to it too: the order is the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
@@ -140,7 +140,7 @@ class _Walk:
         self._stats.staging_bytes = self._buffers.peak_bytes
         return self._stats
 
-    # ---- out ----
+    # ---- sending ----
 
     def _make_room(self) -> None:
         while len(self._outgoing) >= SENDS:
@@ -173,16 +173,16 @@ class _Walk:
         self._stats.bytes_sent += self._packer.payload_bytes(flight.message)
         self._release(flight)
 
-    # ---- in ----
+    # ---- receiving ----
 
     def _receive_ahead(self) -> None:
-        """Makes ready for the next messages; for one at least, though a buffer must be waited for."""
+        """Post receives for the next messages; for at least one, waiting for a buffer if needed."""
         while self._to_receive and len(self._incoming) < RECEIVES:
             hop = self._to_receive[0]
             while self._needs_buffer(hop) and not self._buffers.are_left():
                 if self._incoming:
                     return
-                self._finish_send()  # what is neither coming nor going has given its buffer back
+                self._finish_send()  # no receive is under way, so sends hold the buffers
             self._to_receive.popleft()
             flight = self._flight(hop)
             for part in (*flight.parts, flight.head):
@@ -193,7 +193,7 @@ class _Walk:
         return self._packer.staged_bytes(hop.message) > 0
 
     def _accept(self, flight: _Flight) -> None:
-        """Waits for a message, checks its header, passes it on if it must, and unpacks it."""
+        """Wait for a message, check its header, pass it on if this rank is not the last of its chain, and unpack it."""
         message, sender = flight.message, flight.hop.sender
         onward = self._relays.get(message.sequence)
         digest = PayloadDigest()
@@ -203,7 +203,7 @@ class _Walk:
                 digest.update(part)
         self._waits.wait(flight.works[-1], sender)
         expected = self._job.digest_in(flight.head, message)
-        if onward is not None and digest.digest() != expected:  # what is not verified is no source
+        if onward is not None and digest.digest() != expected:  # pass on verified bytes only
             raise DigestMismatch(
                 f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
                 f"{self._comm.slots[sender]} is not what the trainer sent; it is not passed on"
@@ -222,7 +222,7 @@ class _Walk:
     # ---- both ----
 
     def _flight(self, hop: Hop) -> _Flight:
-        """Where the message's bytes are, or will be."""
+        """Lay out a message's bytes: in the parameters, or in a buffer."""
         segments = self._packer.segments(hop.message)
         buffer = self._buffers.take() if self._needs_buffer(hop) else None
         parts = []

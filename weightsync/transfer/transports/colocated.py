@@ -1,8 +1,8 @@
-"""Same host: receivers copy from the trainer's parameters straight into their own; no payload crosses a socket.
+"""The transport colocated: receivers on one host copy from the trainer's parameters into theirs; no payload is sent.
 
-Every receiver reads the trainer's memory itself, so there is no chain. It begins when the trainer says that its memory
-is the round's, and copies while the trainer hashes; the headers tell it what it should have read. Headers and
-acknowledgements go over the communicator: that is how a dead peer is noticed.
+Every receiver reads the trainer's memory itself, so there is no chain. It begins when the trainer signals that its
+memory holds the round's version, and copies while the trainer hashes; the headers hold the digests of what it should
+have read. Headers and acknowledgements go over the communicator: that is how a lost peer is noticed.
 """
 
 import time
@@ -21,11 +21,11 @@ from weightsync.transfer.transports.packing import Packer
 from weightsync.transfer.transports.shared_memory import Exposure, Opened
 from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
 
-_SIGNAL_TAG = 2**31 - 2  # of "begin" and "done": no message's sequence
+_SIGNAL_TAG = 2**31 - 2  # of "begin" and "done"; larger than any message's sequence
 
 
 class MemorySource:
-    """The trainer's end."""
+    """The trainer's end: it exposes its parameters."""
 
     name = "colocated"
 
@@ -34,11 +34,11 @@ class MemorySource:
         self._exposure = exposure
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Signal the readers, send the headers, and wait for the acknowledgements: see Transport."""
         start = time.monotonic()
         stats = TransferStats()
         offers = offers_of(job.plan, job.participants, self._comm.rank)
-        readers = sorted({reader for _, each in offers for reader in each})
+        readers = sorted({reader for _, its_readers in offers for reader in its_readers})
         works: list[tuple[Pending, int]] = []
         begin = torch.ones(1, dtype=torch.uint8)
         done = {reader: torch.empty(1, dtype=torch.uint8) for reader in readers}
@@ -58,12 +58,12 @@ class MemorySource:
         return stats
 
     def close(self) -> None:
-        """See Transport."""
+        """Close the exposure."""
         self._exposure.close()
 
 
 class MemoryReader:
-    """A receiver's end. memories: by trainer rank."""
+    """A receiver's end: it copies from the parameters. memories: the trainer's, by rank."""
 
     name = "colocated"
 
@@ -73,7 +73,7 @@ class MemoryReader:
         self._sources: tuple[str, dict[int, Packer]] = ("", {})
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Copy this rank's messages, then check them against the headers: see Transport."""
         start = time.monotonic()
         waits = Waits(self._comm, job)
         mine = messages_for(job.plan, job.participants, self._comm.rank)
@@ -119,18 +119,18 @@ class MemoryReader:
         return sources[rank]
 
     def close(self) -> None:
-        """See Transport."""
+        """Release the mappings."""
         self._sources = ("", {})
         self._memories = ()
 
 
 def all_messages(plan: RoundPlan) -> list[Message]:
-    """Every message of the round, by sequence."""
+    """Return every message of the round, by sequence."""
     return [message for messages in plan.messages.values() for message in messages]
 
 
 def offers_of(plan: RoundPlan, participants: Participants, rank: int) -> list[tuple[Message, list[int]]]:
-    """What trainer rank `rank` offers, in order: each message, and the communicator ranks that read it."""
+    """Return the messages that trainer rank `rank` offers, in order, each with the communicator ranks that read it."""
     offers = []
     for parallel, names in participants.chains().items():
         firsts = [participants.first_rank[name] for name in names]
@@ -139,6 +139,6 @@ def offers_of(plan: RoundPlan, participants: Participants, rank: int) -> list[tu
 
 
 def messages_for(plan: RoundPlan, participants: Participants, rank: int) -> list[Message]:
-    """What receiver `rank` (of the communicator) reads, in order."""
+    """Return the messages that receiver `rank` (of the communicator) reads, in order."""
     replica, tensor_rank = participants.slots[rank].rsplit("/", 1)
     return [m for m in plan.messages[participants.replicas[replica]] if m.dst == int(tensor_rank)]

@@ -1,5 +1,7 @@
-"""Same host, where the parameters themselves cannot be laid open (a cast at the source, no room in /dev/shm): the
-trainer packs messages into two slots of shared memory, filled in turn."""
+"""The transport colocated through slots: the trainer packs messages into two slots of shared memory, filled in turn.
+
+For parameters that cannot be exposed themselves: a cast at the source, no room in /dev/shm.
+"""
 
 import time
 from collections import deque
@@ -17,17 +19,17 @@ from weightsync.transfer.transports.shared_memory import Exposure, Opened
 from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
 
 SLOTS = 2
-WINDOW = 64  # messages whose header is awaited: 4 KiB of headers
+WINDOW = 64  # messages whose headers are awaited: 4 KiB
 
 
 @dataclass(kw_only=True)
 class _Offered:
     message: Message
-    works: list[tuple[Pending, int]]  # header sent, acknowledgement awaited; with the peer
+    works: list[tuple[Pending, int]]  # sends of the header and receives of the acknowledgement, each with its peer
 
 
 class SlotSource:
-    """The trainer's end."""
+    """The trainer's end: it fills the slots."""
 
     name = "colocated"
 
@@ -38,7 +40,7 @@ class SlotSource:
         self._slot_bytes = int(exposure.description.slot_bytes)
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Pack this rank's messages into the slots in turn: see Transport."""
         start = time.monotonic()
         waits = Waits(self._comm, job)
         stats = TransferStats(staging_bytes=self._slots * self._slot_bytes)
@@ -59,7 +61,7 @@ class SlotSource:
         payload = self._exposure.tensors[0][begin : begin + job.packer.payload_bytes(message)]
         job.packer.pack(message, payload)
         digest = message_digest(job.packer, message, job.packer.split(message, payload))
-        head = job.header(message, digest)  # the digest has waited for the device: the bytes are there
+        head = job.header(message, digest)  # computing the digest has waited for the device: the bytes are written
         works = []
         for reader in readers:
             acknowledgement = torch.empty(1, dtype=torch.uint8)
@@ -72,12 +74,12 @@ class SlotSource:
             waits.wait(pending, peer)
 
     def close(self) -> None:
-        """See Transport."""
+        """Close the exposure."""
         self._exposure.close()
 
 
 class SlotReader:
-    """A receiver's end. memories: by trainer rank."""
+    """A receiver's end: it copies from the slots. memories: the trainer's, by rank."""
 
     name = "colocated"
 
@@ -87,7 +89,7 @@ class SlotReader:
         self._numbers: tuple[str, dict[int, int]] = ("", {})
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Copy this rank's messages from the slots, each after its header: see Transport."""
         start = time.monotonic()
         waits = Waits(self._comm, job)
         stats = TransferStats()
@@ -115,7 +117,7 @@ class SlotReader:
         wait_for_stream(job.packer.device)  # the acknowledgement says that the memory was read
 
     def _numbered(self, job: TransferJob) -> dict[int, int]:
-        """For each message, how many its sender has offered before it."""
+        """Count, for each message, how many its sender has offered before it."""
         if self._numbers[0] != job.plan.digest:
             numbers: dict[int, int] = {}
             offered = [0] * job.participants.trainer.world_size
@@ -126,5 +128,5 @@ class SlotReader:
         return self._numbers[1]
 
     def close(self) -> None:
-        """See Transport."""
+        """Release the mappings."""
         self._memories = ()

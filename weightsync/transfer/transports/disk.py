@@ -1,4 +1,4 @@
-"""Through a folder that every participant reaches: slower than memory, but it stays for those who come later."""
+"""The transport disk: a folder that every participant can reach; slower than memory, but late joiners can read it."""
 
 import time
 from pathlib import Path
@@ -26,14 +26,14 @@ _ERROR_CHARS = 300
 
 
 def check_folder(folder: str, allowed: Path | None) -> None:
-    """Raises: InvalidRequest: it is not this process's folder of published weights, nor below it."""
+    """Raise InvalidRequest unless it is this process's folder of published weights, or below it."""
     if allowed is None:
-        raise InvalidRequest(f"no folder for the transport disk is set here, and {folder!r} is asked for")
+        raise InvalidRequest(f"the round asks for {folder!r}, but no folder for the transport disk is set here")
     inside(folder, allowed, "disk_folder", or_itself=True)
 
 
 class DiskTransport:
-    """Trainer ranks write their boxes, rank 0 the manifest; then every receiver reads its slices.
+    """The transport disk: trainer ranks write their boxes, rank 0 the manifest; then every receiver reads its slices.
 
     Args:
         folder: of all versions (sync.disk_folder).
@@ -46,7 +46,7 @@ class DiskTransport:
         self._folder = folder
 
     def run(self, job: TransferJob) -> TransferStats:
-        """See Transport."""
+        """Write this rank's boxes, or read its slices: see Transport."""
         start = time.monotonic()
         version = self._folder / f"v{job.policy_version}-{job.round_id}"
         if not VERSION.fullmatch(version.name) or version.parent != self._folder:
@@ -61,12 +61,12 @@ class DiskTransport:
         self._exchange(job, card)
         if self._comm.rank >= trainers:
             self._read(job, version, stats)
-        self._exchange(job, b"")  # nobody leaves before all have read: the next version removes old ones
+        self._exchange(job, b"")  # no rank returns before all have read: the next version removes old ones
         stats.seconds = time.monotonic() - start
         return stats
 
     def close(self) -> None:
-        """See Transport."""
+        """Release nothing: the files stay."""
 
     def _write(self, job: TransferJob, version: Path, stats: TransferStats) -> bytes:
         layout = next(iter(job.plan.plans.values())).source
@@ -112,7 +112,7 @@ class DiskTransport:
 def read_version(
     published: PublishedVersion, target: Layout, rank: int, packer: Packer, stats: TransferStats, bucket_bytes: int
 ) -> None:
-    """Fills one rank's memory from a version on disk, message by message through one buffer of bucket_bytes."""
+    """Fill one rank's memory from a version on disk, message by message through one buffer of bucket_bytes."""
     plan = make_plan(published.layout(target), target)
     messages = [m for m in cut_messages(plan, max(1, bucket_bytes // packer.dtype.itemsize)) if m.dst == rank]
     buffer = torch.empty(max((packer.payload_bytes(m) for m in messages), default=0), dtype=torch.uint8)
@@ -140,9 +140,9 @@ def _fill(published: PublishedVersion, plan: TransferPlan, message: Message, fla
 
 
 def open_latest(folder: Path, model: str, at_least: int) -> PublishedVersion:
-    """The newest complete version, for a late joiner or a cold start.
+    """Open the newest complete version, for a late joiner or a cold start.
 
-    Raises: NotReady: nothing is there; StaleVersion: it is older than at_least; see PublishedVersion.
+    Raises: NotReady: nothing is published; StaleVersion: it is older than at_least; see PublishedVersion.
     """
     published = PublishedVersion(latest_folder(folder), model)
     published.require(at_least=at_least)

@@ -5,7 +5,7 @@
     <folder>/v7-<round>/rank-0.json       xxh3-128 of every block of rows of every box
     <folder>/v7-<round>/manifest.json     written last: version, model, digest and size of every rank's files
 
-Files appear under their names when they are complete (written beside, then renamed), the manifest after all of them.
+A file gets its name when it is complete (written beside, then renamed), the manifest after all others.
 """
 
 import json
@@ -32,8 +32,8 @@ from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
 
 FORMAT = 1
 BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
-VERSION = re.compile(r"v\d+-[\w.-]+")  # of one round: its version and its id
-# A version that a round has not finished has no manifest.
+VERSION = re.compile(r"v\d+-[\w.-]+")  # folder of one round: its policy version and its id
+# An unfinished version has no manifest.
 PUBLISHED = FolderKind(
     name="published weights",
     mark="",
@@ -56,13 +56,13 @@ class Box:
 
     @property
     def key(self) -> str:
-        """The box's name in a file."""
+        """Name of the box in a file."""
         rows, cols = self.values.shape
         return f"{self.tensor}|{self.row}+{rows}|{self.col}+{cols}"
 
 
 def boxes_to_write(layout: Layout, rank: int, matrices: Mapping[str, torch.Tensor]) -> list[Box]:
-    """The boxes that are this rank's to write: of several holders the lowest rank."""
+    """Select the boxes that this rank writes: those of which it is the lowest rank that holds them."""
     shards = layout.shards[~layout.shards["alias"]]
     names = ("tensor", "row", "rows", "col", "cols")
     shards = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(names))])]
@@ -80,7 +80,7 @@ def boxes_to_write(layout: Layout, rank: int, matrices: Mapping[str, torch.Tenso
 
 
 def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype) -> tuple[str, int]:
-    """Writes a rank's boxes, block by block. Returns: digest of its list of digests; bytes of the tensors."""
+    """Write a rank's boxes, block by block. Returns: digest of its list of digests; bytes of the tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     size = 0
@@ -124,7 +124,7 @@ def _rows_per_block(cols: int, dtype: torch.dtype) -> int:
 def write_manifest(
     folder: Path, *, policy_version: int, round_id: str, model: str, rank_digests: Sequence[str]
 ) -> None:
-    """Makes a version complete, points LATEST at it, and removes the versions before the last."""
+    """Complete a version, point LATEST at it, and remove all others but the one before."""
     manifest = {
         "format": FORMAT,
         "policy_version": policy_version,
@@ -138,13 +138,13 @@ def write_manifest(
     write_bytes_atomic(latest, folder.name.encode())
     keep = {folder.name, before}
     for old in folder.parent.glob("v*-*"):
-        # The folder may be anybody's besides; what is not ours stays.
+        # The folder may be shared with other programs: remove only what is ours.
         if old.name not in keep and VERSION.fullmatch(old.name) and PUBLISHED.is_in(old):
             shutil.rmtree(old, ignore_errors=True)
 
 
 def latest_folder(folder: Path) -> Path:
-    """Folder of the newest complete version. Raises: NotReady: nothing was published yet."""
+    """Find the folder of the newest complete version. Raises: NotReady: nothing was published yet."""
     try:
         return folder / (folder / "LATEST").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -152,19 +152,19 @@ def latest_folder(folder: Path) -> Path:
 
 
 class PublishedVersion:
-    """A version on disk, opened for reading. Every block that is read is checked first.
+    """A version on disk, open for reading; every block is checked before it is used.
 
     Args:
         folder: of the version.
         model: fingerprint of the reader's model.
-    Raises: ConfigError: another model; DigestMismatch: a file is torn or does not belong to the manifest, by name.
+    Raises: ConfigError: another model; DigestMismatch: naming a file that is torn or does not belong to the manifest.
     """
 
     def __init__(self, folder: Path, model: str) -> None:
         self.folder = folder
         manifest = _read_json(folder / "manifest.json")
         if manifest.get("format") != FORMAT:
-            raise ConfigError(f"{folder}: manifest format {manifest.get('format')}, this reads {FORMAT}")
+            raise ConfigError(f"{folder}: manifest format {manifest.get('format')}, this release reads {FORMAT}")
         if manifest["model"] != model:
             raise ConfigError(f"{folder} holds another model: {manifest['model']}, not {model}")
         self.policy_version = int(manifest["policy_version"])
@@ -172,12 +172,12 @@ class PublishedVersion:
         self._files = [_RankFile(folder, rank, digest) for rank, digest in enumerate(manifest["ranks"])]
 
     def require(self, *, at_least: int) -> None:
-        """Raises: StaleVersion: the version is older than that."""
+        """Raise StaleVersion if the version is older than that."""
         if self.policy_version < at_least:
             raise StaleVersion(f"{self.folder} holds version {self.policy_version}, at least {at_least} is needed")
 
     def layout(self, target: Layout) -> Layout:
-        """Where the boxes are, in terms of the target's canonical tensors."""
+        """Make the layout of the boxes, in terms of the target's canonical tensors."""
         ids = {name: i for i, name in enumerate(target.tensors)}
         keys: list[str] = []
         rows: list[tuple[int, ...]] = []
@@ -202,7 +202,7 @@ class PublishedVersion:
         )
 
     def read(self, rank: int, key: str, rows: slice, cols: slice) -> torch.Tensor:
-        """A block of a box. Raises: DigestMismatch: its bytes are not those that were written."""
+        """Read a block of a box. Raises: DigestMismatch: its bytes are not those that were written."""
         return self._files[rank].read(key, rows, cols)
 
 
@@ -245,7 +245,7 @@ class _RankFile:
 
 
 def _map(path: Path) -> tuple[torch.Tensor, dict[str, TensorInfo]]:
-    """The file's bytes and its header. Raises: DigestMismatch: the file is cut off or no safetensors file."""
+    """Map the file. Returns: its bytes and its header. Raises: DigestMismatch: it is cut off or no safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -256,14 +256,14 @@ def _map(path: Path) -> tuple[torch.Tensor, dict[str, TensorInfo]]:
     except (OSError, ValueError) as error:
         raise DigestMismatch(f"{path} cannot be read: {error}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch knows no read-only tensors, and says so
+        warnings.simplefilter("ignore")  # torch warns that it has no read-only tensors
         return torch.frombuffer(memory, dtype=torch.uint8), header
 
 
 def _split(key: str) -> tuple[str, ...]:
     match = _KEY.match(key)
     if match is None:
-        raise DigestMismatch(f"{key} is no name of a box")
+        raise DigestMismatch(f"{key!r} is not the name of a box")
     return match.groups()
 
 

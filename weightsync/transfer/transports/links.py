@@ -1,6 +1,6 @@
-"""The transport of a communicator: its ranks show each other cards in every PREPARE, and agree before a byte moves.
+"""The choice of a communicator's transport: its ranks exchange cards in every PREPARE, and agree before a byte moves.
 
-All ranks see all cards and judge by the same rule, so that they come to the same transport, or to the same error.
+All ranks see all cards and apply the same rule, so that they get the same transport, or the same error.
 """
 
 import time
@@ -41,9 +41,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a rank brings to the agreement of one round.
+    """What a rank contributes to the agreement of one round.
 
-    wire_dtype: what a trainer rank sends, or a receiver takes. tensors: its parameters.
+    Attributes:
+        tensors: its parameters.
+        wire_dtype: type that a trainer rank sends, or that a receiver holds.
     """
 
     round_: pb.Round
@@ -56,7 +58,7 @@ class Terms:
 
 
 class Links:
-    """Keeps the transport while the communicator, the request and the trainer's memory stay as they are."""
+    """The agreed transport, kept while the communicator, the request and the trainer's memory stay the same."""
 
     def __init__(self, slot: str) -> None:
         self._slot = slot
@@ -68,10 +70,11 @@ class Links:
         self._exposed: object = None
 
     def agree(self, communicator: Communicator, terms: Terms, deadline: float) -> Transport:
-        """The round's transport. Every rank calls it.
+        """Agree on the round's transport. Every rank calls it.
 
-        Raises: ConfigError: ranks differ in plan, type or transport, or `colocated` cannot be, by name, or the round is
-            staged and may hang; Aborted: a rank is in another round; PeerLost: naming the ranks that did not connect.
+        Raises: ConfigError: naming ranks that differ in plan, type or transport, or that `colocated` does not reach, or
+            the round is staged and may hang; Aborted: a rank is in another round; PeerLost: naming the ranks that did
+            not connect.
         """
         if communicator is not self._communicator:
             self.close()
@@ -89,7 +92,7 @@ class Links:
         return self._transport
 
     def close(self) -> None:
-        """Forgets the transport."""
+        """Close and forget the transport."""
         if self._transport is not None:
             self._transport.close()
         self._communicator, self._transport, self._key = None, None, None
@@ -123,7 +126,7 @@ class Links:
             if others:
                 raise ConfigError(f"sync.transport colocated: not on the host of trainer/0: {', '.join(others[:5])}")
             return self._link(communicator, terms, deadline)
-        # CUDA IPC has not been run yet: it must be asked for.
+        # CUDA IPC has not been run yet: `auto` does not choose it.
         if asked == pb.SYNC_TRANSPORT_AUTO and not others and device.type == "cpu":
             try:
                 return self._link(communicator, terms, deadline)
@@ -132,7 +135,7 @@ class Links:
         return CollectiveTransport(communicator, device)
 
     def _link(self, communicator: Communicator, terms: Terms, deadline: float) -> Transport:
-        """Opens the trainer's memory in every receiver. Raises: ConfigError: on all ranks, naming those that cannot."""
+        """Open the trainer's memory in every receiver. Raises: ConfigError: on all ranks, naming those that cannot."""
         trainers = terms.participants.trainer.world_size
         server = MemoryServer() if terms.is_trainer else None
         exposure: Exposure | None = None
@@ -168,7 +171,7 @@ class Links:
 
 
 def check_cards(cards: Sequence[pb.TransportCard], slots: Sequence[str], trainer_ranks: int) -> None:
-    """Raises: Aborted, ConfigError: the first card that differs from trainer/0's, by slot and field."""
+    """Raise Aborted or ConfigError for the first card that differs from trainer/0's, naming slot and field."""
     first = cards[0]
     for slot, card in zip(slots, cards, strict=True):
         if card.round_id != first.round_id:
@@ -184,15 +187,15 @@ def check_cards(cards: Sequence[pb.TransportCard], slots: Sequence[str], trainer
 
 
 def check_staged(round_: pb.Round, participants: Participants, device: torch.device) -> None:
-    """Raises: ConfigError: messages over NCCL would come beside the collectives of engines that go on generating.
+    """Raise ConfigError if messages over NCCL would run beside the collectives of engines that still generate.
 
-    An engine of one rank has none. Every rank knows all that decides, so all of them refuse.
+    An engine of one rank has no collectives. All ranks decide by the same data, so all of them refuse.
     """
     beside = [name for name, parallel in participants.replicas.items() if parallel.world_size > 1]
     if device.type != "cuda" or round_.install_mode != pb.INSTALL_MODE_STAGED or not beside:
         return
     if round_.allow_staged_nccl:
-        log.warning("staged beside the engine's own collectives", replicas=", ".join(beside[:5]))
+        log.warning("staged transfer concurrent with the engine's own collectives", replicas=", ".join(beside[:5]))
         return
     raise ConfigError(f"sync.install staged {STAGED_MAY_HANG}: {', '.join(beside[:5])}; {STAGED_ADVICE}")
 
@@ -210,7 +213,7 @@ def _attempt_exposure(terms: Terms) -> tuple[Exposure | None, str]:
 
 
 def _expose(terms: Terms) -> Exposure:
-    """The parameters themselves where they are sent as they are, else two slots."""
+    """Expose the parameters themselves if they are sent without a cast, else two slots."""
     held = next(iter(terms.tensors.values())).dtype
     exposure = expose_parameters(terms.tensors) if held == terms.packer.dtype else None
     if exposure is None:
@@ -223,13 +226,13 @@ def _largest_payload(terms: Terms) -> int:
 
 
 def _identity(terms: Terms) -> object:
-    """Changes when what was laid open is no longer what would be sent."""
+    """Return a key that changes when the exposed memory is no longer what would be sent."""
     pointers = tuple(tensor.data_ptr() for tensor in terms.tensors.values())
     return (pointers, terms.wire_dtype, _largest_payload(terms))
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """Runs it. Returns: why it failed, or nothing: the other ranks must hear of it before anybody gives up."""
+    """Run an action. Returns: its error's text, or "": all ranks must learn of it before any of them gives up."""
     try:
         action()
     except (TandemError, OSError, RuntimeError) as error:

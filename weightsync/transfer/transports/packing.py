@@ -1,4 +1,4 @@
-"""Packing: the ops of a message copied between a rank's parameters and contiguous bytes, or lent without a copy."""
+"""Packing: copy a message's ops between a rank's parameters and contiguous bytes, or lend the bytes without a copy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,15 +11,18 @@ from weightsync.layouts.layout import Layout
 from weightsync.plans.limits import SEGMENT_BYTES
 from weightsync.plans.messages import Message
 
-# What is hashed without a buffer is gathered in pieces that stay in a core's cache between the copy and the hash.
+# Payloads that are hashed without a buffer are copied in pieces that stay in a core's cache until they are hashed.
 PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One op on this side: a block of a parameter [rows, cols], and its first element within its segment.
+    """One op on this side.
 
-    lent: the block's own bytes (uint8), where it is contiguous and of the type that travels.
+    Attributes:
+        values: a block of a parameter [rows, cols].
+        start: its first element within its segment.
+        lent: the block's own bytes (uint8), where it is contiguous and of the wire type.
     """
 
     values: torch.Tensor
@@ -32,7 +35,8 @@ class Block:
 class Segment:
     """A run of a message's payload that travels as one piece; both ends cut a message alike.
 
-    lent: the parameter's own bytes (uint8), where the run is one contiguous block of it in the type that travels.
+    Attributes:
+        lent: the parameter's own bytes (uint8), where the run is one contiguous block of it in the wire type.
     """
 
     num_bytes: int
@@ -41,7 +45,7 @@ class Segment:
 
 
 class Packer:
-    """One side's view of its parameters. Keeps what it has worked out for a message.
+    """One side's view of its parameters. It caches the segments of each message.
 
     Args:
         layout: the layout that the message's parameter ids and offsets on this side refer to.
@@ -64,24 +68,24 @@ class Packer:
         self.dtype = dtype if dtype is not None else held.dtype
         self.device = held.device
         self._scratch: torch.Tensor | None = None
-        # By identity; the message is kept, so that its id stays its own.
+        # By id(); the message is kept, so that no other object gets its id.
         self._known: dict[int, tuple[Message, tuple[Segment, ...]]] = {}
 
     @property
     def matrices(self) -> dict[str, torch.Tensor]:
-        """[rows, cols] of every parameter, by name."""
+        """Every parameter as a matrix [rows, cols], by name."""
         return {name: m for name, m in zip(self._names, self._matrices, strict=True) if m is not None}
 
     def payload_bytes(self, message: Message) -> int:
-        """Size of the message's payload."""
+        """Return the size of the message's payload."""
         return message.elements * int(self.dtype.itemsize)
 
     def staged_bytes(self, message: Message) -> int:
-        """Size of the segments that need a buffer."""
+        """Return the size of the segments that need a buffer."""
         return sum(segment.num_bytes for segment in self.segments(message) if segment.lent is None)
 
     def segments(self, message: Message) -> tuple[Segment, ...]:
-        """The message's payload, in pieces."""
+        """Cut the message's payload into segments."""
         known = self._known.get(id(message))
         if known is None:
             known = (message, tuple(self._cut(message)))
@@ -89,41 +93,41 @@ class Packer:
         return known[1]
 
     def forget(self) -> None:
-        """Drops what was worked out for the messages of an old plan."""
+        """Drop the segments of an old plan's messages."""
         self._known.clear()
 
     def pack(self, message: Message, payload: torch.Tensor) -> None:
-        """Parameters -> payload (uint8 [payload_bytes])."""
+        """Copy parameters into a payload (uint8 [payload_bytes])."""
         for segment, part in self._parts(message, payload):
             self.pack_segment(segment, part)
 
     def unpack(self, message: Message, payload: torch.Tensor) -> None:
-        """Payload (uint8 [payload_bytes]) -> parameters."""
+        """Copy a payload (uint8 [payload_bytes]) into parameters."""
         for segment, part in self._parts(message, payload):
             self.unpack_segment(segment, part)
 
     def pack_segment(self, segment: Segment, part: torch.Tensor) -> None:
-        """Parameters -> uint8 [num_bytes]."""
+        """Copy parameters into a segment's bytes (uint8 [num_bytes])."""
         for values, piece in self._pairs(segment, part):
             piece.copy_(values)
 
     def unpack_segment(self, segment: Segment, part: torch.Tensor) -> None:
-        """Uint8 [num_bytes] -> parameters."""
+        """Copy a segment's bytes (uint8 [num_bytes]) into parameters."""
         for values, piece in self._pairs(segment, part):
             values.copy_(piece)
 
     def split(self, message: Message, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The payload's bytes, segment by segment: what its digest is made of."""
+        """Split a payload into its segments, from which the digest is computed."""
         return [part for _, part in self._parts(message, payload)]
 
     def stored(self, message: Message) -> Iterator[torch.Tensor]:
-        """The payload's bytes as they lie in the parameters now; a piece is valid until the next one is asked for."""
+        """Yield the payload's bytes as the parameters hold them now; a piece is valid until the next one."""
         for segment in self.segments(message):
             if segment.lent is not None:
                 yield segment.lent
             elif self.device.type == "cpu":
                 yield from self._pieces(segment)
-            else:  # digests of GPUs want the parts that the sender hashed
+            else:  # a digest on GPUs depends on the parts: use those that the sender hashed
                 part = torch.empty(segment.num_bytes, dtype=torch.uint8, device=self.device)
                 self.pack_segment(segment, part)
                 yield part
@@ -140,7 +144,7 @@ class Packer:
                 yield piece.view(torch.uint8)
 
     def _piece(self, elements: int) -> torch.Tensor:
-        """Scratch, the same in every call: fresh memory costs a page fault per 4 KiB."""
+        """Return scratch memory, reused by every call: fresh memory costs a page fault per 4 KiB."""
         if self._scratch is None or self._scratch.numel() < elements:
             self._scratch = torch.empty(max(elements, PIECE_BYTES // self.dtype.itemsize), dtype=self.dtype)
         return self._scratch[:elements]
@@ -158,7 +162,7 @@ class Packer:
             yield block.values, piece.view(block.values.shape)
 
     def _cut(self, message: Message) -> Iterator[Segment]:
-        """Small ops share a segment; a large one has its own."""
+        """Cut a message into segments: small ops share one, a large op has its own."""
         run: list[Block] = []
         filled = 0
         least = SEGMENT_BYTES[self.device.type] // self.dtype.itemsize
@@ -182,7 +186,7 @@ class Packer:
         return values.view(-1).view(torch.uint8)
 
     def blocks(self, message: Message) -> Iterator[torch.Tensor]:
-        """The block of a parameter [rows, cols] of each op."""
+        """Yield the block [rows, cols] of a parameter for each op."""
         ops, side = message.ops, self._side
         columns = [ops[name].tolist() for name in (f"{side}_param", f"{side}_row", f"{side}_col", "rows", "cols")]
         for param, row, col, rows, cols in zip(*columns, strict=True):
@@ -193,7 +197,7 @@ class Packer:
 
 
 def as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, cols] view without a gradient; a stack of matrices is one tall matrix, a vector one column."""
+    """View a tensor as [rows, cols] without a gradient: a stack of matrices is one tall matrix, a vector one column."""
     if not tensor.is_contiguous():
         raise Internal(f"parameter {name} is not contiguous")
     data = tensor.detach()
@@ -201,7 +205,7 @@ def as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Packers:
-    """The packers of a rank's memories, made anew only where a tensor has moved."""
+    """The packers of a rank's memories, made again only where a tensor has moved."""
 
     def __init__(self, layout: Layout, side: Literal["src", "dst"]) -> None:
         self._layout = layout
@@ -209,7 +213,7 @@ class Packers:
         self._made: dict[int, tuple[object, Packer]] = {}
 
     def get(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Packer:
-        """The packer of these tensors for a payload of this type (None: their own)."""
+        """Return the packer of these tensors for a payload of this type (None: their own)."""
         held = next(iter(tensors.values()))
         key = (dtype or held.dtype, [(tensor.data_ptr(), tensor.dtype) for tensor in tensors.values()])
         made = self._made.get(id(tensors))
@@ -219,12 +223,12 @@ class Packers:
         return made[1]
 
     def exchange(self, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
-        """The two have changed places in memory: and so do their packers."""
+        """Exchange the packers of two sets of tensors that have exchanged their memory."""
         for ours, theirs in ((one, self._made.pop(id(other), None)), (other, self._made.pop(id(one), None))):
             if theirs is not None:
                 self._made[id(ours)] = theirs
 
     def forget(self) -> None:
-        """A new plan: what was worked out for the messages of the old one goes."""
+        """Drop the segments of an old plan's messages in all packers."""
         for _, packer in self._made.values():
             packer.forget()

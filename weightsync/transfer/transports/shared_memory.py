@@ -1,7 +1,7 @@
 """A trainer rank's memory, opened by receivers on the same host: descriptors over a Unix socket, no pickle.
 
 On CPUs a region is a file descriptor (SCM_RIGHTS); on GPUs a CUDA IPC handle, as torch makes it. The CUDA part is
-written from torch's interface and has not been run here (no GPU).
+written from torch's interface; not run on a GPU yet.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ _FDS_AT_ONCE = 128  # Linux passes at most 253 in one message
 
 
 def host_id() -> bytes:
-    """Equal for processes of one kernel and one network namespace (abstract sockets live in one).
+    """Return an id that is equal for processes of one kernel and one network namespace, as abstract sockets need.
 
-    Descriptors pass between containers that differ in all else: nothing is looked up in a file system. The proof is the
-    opening itself, in PREPARE; who cannot open is named.
+    Descriptors can be passed between containers that differ in everything else, since no file system is involved. The
+    proof is the opening itself, in PREPARE; an error names the ranks that cannot open.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()  # noqa: PTH116 (a namespace is no file)
@@ -41,9 +41,12 @@ def host_id() -> bytes:
 
 @dataclass(kw_only=True)
 class Exposure:
-    """What a trainer rank hands out. tensors keep the memory alive.
+    """Memory that a trainer rank hands out.
 
-    fds: of the regions on CPUs. cuda: the regions' storages on GPUs.
+    Attributes:
+        fds: descriptors of the regions on CPUs.
+        cuda: storages of the regions on GPUs.
+        tensors: keep the memory alive.
     """
 
     description: pb.SharedMemory
@@ -53,7 +56,7 @@ class Exposure:
     owned: bool  # the descriptors are ours to close
 
     def describe(self) -> pb.SharedMemory:
-        """The description for one receiver: a CUDA handle counts its readers, so each has its own."""
+        """Describe the regions for one receiver: a CUDA handle counts its readers, so each reader gets its own."""
         described = pb.SharedMemory()
         described.CopyFrom(self.description)
         for number, storage in enumerate(self.cuda):
@@ -61,7 +64,7 @@ class Exposure:
         return described
 
     def close(self) -> None:
-        """Closes descriptors that were made for this; the receivers' mappings stay."""
+        """Close descriptors that were made for this; the receivers' mappings stay."""
         if self.owned:
             for fd in self.fds:
                 os.close(fd)
@@ -69,11 +72,11 @@ class Exposure:
 
 
 def expose_parameters(tensors: Mapping[str, torch.Tensor]) -> Exposure | None:
-    """Lays the parameters themselves open. On CPUs their storages move into shared memory, in place, once.
+    """Expose the parameters themselves. On CPUs their storages move into shared memory, in place, once.
 
     Every tensor that views such a storage sees the move; a bare pointer into it (a numpy alias) does not.
 
-    Returns: None where that cannot be: more storages than descriptors, or no room in /dev/shm.
+    Returns: None if that is not possible: too many storages for descriptors, or no room in /dev/shm.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors.values():
@@ -105,14 +108,14 @@ def expose_parameters(tensors: Mapping[str, torch.Tensor]) -> Exposure | None:
 
 
 def expose_slots(slots: int, slot_bytes: int, device: torch.device) -> Exposure:
-    """A new region of `slots` buffers, to be filled in turn."""
+    """Make a new region of `slots` buffers, to be filled in turn."""
     size = slots * slot_bytes
     fds: list[int] = []
     if device.type == "cuda":
         arena = torch.empty(size, dtype=torch.uint8, device=device)
     else:
         fds.append(os.memfd_create("tandem-weights", os.MFD_CLOEXEC))
-        os.posix_fallocate(fds[0], 0, size)  # now, where no room is an error, not a signal later
+        os.posix_fallocate(fds[0], 0, size)  # now: a lack of memory is an error here, and would be a signal later
         arena = _mapped(fds[0], size, writable=True)
     return Exposure(
         description=pb.SharedMemory(regions=[pb.SharedRegion(bytes=size)], slots=slots, slot_bytes=slot_bytes),
@@ -124,7 +127,7 @@ def expose_slots(slots: int, slot_bytes: int, device: torch.device) -> Exposure:
 
 
 def _descriptor(storage: Any) -> int:
-    """Moves a storage into shared memory unless it is there. Raises: RuntimeError: no room in /dev/shm."""
+    """Move a storage into shared memory unless it is there. Raises: RuntimeError: no room in /dev/shm."""
     fd, _ = storage._share_fd_cpu_()
     return int(fd)
 
@@ -145,12 +148,12 @@ def _cuda_handle(storage: Any) -> pb.CudaHandle:
 
 
 def _uuid(ordinal: int) -> str:
-    """The driver's name of a GPU."""
+    """Return the driver's UUID of a GPU."""
     return str(torch.cuda.get_device_properties(ordinal).uuid)
 
 
 def _ordinal_here(uuid: str) -> int:
-    """Which of this process's GPUs it is. Raises: ConfigError: none of them."""
+    """Return which of this process's GPUs it is. Raises: ConfigError: none of them."""
     here = [_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
     if uuid not in here:
         raise ConfigError(
@@ -163,13 +166,13 @@ def _ordinal_here(uuid: str) -> int:
 
 @dataclass(kw_only=True)
 class Opened:
-    """A trainer rank's memory as a receiver sees it: uint8 per region."""
+    """A trainer rank's memory as a receiver sees it: a uint8 tensor per region."""
 
     description: pb.SharedMemory
     regions: list[torch.Tensor]
 
     def parameter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A parameter. Raises: PeerLost: it was not handed out, or does not fit its region."""
+        """Return a parameter. Raises: PeerLost: it was not handed out, or does not fit its region."""
         found = self._parameters.get(name)
         size = torch.Size(shape).numel() * dtype.itemsize
         if found is None or found.offset_bytes + size > self.regions[found.region].numel():
@@ -178,7 +181,7 @@ class Opened:
         return region[found.offset_bytes : found.offset_bytes + size].view(dtype).view(shape)
 
     def slot(self, number: int) -> torch.Tensor:
-        """One buffer of those that are filled in turn."""
+        """Return the slot that holds the message of this number."""
         size = self.description.slot_bytes
         begin = (number % self.description.slots) * size
         return self.regions[0][begin : begin + size]
@@ -188,7 +191,7 @@ class Opened:
 
 
 class MemoryServer:
-    """Hands an exposure out on an abstract Unix socket, once to each of `receivers` processes that know the key."""
+    """An abstract Unix socket that hands out an exposure, once to each of `receivers` processes that know the key."""
 
     def __init__(self) -> None:
         self.name = f"tandem-{secrets.token_hex(12)}"
@@ -198,7 +201,7 @@ class MemoryServer:
         self._listener.listen(128)
 
     def serve(self, exposure: Exposure, receivers: int, deadline: float) -> None:
-        """Raises: DeadlineExceeded: not all came."""
+        """Hand the exposure out. Raises: DeadlineExceeded: not all receivers have connected."""
         served = 0
         while served < receivers:
             try:
@@ -209,15 +212,15 @@ class MemoryServer:
             except TimeoutError:
                 raise DeadlineExceeded(f"{served} of {receivers} receivers opened the trainer's memory") from None
             except (OSError, PeerLost):
-                continue  # that peer has gone; the deadline counts the others
+                continue  # that peer has disconnected; the others still have until the deadline
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._listener.close()
 
 
 def open_memory(name: str, key: bytes, deadline: float) -> Opened:
-    """Opens what the server of that name hands out. Raises: PeerLost; OSError: why it cannot be opened here."""
+    """Open what the server of that name hands out. Raises: PeerLost; OSError: why it cannot be opened here."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as peer:
         peer.settimeout(_left(deadline))
         peer.connect(f"\0{name}")
@@ -261,11 +264,11 @@ def _open_cuda(cuda: pb.CudaHandle) -> torch.Tensor:
 
 
 def _mapped(fd: int, size: int, *, writable: bool) -> torch.Tensor:
-    """Uint8 [size] over a descriptor; it lives as long as the tensor. Page tables are filled now, not in the round."""
+    """Map a descriptor as uint8 [size], for as long as the tensor lives. Fill the page tables now, not in the round."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch knows no read-only tensors, and says so
+        warnings.simplefilter("ignore")  # torch warns that it has no read-only tensors
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 

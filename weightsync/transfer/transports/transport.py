@@ -1,4 +1,4 @@
-"""What every way of carrying a round has in common: the job, the figures, and the proof of what was installed."""
+"""What all transports have in common: the job, the statistics, and the check of what was installed."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,11 @@ from weightsync.transfer.transports.packing import Packer
 class TransferJob:
     """One rank's part of one transfer.
 
-    model: fingerprint. packer: of the memory that is read (a trainer rank) or written (a receiver). deadline:
-    time.monotonic() seconds.
+    Attributes:
+        model: fingerprint of the model.
+        packer: of the memory that is read (a trainer rank) or written (a receiver).
+        deadline: time.monotonic() seconds.
+        timeout_s: seconds from the start to the deadline, for messages.
     """
 
     model: str
@@ -36,7 +39,7 @@ class TransferJob:
     timeout_s: float
 
     def header(self, message: Message, digest: bytes) -> torch.Tensor:
-        """The header of a message of this round, as bytes to send."""
+        """Make the header of a message of this round, as bytes to send."""
         head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         write_header(
             head.numpy(),
@@ -51,7 +54,7 @@ class TransferJob:
         return head
 
     def digest_in(self, head: torch.Tensor, message: Message) -> bytes:
-        """The payload's digest. Raises: DigestMismatch: the header is of another message, plan or version."""
+        """Return a header's payload digest. Raises: DigestMismatch: it is of another message, plan or version."""
         header = read_header(head.numpy())
         check_header(
             header,
@@ -65,10 +68,12 @@ class TransferJob:
 
 @dataclass(kw_only=True)
 class TransferStats:
-    """What one rank moved.
+    """What one rank transferred.
 
-    bytes_sent: a byte that several receivers read from shared memory, or from a file, counts once. staging_bytes: peak
-    of the buffers that are neither parameters nor their staged copy. received: with the sender's digest.
+    Attributes:
+        bytes_sent: a byte that several receivers read from shared memory, or from a file, counts once.
+        staging_bytes: peak of the buffers that are neither parameters nor their staged copy.
+        received: messages, each with the sender's digest.
     """
 
     bytes_sent: int = 0
@@ -79,13 +84,13 @@ class TransferStats:
     received: list[tuple[Message, bytes]] = field(default_factory=list)
 
     def accept(self, job: TransferJob, message: Message, head: torch.Tensor) -> None:
-        """Counts a message that has come. Raises: DigestMismatch: the header is of another one."""
+        """Count a received message. Raises: DigestMismatch: the header is of another one."""
         self.received.append((message, job.digest_in(head, message)))
         self.num_messages += 1
         self.bytes_received += job.packer.payload_bytes(message)
 
     def report(self, shard_bytes: int) -> pb.PhaseReport:
-        """What TRANSFER answers."""
+        """Make the report of TRANSFER."""
         report = pb.PhaseReport(
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,
@@ -105,7 +110,7 @@ class Waits:
         self._job = job
 
     def wait(self, pending: Pending, peer: int) -> None:
-        """Raises: DeadlineExceeded; PeerLost: naming the peer."""
+        """Wait for an operation. Raises: DeadlineExceeded, PeerLost: naming the peer."""
         remaining = self._job.deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(
@@ -115,7 +120,7 @@ class Waits:
 
 
 class Transport(Protocol):
-    """Carries the bytes of rounds between the ranks of one communicator."""
+    """A way to carry the bytes of rounds between the ranks of one communicator."""
 
     @property
     def name(self) -> str:
@@ -123,19 +128,19 @@ class Transport(Protocol):
         ...
 
     def run(self, job: TransferJob) -> TransferStats:
-        """Moves this rank's bytes; blocks until nobody reads or writes its memory any more.
+        """Transfer this rank's bytes; blocks until no rank reads or writes its memory any more.
 
         Raises: PeerLost; DigestMismatch: a message is not the expected one; DeadlineExceeded.
         """
         ...
 
     def close(self) -> None:
-        """Gives buffers and mappings back."""
+        """Release buffers and mappings."""
         ...
 
 
 def message_digest(packer: Packer, message: Message, parts: Iterable[torch.Tensor] | None = None) -> bytes:
-    """Digest of the message's payload: of `parts`, or of what lies in the packer's memory now."""
+    """Digest the message's payload: `parts`, or what is in the packer's memory now."""
     digest = PayloadDigest()
     for part in packer.stored(message) if parts is None else parts:
         digest.update(part)
@@ -143,12 +148,12 @@ def message_digest(packer: Packer, message: Message, parts: Iterable[torch.Tenso
 
 
 def wrong_messages(received: Sequence[tuple[Message, bytes]], packer: Packer) -> list[Message]:
-    """Messages whose installed bytes do not have the digest that the sender recorded."""
+    """Return the messages whose installed bytes do not have the digest that the sender recorded."""
     return [message for message, digest in received if message_digest(packer, message) != digest]
 
 
 def check_complete(received: Sequence[tuple[Message, bytes]], elements: int) -> None:
-    """Raises: DigestMismatch: the messages are not the whole shard."""
+    """Raise DigestMismatch unless the messages are the whole shard."""
     got = sum(message.elements for message, _ in received)
     if got != elements:
         raise DigestMismatch(f"{got} elements were received, the shard has {elements}")
