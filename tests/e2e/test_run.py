@@ -113,7 +113,7 @@ def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, 
     assert run.wait_end(240) == 0, run.output()
     output = " ".join(run.output().split())
     assert "resumes from the checkpoint of iteration 4 (restart 1 of 2" in output
-    assert "others were ahead of it" in output
+    assert "services were ahead of it" in output
     assert not Path(f"/proc/{rollout}").exists()
     folder = tmp_path / "runs" / "small"
     rows = rows_of(folder)
