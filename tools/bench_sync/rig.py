@@ -50,21 +50,21 @@ class Rig:
         return [f"unix:{self.folder}/trainer{rank}.sock" for rank in range(self.case.trainer.world_size)]
 
     async def start(self) -> None:
-        """Starts everything and waits until it answers. Raises: RuntimeError: a process ended; its log's end."""
+        """Start all processes and wait until they answer. Raises: RuntimeError: a process ended; its log's end."""
         self._start_redis()
         for index in range(len(self.case.replicas)):
             self._start_replica(index)
         for rank in range(self.case.trainer.world_size):
             self._start("trainer", rank, "sender", {"parallel": asdict(self.case.trainer)})
-        num_floor = self.case.trainer.world_size + sum(each.world_size for each in self.case.replicas)
-        layouts = {"trainer": asdict(self.case.trainer), "replicas": [asdict(each) for each in self.case.replicas]}
+        num_floor = self.case.trainer.world_size + sum(sizes.world_size for sizes in self.case.replicas)
+        layouts = {"trainer": asdict(self.case.trainer), "replicas": [asdict(sizes) for sizes in self.case.replicas]}
         for rank in range(num_floor):
             self._start("floor", rank, "floor", layouts)
         self.senders = [await self._connect(f"trainer{rank}") for rank in range(self.case.trainer.world_size)]
         self.floor = [await self._connect(f"floor{rank}") for rank in range(num_floor)]
         registry = Registry(self.redis_url, RUN_ID)
         await self._until(lambda: len(registry.list("rollout")) == len(self.case.replicas))
-        self.addresses = [record.address for record in sorted(registry.list("rollout"), key=lambda each: each.name)]
+        self.addresses = [record.address for record in sorted(registry.list("rollout"), key=lambda record: record.name)]
         await asyncio.to_thread(registry.close)
         self.replicas = [await self._connect(f"rollout-{index}") for index in range(len(self.case.replicas))]
 
@@ -75,7 +75,7 @@ class Rig:
         return "\n".join(f"{name} ended:\n{log[-3000:]}" for name, log in logs.items())
 
     def close(self) -> None:
-        """Ends every process of the rig."""
+        """End all processes of the rig."""
         self._closing.set()
         for client in self._clients:
             client.close()

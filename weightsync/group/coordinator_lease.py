@@ -1,4 +1,4 @@
-"""The claim to be the run's one coordinator: a slot that is taken from nobody, and the token that comes with it."""
+"""The claim to be the run's one coordinator: a slot never taken from a live holder, and the token with it."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def newest_leader(rendezvous: Rendezvous, patience_s: float) -> common_pb2.Coord
 
     Args:
         patience_s: for a Redis that does not answer.
-    Raises: Unavailable: it was away for longer.
+    Raises: Unavailable: it did not answer for longer.
     """
     deadline_s = time.monotonic() + patience_s
     while True:
@@ -46,7 +46,7 @@ class CoordinatorLease(SlotLease):
         self._kept_until_s = 0.0
 
     def claim(self, timeout_s: float) -> None:
-        """Takes the slot from nobody: waits until the holder's lease has run out.
+        """Take the slot once it is free: wait until the holder's lease has run out.
 
         Raises: AlreadyExists: a live worker still has it after timeout_s; Aborted: close() was called meanwhile.
         """
@@ -66,7 +66,7 @@ class CoordinatorLease(SlotLease):
 
     @property
     def is_held(self) -> bool:
-        """Whether it was claimed, and nobody else is known to have come since."""
+        """Whether it was claimed, and no other coordinator is known to have claimed it since."""
         return self._token != 0 and not self.evicted
 
     @property
@@ -76,11 +76,11 @@ class CoordinatorLease(SlotLease):
 
     @property
     def left_s(self) -> float:
-        """Seconds for which nobody else can have the slot, unless Redis loses its data. Not positive: who knows."""
+        """Seconds for which no other process can have the slot, unless Redis loses its data. Not positive: unknown."""
         return self._kept_until_s - time.monotonic()
 
     def hold(self) -> None:
-        """Asks Redis whether this process still leads the run, and renews the lease.
+        """Ask Redis whether this process still leads the run, and renew the lease.
 
         Raises: Evicted: it does not; Unavailable: Redis does not answer.
         """

@@ -210,7 +210,7 @@ class SlotLease:
         self._lease = Lease(slot, ttl_s, self._renew, on_lost, kind="slot")
 
     def start(self) -> None:
-        """Joins the group and keeps the lease alive.
+        """Join the group and keep the lease alive.
 
         Raises: Unavailable: Redis has not answered for two leases' time.
         """
@@ -233,7 +233,7 @@ class SlotLease:
             raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
 
     def confirm(self, epoch: int) -> None:
-        """Asks Redis whether this worker may act in the epoch; takes an empty slot again, which is another epoch.
+        """Ask Redis whether this worker may act in the epoch; take an empty slot again, which is another epoch.
 
         Raises: Evicted: another one has the slot; Aborted: the epoch is over.
         """
@@ -246,7 +246,7 @@ class SlotLease:
             raise
 
     def close(self) -> None:
-        """Stops renewing and leaves the group."""
+        """Stop renewing and leave the group."""
         self._lease.stop(timeout_s=5.0)
         try:
             self.rendezvous.leave(self.slot, self.worker_id)

@@ -47,7 +47,7 @@ async def check_death(
     fleet: ServiceFleet, findings: Findings, name: str, victim: str, strike: Callable[[Blow, dict[str, str]], Strike]
 ) -> None:
     """One death: who lives, what they hold, and how long it took."""
-    survivors = [each for each in fleet.replicas if each != victim]
+    survivors = [replica for replica in fleet.replicas if replica != victim]
     version = (await fleet.trainer.status()).policy_version
     truth = await fleet.truth(await fleet.export(), survivors)
     blow = Blow(fleet, victim)

@@ -12,7 +12,7 @@ class Findings:
     skipped: list[str] = field(default_factory=list)
 
     def add(self, name: str, wrong: list[str], **figures: Any) -> None:
-        """One check. Args: wrong: in words; empty: it passed. figures: JSON values."""
+        """One check. Args: wrong: as text; empty: it passed. figures: JSON values."""
         self.checks.append({"name": name, "passed": not wrong, "wrong": wrong, **figures})
         told = "; ".join(wrong[:3]) if wrong else ", ".join(f"{key} {_short(value)}" for key, value in figures.items())
         print(f"gpu-check: {name}: {'FAILED: ' if wrong else ''}{told or 'passed'}", flush=True)
@@ -23,7 +23,7 @@ class Findings:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the checks that did not pass."""
+        """List the names of the checks that did not pass."""
         return [check["name"] for check in self.checks if not check["passed"]]
 
 

@@ -118,7 +118,7 @@ class ServiceFleet:
             self._stack.push_async_callback(close)
 
     async def start(self) -> None:
-        """Returns when all services are announced. Raises: RuntimeError: one has ended instead, with its error."""
+        """Wait until all services are announced. Raises: RuntimeError: one has ended instead, with its error."""
         redis, self.redis_url = server_spec(self.run_dir / "logs" / "redis.log")
         await self.supervisor.start(redis)
         await wait_ready(self.redis_url, self.supervisor)
@@ -177,7 +177,7 @@ class ServiceFleet:
             return False
 
     async def until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float, what: str) -> None:
-        """Returns once it holds; nothing announces it. Raises: RuntimeError: it did not come about."""
+        """Poll a condition that nothing announces until it holds. Raises: RuntimeError: it did not come about."""
         deadline_s = time.monotonic() + timeout_s
         while not await condition():
             if time.monotonic() > deadline_s:
@@ -188,7 +188,7 @@ class ServiceFleet:
     # ---- processes ----
 
     def send_signal(self, name: str, number: signal.Signals) -> None:
-        """To all processes of a service at once, as when its pod or its host goes."""
+        """Send it to all processes of a service together, as when its pod or its host goes."""
         for pid in self.supervisor.pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -203,15 +203,15 @@ class ServiceFleet:
 
     @property
     def trainer_ranks(self) -> list[str]:
-        """Names of their processes."""
+        """List the names of their processes."""
         return [name for name in self._specs if is_trainer(name)]
 
     def ended(self) -> dict[str, str]:
-        """Services that have ended, with how."""
-        return {each.name: each.describe() for each in self.supervisor.ended()}
+        """Describe how services have ended, by name."""
+        return {ended.name: ended.describe() for ended in self.supervisor.ended()}
 
     async def close(self) -> None:
-        """Ends everything."""
+        """End all processes."""
         self._closing.set()
         await self._stack.aclose()
 
@@ -243,7 +243,7 @@ class ServiceFleet:
 
     def receivers(self, name: str) -> list[Any]:
         """A stub of each rank's receiver."""
-        return [weights_pb2_grpc.ShardReceiverServiceStub(self._channel_to(each)) for each in self._sockets(name)]
+        return [weights_pb2_grpc.ShardReceiverServiceStub(self._channel_to(socket)) for socket in self._sockets(name)]
 
     def _sockets(self, name: str) -> list[str]:
         return [f"unix:{path}" for path in sorted((self._folder / name).glob("**/rank*.sock"))]
@@ -257,15 +257,15 @@ class ServiceFleet:
         return await weights.publish(version)
 
     async def checksums(self, names: Sequence[str] | None = None) -> Checksums:
-        """Digests of every parameter of these replicas, as their services tell them."""
+        """Get the digests of all parameters of these replicas from their services."""
         found: Checksums = {}
         for name in self.replicas if names is None else names:
             reply = await self.rollout(name).GetChecksums(rollout_pb2.GetChecksumsRequest(), timeout=CALL_S)
-            found |= {f"{name}/{rank}": dict(each.checksums) for rank, each in enumerate(reply.ranks)}
+            found |= {f"{name}/{rank}": dict(shard.checksums) for rank, shard in enumerate(reply.ranks)}
         return found
 
     async def poison(self, names: Sequence[str] | None = None) -> Checksums:
-        """Makes every parameter NaN: what a round does not write shows. Returns: the digests of that."""
+        """Fill all parameters with NaN, so that what a round does not write shows. Returns: the digests then."""
         names = self.replicas if names is None else names
         for stub in [stub for name in names for stub in self.receivers(name)]:
             await stub.PoisonWeights(pb.PoisonWeightsRequest(), timeout=CALL_S)

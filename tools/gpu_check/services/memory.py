@@ -71,7 +71,7 @@ def _peak_mib(pid: int) -> float:
 def budgets(fleet: ServiceFleet) -> tuple[float, float]:
     """MiB of a trainer rank and of a rollout rank, as `tandem check` counts them."""
     spec = ModelSpec.from_folder(fleet.model)
-    trainer = max(each.peak for each in trainer_memory(fleet.config, spec))
+    trainer = max(use.peak for use in trainer_memory(fleet.config, spec))
     rollout = rollout_memory(fleet.config.model_copy(update={"sync": _staged(fleet)}), spec)
     return trainer / MIB, (rollout.weights + rollout.wanted_tokens * rollout.token + rollout.spare) / MIB
 

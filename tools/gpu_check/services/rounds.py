@@ -117,7 +117,7 @@ async def check_dense(fleet: ServiceFleet, findings: Findings) -> list[Sample]:
 
 
 async def check_keep_kv(fleet: ServiceFleet, findings: Findings, samples: Sequence[Sample]) -> None:
-    """Completions are frozen, weights change, they go on; then which tokens are labelled with which version."""
+    """Freeze completions, change the weights, resume; then check which tokens are labelled with which version."""
     old = (await fleet.trainer.status()).policy_version
     saved = fleet.run_dir / "before-keep-kv"
     await fleet.trainer.save_checkpoint(saved)
@@ -164,14 +164,14 @@ async def _computes(fleet: ServiceFleet, idle: int) -> bool:
 def mislabelled(
     samples: Sequence[Sample], theirs: Floats, before: Floats, old: int, new: int, scale: Scale
 ) -> list[str]:
-    """Tokens with the old label are the old policy's, and the first with the new one is no longer.
+    """Check that tokens with the old label are the old policy's, and that the first with the new one is not.
 
     Args: theirs, before: [T] log-probs by the rollout, and by the trainer under the old policy.
     """
     named = labels(samples)
     if set(named.tolist()) != {old, new}:
         return [f"tokens are labelled {sorted(set(named.tolist()))}, not {old} and then {new}"]
-    wrong = [f"labelled {old}: {each}" for each in apart(theirs[named == old], before[named == old], scale)]
+    wrong = [f"labelled {old}: {problem}" for problem in apart(theirs[named == old], before[named == old], scale)]
     firsts = first_of(samples, new)
     # by chance one token may be as likely under both
     if len(firsts) and bool((np.abs(theirs - before)[firsts] <= scale.logprob_limit).all()):

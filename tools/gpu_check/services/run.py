@@ -22,7 +22,7 @@ Ask = Callable[[ServiceFleet, Findings], Awaitable[None]]
 
 
 async def ask_dense(fleet: ServiceFleet, findings: Findings) -> None:
-    """Rounds of every kind, a resume, a round after it."""
+    """Run rounds of every kind, a resume, and a round after it."""
     samples = await check_dense(fleet, findings)
     await check_resume(fleet, findings, samples)
     await check_round(fleet, findings, "round after the trainer's restart")

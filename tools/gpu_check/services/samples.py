@@ -33,13 +33,13 @@ class Sample:
 def prompts(vocabulary: int, number: int, seed: int) -> list[list[int]]:
     """Random token ids."""
     random = np.random.default_rng(seed)
-    return [[int(each) for each in random.integers(0, vocabulary, PROMPT_TOKENS)] for _ in range(number)]
+    return [[int(token) for token in random.integers(0, vocabulary, PROMPT_TOKENS)] for _ in range(number)]
 
 
 async def generate(
     fleet: ServiceFleet, replica: str, version: int, *, number: int = 8, copies: int = 2, max_tokens: int = 24
 ) -> list[Sample]:
-    """Samples of a replica at temperature 1, in the order of the prompts. Raises: grpc.RpcError: it refuses."""
+    """Sample a replica at temperature 1, in the order of the prompts. Raises: grpc.RpcError: it refuses."""
     asked = prompts(fleet.scale.vocabulary, number, seed=version)
     request = rollout_pb2.GenerateGroupsRequest(
         groups=[
@@ -55,12 +55,12 @@ async def generate(
     return [
         Sample(
             prompt=tuple(asked[index]),
-            tokens=tuple(each.token_ids),
-            logprobs=tuple(each.logprobs),
-            spans=tuple((span.policy_version, span.start, span.end) for span in each.version_spans),
+            tokens=tuple(completion.token_ids),
+            logprobs=tuple(completion.logprobs),
+            spans=tuple((span.policy_version, span.start, span.end) for span in completion.version_spans),
         )
         for index in sorted(groups)
-        for each in groups[index]
+        for completion in groups[index]
     ]
 
 
@@ -69,10 +69,10 @@ def chunk(samples: Sequence[Sample], update: int = 0) -> trainer_pb2.SampleChunk
     return trainer_pb2.SampleChunk(
         update_index=update,
         sample_ids=[f"u{update}-s{index}" for index in range(len(samples))],
-        prompt_lengths=[len(each.prompt) for each in samples],
-        completion_lengths=[len(each.tokens) for each in samples],
-        token_ids=[token for each in samples for token in (*each.prompt, *each.tokens)],
-        rollout_logprobs=[value for each in samples for value in each.logprobs],
+        prompt_lengths=[len(sample.prompt) for sample in samples],
+        completion_lengths=[len(sample.tokens) for sample in samples],
+        token_ids=[token for sample in samples for token in (*sample.prompt, *sample.tokens)],
+        rollout_logprobs=[value for sample in samples for value in sample.logprobs],
         advantages=[1.0 if index % 2 == 0 else -1.0 for index in range(len(samples))],
         trainable=[True] * len(samples),
     )
@@ -103,22 +103,22 @@ async def trainer_logprobs(fleet: ServiceFleet, samples: Sequence[Sample]) -> Fl
 
 def rollout_logprobs(samples: Sequence[Sample]) -> Floats:
     """[T] The same, as the rollout returned them."""
-    return np.concatenate([np.asarray(each.logprobs, dtype=np.float64) for each in samples])
+    return np.concatenate([np.asarray(sample.logprobs, dtype=np.float64) for sample in samples])
 
 
 def labels(samples: Sequence[Sample]) -> NDArray[np.int64]:
-    """[T] The policy version that each token is labelled with; -1: none."""
-    found = [np.full(len(each.tokens), -1, dtype=np.int64) for each in samples]
-    for each, versions in zip(samples, found, strict=True):
-        for version, start, end in each.spans:
+    """[T] The policy version that every token is labelled with; -1: none."""
+    found = [np.full(len(sample.tokens), -1, dtype=np.int64) for sample in samples]
+    for sample, versions in zip(samples, found, strict=True):
+        for version, start, end in sample.spans:
             versions[start:end] = version
     return np.concatenate(found)
 
 
 def first_of(samples: Sequence[Sample], version: int) -> NDArray[np.int64]:
-    """Places in [T] of each sample's first token that is labelled `version`, of samples that begin with another."""
+    """Find the place in [T] of each first token that is labelled `version`, of samples that begin with another."""
     places, at = [], 0
-    for each in samples:
-        places += [at + start for found, start, _ in each.spans if found == version and start > 0]
-        at += len(each.tokens)
+    for sample in samples:
+        places += [at + start for found, start, _ in sample.spans if found == version and start > 0]
+        at += len(sample.tokens)
     return np.asarray(places, dtype=np.int64)
