@@ -104,8 +104,8 @@ async def run_together(
 
     try:
         for program in programs:
-            # In its own group: Ctrl-C in a terminal reaches only us, and we pass it on once.
-            child = await Child.start(program, process_group=0)
+            # In a session of its own: Ctrl-C in a terminal reaches only us, and we pass it on once.
+            child = await Child.start(program, start_new_session=True)
             child.ended.add_done_callback(partial(note, child.name))
             children.append(child)
         with _orphans_collected([child.pid for child in children]):

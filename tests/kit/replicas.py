@@ -1,8 +1,9 @@
 """Real SGLang replicas with the calls that tests make, and a trainer without Megatron that sends them weights."""
 
+import contextlib
 import subprocess
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,16 @@ class Replicas(dict[str, Replica]):
 
         Returns: TRANSFER's reports of the receivers.
         """
+        with self.trainer(folder, trainer) as fleet:
+            return self.received(run_round(fleet.participants, self.round(version, trainer, **fields)))
+
+    @contextlib.contextmanager
+    def trainer(self, folder: Path, trainer: Parallel) -> Iterator[Fleet]:
+        """Open a trainer of any layout without Megatron, which has joined and has the weights of a folder."""
         spec, url, group = ModelSpec.from_folder(folder), self._services.redis_url, self.group.group
         with Fleet(url, spec, trainer, self.layouts, group=group, services=self.participants) as fleet:
             fleet.load(folder)
-            return self.received(run_round(fleet.participants, self.round(version, trainer, **fields)))
+            yield fleet
 
     def received(self, reports: dict[int, dict[str, Any]]) -> list[pb.PhaseReport]:
         """Select TRANSFER's reports of the receivers."""

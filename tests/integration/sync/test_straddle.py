@@ -21,9 +21,10 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.models import make_model
 from tests.kit.processes import Services
 from tests.kit.replicas import Replicas
-from tests.kit.round import CALL_S
+from tests.kit.round import CALL_S, run_phase, run_round
 from tests.kit.waiting import until
 from weightsync.layouts.layout import Parallel
+from weightsync.round.phases import PREPARE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -51,10 +52,12 @@ def test_tokens_of_a_straddling_request_carry_the_version_that_sampled_them(
     replicas = Replicas(services, old, {"rollout-0": Parallel()}, module=module)
     replicas.wait_up()
     publish(replicas, old, 1, install)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, replicas.trainer(new, TRAINER) as trainer:
+        round_ = replicas.round(2, TRAINER, install_mode=install, pause_mode=pb.PAUSE_MODE_KEEP_KV)
+        run_phase(trainer.participants, PREPARE, round_)  # connecting may take longer than the request
         request = pool.submit(replicas["rollout-0"].greedy, PROMPTS, 1, NUM_TOKENS)
         until(lambda: request.done() or running_groups(replicas) == len(PROMPTS), CALL_S)
-        publish(replicas, new, 2, install)
+        run_round(trainer.participants, round_)
         completions = request.result(timeout=CALL_S)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         check_straddler(old, new, prompt, completion, NUM_TOKENS)
