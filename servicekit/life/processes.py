@@ -83,7 +83,7 @@ async def end(children: Sequence[Child], grace_s: float) -> None:
 async def run_together(
     programs: Sequence[Program], stop: asyncio.Event, *, grace_s: float, alone_s: float = 0.0
 ) -> int:
-    """Run programs that end together, on the main thread.
+    """Run programs that end together, on the main thread, in asyncio's own event loop: uvloop keeps SIGCHLD for itself.
 
     `stop` is set          SIGTERM to all; SIGKILL to those still running after grace_s
     one of them has ended  the others have alone_s to end by themselves; then the same
@@ -104,8 +104,8 @@ async def run_together(
 
     try:
         for program in programs:
-            # In a session of its own: Ctrl-C in a terminal reaches only us, and we pass it on once.
-            child = await Child.start(program, start_new_session=True)
+            # In its own group: Ctrl-C in a terminal reaches only us, and we pass it on once.
+            child = await Child.start(program, process_group=0)
             child.ended.add_done_callback(partial(note, child.name))
             children.append(child)
         with _orphans_collected([child.pid for child in children]):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from servicekit.life.processes import Child, Program, end, run_together
 from tests.kit.waiting import until
@@ -25,6 +24,12 @@ sys.exit(run_main("together", main))
 """
 DEADLINE_S = 60.0
 FOREVER = "while :; do sleep 0.05; done"
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """asyncio's own: SGLang makes uvloop's the policy of the process of whatever test imports it first."""
+    return asyncio.DefaultEventLoopPolicy()
 
 
 def start(*scripts: str, grace_s: float = DEADLINE_S, alone_s: float = 0.0) -> subprocess.Popen[bytes]:
@@ -136,9 +141,3 @@ async def test_a_child_is_ended_by_force_when_its_grace_is_over(tmp_path: Path) 
     await end([stubborn, gentle], 0.3)
     assert (stubborn.ended.result(), gentle.ended.result()) == (128 + signal.SIGKILL, 128 + signal.SIGTERM)
     stubborn.signal(signal.SIGTERM)  # nothing: it has ended
-
-
-def test_programs_run_in_sglangs_event_loop_too() -> None:
-    """SGLang makes uvloop's the event loop of its process, which takes fewer options of Popen."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(run_together([Program(name="one", command=["true"])], asyncio.Event(), grace_s=DEADLINE_S)) == 0
