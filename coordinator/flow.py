@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ class Prompt:
     row: int
     token_ids: Sequence[int]
     answer: str
+    # What was tokenized: the prompt's column, or its messages in the chat template.
+    text: str = ""
+    # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,8 @@ class Completion:
     truncated: bool
     # Oldest policy version among the tokens.
     oldest_version: int
+    # (end, policy version) of consecutive runs of tokens; the last end is T.
+    version_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +87,8 @@ class Scored:
     rewards_PG: NDArray[np.float64]
     # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
+    # [P, G] unweighted scores by the reward's name.
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     num_errors: int = 0
     first_error: str = ""
     num_timeouts: int = 0

@@ -7,9 +7,10 @@ finish     checkpoint, Hugging Face export, summary
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
@@ -23,6 +24,7 @@ from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
+from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch import metrics
@@ -63,6 +65,7 @@ class Run:
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
         dropped_prompts: by data file, prompts dropped since they are longer than data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
+        sinks: get every finished iteration.
     """
 
     settings: RunSection
@@ -79,6 +82,7 @@ class Run:
     lead_patience_s: float
     dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
+    sinks: Sequence[Sink] = ()
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
@@ -90,6 +94,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
+        self._sinks = Sinks(self.sinks, partial(self._warn, "sink"))
         # Seconds of work of earlier processes on this run.
         self._earlier_s = self.state.wall_s
         self._start_s = time.monotonic()
@@ -111,6 +116,7 @@ class Run:
             self.leaving.left = True
         finally:
             await cancel(working)
+            await asyncio.to_thread(self._sinks.close)
 
     async def _work(self) -> None:
         await self._start()
@@ -239,6 +245,7 @@ class Run:
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
         log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
+        self._sinks.take(Finished(record=record, row=row))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:

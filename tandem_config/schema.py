@@ -7,12 +7,13 @@ that the coordinator can load a configuration without torch: see `loading.py`.
 from pydantic import Field
 
 from tandem_config.sections.base import Section
+from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
+from tandem_config.sections.reward import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.sync import SyncSection
-from tandem_config.sections.task import DataSection, RewardSection
 from tandem_config.sections.trainer import TrainerSection
 
 __all__ = [

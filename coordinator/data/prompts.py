@@ -47,7 +47,7 @@ def load_prompts(section: DataSection, part: Literal["train", "heldout"], codec:
     if result.problems:
         raise DataError(result.problems, result.more_problems)
     prompts = [
-        Prompt(row=row.number, token_ids=ids, answer=row.answer)
+        Prompt(row=row.number, token_ids=ids, answer=row.answer, text=row.prompt)
         for start in range(0, len(result.rows), _ENCODE_BATCH)
         for row, ids in _encode(result.rows[start : start + _ENCODE_BATCH], codec)
     ]

@@ -42,4 +42,5 @@ def _read(item: rollout_pb2.Completion, place: str) -> Completion:
         logprobs=logprobs,
         truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
         oldest_version=min([span.policy_version for span in item.version_spans]),
+        version_spans=tuple((span.end, span.policy_version) for span in item.version_spans),
     )

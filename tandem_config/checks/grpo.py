@@ -1,0 +1,87 @@
+"""Checks of the algorithm: batch, lengths, numerical limits."""
+
+from tandem_config.checks.registry import check
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+
+@check("grpo.tis_cap", "grpo.old_logprobs")
+def _tis_needs_recompute(config: RunConfig) -> ConfigProblem | None:
+    if config.grpo.tis_cap is None or config.grpo.old_logprobs == "recompute":
+        return None
+    return ConfigProblem(
+        key="grpo.tis_cap",
+        value=str(config.grpo.tis_cap),
+        message="needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
+        suggestion="set grpo.old_logprobs: recompute, or grpo.tis_cap: null",
+    )
+
+
+@check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration")
+def _updates_divide_samples(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    samples = grpo.prompts_per_iteration * grpo.group_size
+    if samples % grpo.updates_per_iteration == 0:
+        return None
+    fits = [n for n in range(1, samples + 1) if samples % n == 0]
+    nearest = min(fits, key=lambda n: abs(n - grpo.updates_per_iteration))
+    return ConfigProblem(
+        key="grpo.updates_per_iteration",
+        value=str(grpo.updates_per_iteration),
+        message=f"does not divide the {samples} samples of an iteration "
+        f"({grpo.prompts_per_iteration} prompts x {grpo.group_size} completions)",
+        suggestion=f"nearest that does: {nearest}",
+    )
+
+
+@check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration", "trainer.data_parallel")
+def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
+    grpo, copies = config.grpo, config.trainer.data_parallel
+    samples = grpo.prompts_per_iteration * grpo.group_size // grpo.updates_per_iteration
+    if samples >= copies:
+        return None
+    return ConfigProblem(
+        key="trainer.data_parallel",
+        value=str(copies),
+        message=f"exceeds the {samples} samples of an update: some copies of the model would have none",
+        suggestion="raise grpo.prompts_per_iteration, or lower grpo.updates_per_iteration or trainer.data_parallel",
+    )
+
+
+@check("grpo.max_new_tokens", "rollout.context_length")
+def _context_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
+    limit = config.rollout.context_length
+    if limit is None or config.grpo.max_new_tokens < limit:
+        return None
+    return ConfigProblem(
+        key="grpo.max_new_tokens",
+        value=str(config.grpo.max_new_tokens),
+        message=f"leaves no room for a prompt in rollout.context_length ({limit})",
+        suggestion="raise rollout.context_length or lower grpo.max_new_tokens",
+    )
+
+
+@check("grpo.max_new_tokens", "rollout.max_total_tokens")
+def _cache_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
+    limit = config.rollout.max_total_tokens
+    if config.grpo.max_new_tokens < limit:
+        return None
+    return ConfigProblem(
+        key="rollout.max_total_tokens",
+        value=str(limit),
+        message=f"the KV cache is too small for one completion of grpo.max_new_tokens ({config.grpo.max_new_tokens})",
+        suggestion=f"at least prompt + completion; {2 * config.grpo.max_new_tokens} or more",
+    )
+
+
+@check("model.dtype", "grpo.logprob_diff_limit")
+def _limit_suits_dtype(config: RunConfig) -> ConfigProblem | None:
+    if config.model.dtype != "bfloat16" or config.grpo.logprob_diff_limit > 1e-3:
+        return None
+    return ConfigProblem(
+        key="grpo.logprob_diff_limit",
+        value=str(config.grpo.logprob_diff_limit),
+        message="is meant for float32; bfloat16 engines differ by 0.05 to 0.1, so every iteration will warn",
+        suggestion="use 0.2 with model.dtype: bfloat16",
+        severity="warning",
+    )

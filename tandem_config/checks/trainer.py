@@ -1,0 +1,72 @@
+"""Checks of the trainer's parallel sizes."""
+
+from tandem_config.checks.registry import check
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+
+@check("trainer.sequence_parallel", "trainer.tensor_parallel")
+def _sequence_parallel_needs_tensor_parallel(config: RunConfig) -> ConfigProblem | None:
+    if not config.trainer.sequence_parallel or config.trainer.tensor_parallel > 1:
+        return None
+    return ConfigProblem(
+        key="trainer.sequence_parallel",
+        value="true",
+        message="splits activations over the tensor-parallel ranks, but trainer.tensor_parallel is 1",
+        suggestion="set trainer.tensor_parallel: 2 or more, or trainer.sequence_parallel: false",
+    )
+
+
+@check(
+    "trainer.pipeline_parallel",
+    "trainer.virtual_pipeline",
+    "trainer.first_stage_layers",
+    "trainer.last_stage_layers",
+    "trainer.embedding_counts",
+    "trainer.loss_counts",
+)
+def _splits_need_a_pipeline(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    uneven = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(trainer, name) is not None]
+    counted = [name for name in ("embedding_counts", "loss_counts") if getattr(trainer, name)]
+    splits = [*uneven, *counted, *(["virtual_pipeline"] if trainer.virtual_pipeline > 1 else [])]
+    if splits and trainer.pipeline_parallel == 1:
+        return ConfigProblem(
+            key=f"trainer.{splits[0]}",
+            value=str(getattr(trainer, splits[0])).lower(),
+            message="divides layers among pipeline stages, but trainer.pipeline_parallel is 1",
+            suggestion=f"set trainer.pipeline_parallel: 2 or more, or leave trainer.{splits[0]} out",
+        )
+    if uneven and counted:
+        return ConfigProblem(
+            key=f"trainer.{uneven[0]}",
+            value=str(getattr(trainer, uneven[0])),
+            message=f"and trainer.{counted[0]} are two ways to divide the layers unequally",
+            suggestion="use one of them",
+        )
+    return None
+
+
+@check(
+    "trainer.tensor_parallel",
+    "trainer.data_parallel",
+    "trainer.context_parallel",
+    "trainer.expert_parallel",
+    "trainer.expert_tensor_parallel",
+)
+def _experts_divide_a_stage(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    ranks = trainer.world_size // trainer.pipeline_parallel
+    sharers = trainer.expert_parallel * trainer.expert_tensor_parallel
+    if ranks % sharers == 0:
+        return None
+    fits = [n for n in range(1, ranks + 1) if ranks % (n * trainer.expert_tensor_parallel) == 0]
+    return ConfigProblem(
+        key="trainer.expert_parallel",
+        value=str(trainer.expert_parallel),
+        message=f"x expert_tensor_parallel {trainer.expert_tensor_parallel} does not divide the {ranks} ranks of a "
+        f"pipeline stage (tensor_parallel x context_parallel x data_parallel)",
+        suggestion=f"expert_parallel that fits: {', '.join(map(str, fits))}"
+        if fits
+        else "lower trainer.expert_tensor_parallel",
+    )

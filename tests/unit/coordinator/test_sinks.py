@@ -1,0 +1,72 @@
+"""Sinks get every iteration in order; one that fails or blocks is warned of and harms nothing."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from coordinator.record import sinks as module
+from coordinator.record.sinks import MAX_WAITING, Finished, Sinks
+
+
+@dataclass
+class FakeSink:
+    """Keeps the iterations that it gets; may fail or block."""
+
+    name: str = "fake"
+    fail_at: int = -1
+    blocked: threading.Event | None = None
+    got: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    def take(self, finished: Finished) -> None:
+        number = int(finished.row["iteration"] or 0)
+        if self.blocked is not None:
+            self.blocked.wait(30)
+        if number == self.fail_at:
+            raise OSError("no space left")
+        self.got.append(number)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def finished(number: int) -> Finished:
+    return Finished(record=None, row={"iteration": number})
+
+
+def test_every_sink_gets_every_iteration_in_order_and_is_closed() -> None:
+    one, two, warnings = FakeSink(), FakeSink(), list[str]()
+    sinks = Sinks([one, two], warnings.append)
+    for number in range(3):
+        sinks.take(finished(number))
+    sinks.close()
+    sinks.close()
+    assert [one.got, two.got] == [[0, 1, 2]] * 2
+    assert [one.closed, two.closed] == [True, True]
+    assert warnings == []
+
+
+def test_a_sink_that_fails_is_named_and_the_others_go_on() -> None:
+    bad, good, warnings = FakeSink(name="wandb", fail_at=1), FakeSink(), list[str]()
+    sinks = Sinks([bad, good], warnings.append)
+    for number in range(4):
+        sinks.take(finished(number))
+    sinks.close()
+    assert [bad.got, good.got] == [[0], [0, 1, 2, 3]]
+    assert warnings == ["wandb failed and is left out from now on: OSError: no space left"]
+
+
+def test_a_sink_that_blocks_delays_neither_iterations_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
+    stuck, warnings = FakeSink(name="mlflow", blocked=threading.Event()), list[str]()
+    sinks = Sinks([stuck], warnings.append)
+    for number in range(MAX_WAITING + 4):
+        sinks.take(finished(number))
+    sinks.close()
+    assert stuck.blocked is not None
+    stuck.blocked.set()
+    assert warnings == [
+        f"mlflow is more than {MAX_WAITING} iterations late: it misses some",
+        "mlflow did not finish in time: its last iterations may be missing",
+    ]
