@@ -84,6 +84,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         trainer=services.trainer,
         weights=weights,
         incarnation=uuid.uuid4().hex[:8],
+        seed=config.run.seed if config.rollout.seeded else None,
         rng=inputs.rng,
     )
     return Run(
@@ -155,5 +156,6 @@ def _sampling(app: App, temperature: float) -> Sampling:
     return Sampling(
         temperature=temperature,
         max_new_tokens=app.config.grpo.max_new_tokens,
-        stop_token_ids=app.inputs.codec.stop_token_ids,
+        stop_token_ids=tuple(sorted({*app.inputs.codec.stop_token_ids, *app.config.grpo.stop_token_ids})),
+        stop=app.config.grpo.stop,
     )

@@ -52,6 +52,8 @@ class GrpoLoop:
     weights: WeightSync
     # Id of this process in step ids: a trainer that outlives us must not answer a new step with an old reply.
     incarnation: str
+    # Of the completions; None: random.
+    seed: int | None = None
     # Shuffles samples into updates; its state is saved with the run's.
     rng: np.random.Generator = field(repr=False)
 
@@ -95,7 +97,12 @@ class GrpoLoop:
 
         Raises: WrongVersion: a sample is too old to train on.
         """
-        order = Order(policy_version=policy_version, num_completions=self.grpo.group_size, sampling=self.sampling)
+        order = Order(
+            policy_version=policy_version,
+            num_completions=self.grpo.group_size,
+            sampling=self.sampling,
+            seed=self.seed,
+        )
         generation = await self.rollouts.generate(prompts, order)
         stale = stale_samples(generation.groups, policy_version, MAX_STALENESS)
         if stale:

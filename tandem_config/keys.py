@@ -20,8 +20,9 @@ _NOT_SUPPORTED: dict[str, str] = {
         "activations are not recomputed: leave it out; trainer.max_tokens_per_micro_batch bounds their memory",
     ),
     **dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "completions are sampled from the whole distribution: leave it out; see grpo.temperature",
+        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "not for training: the trainer's log-probs would not be those of the distribution that was sampled "
+        "(docs/numerics.md); leave it out, see grpo.temperature",
     ),
     **dict.fromkeys(
         ("chat_template", "apply_chat_template", "system_prompt"),
@@ -45,6 +46,8 @@ _OTHER_NAMES: dict[str, str] = {
                     "trainer.max_tokens_per_micro_batch"),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
     **dict.fromkeys(("eval_data", "val_files", "test_files"), "data.heldout"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "grpo.stop"),
+    **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),
     **dict.fromkeys(("reward_function", "reward_fn", "function"), "reward.kind"),
 }  # fmt: skip
 

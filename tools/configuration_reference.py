@@ -75,8 +75,16 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) in (tuple, list):
+        return f"list of {_plural(_type(typing.get_args(annotation)[0], []))}"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
+
+
+def _plural(text: str) -> str:
+    """Put a type's name in the plural, before its bounds."""
+    name, _, bounds = text.partition(" ")
+    return f"{name}s {bounds}".strip()
 
 
 def _bounds(metadata: typing.Sequence[Any]) -> list[str]:
@@ -95,6 +103,8 @@ def default_text(field: FieldInfo) -> str:
     value = field.default
     if value in _EMPTY:
         return "null" if value is None else "unset"
+    if value == ():
+        return "`[]`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -74,6 +74,11 @@ def longest_prompt(config: RunConfig) -> int:
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
 
 
+def tokenizer_folder(config: RunConfig) -> Path:
+    """Return the folder in which tokenizer.json should be."""
+    return config.model.path if config.model.tokenizer_path is None else config.model.tokenizer_path
+
+
 def engine_environment(
     config: RunConfig, share: HostRanks, host: str, socket_folder: Path, cuda: bool
 ) -> dict[str, str]:

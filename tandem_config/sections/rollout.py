@@ -66,6 +66,14 @@ class RolloutSection(Section):
         description="Share of GPU memory for weights and KV cache (GPUs only).",
         json_schema_extra=about("leaves a fifth for activations and the sync's buffers", unit="share, 0 to 1"),
     )
+    seeded: bool = Field(
+        False,
+        description=(
+            "Sample each completion with a seed made of run.seed, iteration, place and number: a run that is repeated "
+            "samples the same, up to rounding, whatever its replicas and their order."
+        ),
+        json_schema_extra=about("free on CPUs; with large vocabularies it costs a GPU part of a decode step"),
+    )
     generate_timeout_s: PositiveFloat = Field(
         1800.0,
         description="Seconds until a generate call is given up.",

@@ -58,6 +58,14 @@ def test_a_resolved_file_loads_to_the_same_configuration_from_anywhere(
     assert load_config(resolved) == config
 
 
+def test_lists_are_kept_in_the_file_and_given_by_option(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "grpo: {stop: [</answer>]}\n"), ["grpo.stop_token_ids=[3, 4]"])
+    assert (config.grpo.stop, config.grpo.stop_token_ids) == (("</answer>",), (3, 4))
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, MINIMAL + "grpo:\n")).grpo.group_size == 16
 
@@ -93,6 +101,13 @@ BAD_FILES = [
     ),
     ("grpo: {kl_coefficient: 0.1}", "grpo.kl_coefficient", "0.1", "unknown key", "no KL term"),
     ("grpo: {num_generations: 8}", "grpo.num_generations", "8", "unknown key", "mean grpo.group_size?"),
+    ("grpo: {top_p: 0.9}", "grpo.top_p", "0.9", "unknown key", "not be those of the distribution that was sampled"),
+    ("grpo: {repetition_penalty: 1.1}", "grpo.repetition_penalty", "1.1", "unknown key", "not for training"),
+    ("grpo: {stop: </answer>}", "grpo.stop", "</answer>", "must be a list", "Texts that end"),
+    ("grpo: {stop: ['</answer>', '']}", "grpo.stop", "", "must not be empty", "Texts that end"),
+    ("grpo: {stop: [7]}", "grpo.stop", "7", "must be text", 'quote it: "7"'),
+    ("grpo: {stop_token_ids: [3, -1]}", "grpo.stop_token_ids", "-1", "must be at least 0", ""),
+    ("grpo: {stop_token_ids: ['3']}", "grpo.stop_token_ids", "3", "whole number", "remove the quotes"),
     ("trainer: {recompute: true}", "trainer.recompute", "true", "unknown key", "not recomputed"),
     ("run: {save_every: 5}", "run.save_every", "5", "unknown key", "mean run.checkpoint_every?"),
     ("model: {dtype: float32}", "model.path", "", "is missing and has no default", "add `path:` under `model:`"),

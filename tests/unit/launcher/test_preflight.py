@@ -127,6 +127,12 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
 ]  # fmt: skip
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path, grpo={"stop_token_ids": [3, 16]}))
+    assert (problem.key, problem.value) == ("grpo.stop_token_ids", "16")
+    assert "vocabulary of 16" in problem.message
+
+
 @pytest.mark.parametrize(
     ("spoil", "message", "suggestion"), [row[1:] for row in BAD_MODELS], ids=[row[0] for row in BAD_MODELS]
 )
