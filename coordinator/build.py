@@ -2,18 +2,21 @@
 
 import asyncio
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator.data.prompts import PromptSet
+from coordinator.evaluating import Evaluations
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
-from coordinator.generate.joiners import Patience
+from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
 from coordinator.lead import Lead
-from coordinator.learn.evaluation import Evaluator
+from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.base import Reward
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
@@ -31,7 +34,8 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
+from tandem_files.tokenizer import TextCodec
 from weightsync.group.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
@@ -73,18 +77,18 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     """
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
-    rollouts = _rollouts(app, services, weights)
+    rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
     loop = GrpoLoop(
         grpo=config.grpo,
-        sampling=_sampling(app, config.grpo.temperature),
+        sampling=_sampling(config, inputs.codec, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,
         scorer=scorer,
         trainer=services.trainer,
         weights=weights,
         incarnation=uuid.uuid4().hex[:8],
-        seed=config.run.seed if config.rollout.seeded else None,
+        seed=_seed(config),
         rng=inputs.rng,
     )
     return Run(
@@ -93,7 +97,21 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
-        evaluator=_evaluator(app, rollouts, scorer),
+        evaluations=Evaluations(
+            settings=config.evaluation,
+            # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+            evaluator=build_evaluator(
+                config,
+                inputs.codec,
+                inputs.evaluation,
+                scorer,
+                rollouts,
+                beside_training=_rollouts(app, services, seed=None),
+            ),
+            state=inputs.state,
+            events=app.events,
+            leaving=app.leaving,
+        ),
         checkpointer=Checkpointer(
             run_dir=app.environment.run_dir,
             model=str(config.model.path),
@@ -128,14 +146,14 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
     )
 
 
-def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
+def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
     config = app.config
     return Rollouts(
         services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
         patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
-        seed=weights.seed_late_joiners,
+        seed=seed,
         tell=partial(_warn_of_fleet, app.events),
     )
 
@@ -146,16 +164,61 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
     log.warning(message)
 
 
-def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
-    if app.inputs.heldout is None:
-        return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+def build_evaluator(
+    config: RunConfig,
+    codec: TextCodec,
+    prompts: Mapping[str, PromptSet],
+    scorer: Scorer,
+    rollouts: Rollouts,
+    *,
+    beside_training: Rollouts,
+) -> Evaluator:
+    """Connect the parts of the evaluations.
+
+    Args:
+        prompts: by the names of the configuration's sets.
+        beside_training: generates while the trainer is at work.
+    """
+    return Evaluator(
+        sets=[
+            PromptsToEvaluate(
+                name=each.name,
+                prompts=prompts[each.name].prompts,
+                num_samples=each.samples,
+                sampling=_sampling_of_set(config, codec, each),
+                measures=tuple(each.metrics()),
+                every=config.run.evaluate_every if each.every is None else each.every,
+            )
+            for each in config.evaluation_sets()
+        ],
+        rollouts=rollouts,
+        rollouts_beside_training=beside_training,
+        scorer=scorer,
+        codec=codec,
+        right_from=config.evaluation.right_from,
+        seed=_seed(config),
+    )
 
 
-def _sampling(app: App, temperature: float) -> Sampling:
+def _sampling_of_set(config: RunConfig, codec: TextCodec, each: EvaluationSet) -> Sampling:
+    return replace(
+        _sampling(config, codec, each.temperature),
+        max_new_tokens=config.grpo.max_new_tokens if each.max_new_tokens is None else each.max_new_tokens,
+        top_p=each.top_p,
+        top_k=each.top_k,
+        min_p=each.min_p,
+        repetition_penalty=each.repetition_penalty,
+    )
+
+
+def _sampling(config: RunConfig, codec: TextCodec, temperature: float) -> Sampling:
     return Sampling(
         temperature=temperature,
-        max_new_tokens=app.config.grpo.max_new_tokens,
-        stop_token_ids=tuple(sorted({*app.inputs.codec.stop_token_ids, *app.config.grpo.stop_token_ids})),
-        stop=app.config.grpo.stop,
+        max_new_tokens=config.grpo.max_new_tokens,
+        stop_token_ids=tuple(sorted({*codec.stop_token_ids, *config.grpo.stop_token_ids})),
+        stop=config.grpo.stop,
     )
+
+
+def _seed(config: RunConfig) -> int | None:
+    return config.run.seed if config.rollout.seeded else None

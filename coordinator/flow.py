@@ -87,6 +87,8 @@ class Scored:
     rewards_PG: NDArray[np.float64]
     # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
+    # Name of the reward whose unweighted scores the accuracy is the mean of.
+    accuracy_part: str = ""
     # [P, G] unweighted scores by the reward's name.
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     num_errors: int = 0
@@ -96,6 +98,11 @@ class Scored:
     num_unreadable: int = 0
     # Row of the data file -> why its answer cannot be read.
     unreadable_rows: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def scores_PG(self) -> NDArray[np.float64]:
+        """[P, G] scores whose mean is the accuracy."""
+        return self.parts.get(self.accuracy_part, self.rewards_PG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model_fingerprint import model_fingerprint
@@ -30,7 +31,8 @@ class Inputs:
 
     codec: TextCodec
     train: PromptSet
-    heldout: PromptSet | None
+    # By the names of RunConfig.evaluation_sets.
+    evaluation: Mapping[str, PromptSet]
     cursor: DataCursor
     rng: np.random.Generator
     state: RunState
@@ -40,7 +42,7 @@ class Inputs:
 
     def dropped_prompts(self) -> dict[DataKey, int]:
         """Count the prompts that were dropped as too long, by data file."""
-        heldout = 0 if self.heldout is None else self.heldout.num_dropped
+        heldout = sum(prompts.num_dropped for prompts in self.evaluation.values())
         return {"train": self.train.num_dropped, "heldout": heldout}
 
 
@@ -52,7 +54,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
         train = load_prompts(config.data, "train", codec)
-        heldout = load_prompts(config.data, "heldout", codec) if config.data.heldout is not None else None
+        evaluation = {each.name: evaluation_prompts(config, each, codec) for each in config.evaluation_sets()}
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -74,7 +76,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     return Inputs(
         codec=codec,
         train=train,
-        heldout=heldout,
+        evaluation=evaluation,
         cursor=cursor,
         rng=rng,
         state=state,
@@ -82,6 +84,13 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         checkpoint=None if newest is None else newest.sound,
         marks=found,
     )
+
+
+def evaluation_prompts(config: RunConfig, each: EvaluationSet, codec: TextCodec) -> PromptSet:
+    """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
+    section = config.data.model_copy(update={"heldout": each.data})
+    loaded = load_prompts(section, "heldout", codec)
+    return loaded if each.num_prompts is None else replace(loaded, prompts=loaded.prompts[: each.num_prompts])
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:

@@ -7,6 +7,7 @@ Legend: P prompts, G completions per prompt, S samples.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from coordinator.learn.advantages import group_advantages, zero_variance
 from coordinator.learn.batches import make_batch, select_samples
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
+from coordinator.meanwhile import Meanwhile
 from coordinator.record.report import IterationRecord
 from coordinator.sync.weights import WeightSync
 from servicekit.errors import WrongVersion
@@ -28,6 +30,7 @@ from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
+NOTHING: Meanwhile[Any] = Meanwhile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +60,30 @@ class GrpoLoop:
     # Shuffles samples into updates; its state is saved with the run's.
     rng: np.random.Generator = field(repr=False)
 
-    async def iterate(self, number: int, policy_version: int, watch: Stopwatch) -> IterationRecord:
+    async def iterate(
+        self, number: int, policy_version: int, watch: Stopwatch, meanwhile: Meanwhile[Any] = NOTHING
+    ) -> IterationRecord:
         """Run iteration `number` (from 1) with the policy that the replicas serve now.
 
+        Args:
+            meanwhile: what the replicas do with that policy from when they have generated until they get the next.
         Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
             await self.weights.seed_late_joiners(policy_version)
             prompts = self.take_prompts(number)
             generation = await self.generate(prompts, policy_version)
-        with watch.part("reward"):
-            scored = await self.scorer.score(generation.groups)
-        with watch.part("batch"):
-            learnt = self.learn(scored)
-            batch = self.make_batch(number, policy_version, generation, learnt)
-        with watch.part("train"):
-            step = await self.train(batch)
+        async with meanwhile:
+            with watch.part("reward"):
+                scored = await self.scorer.score(generation.groups)
+            with watch.part("batch"):
+                learnt = self.learn(scored)
+                batch = self.make_batch(number, policy_version, generation, learnt)
+            with watch.part("train"):
+                step = await self.train(batch)
+            if meanwhile.has_work:
+                with watch.part("evaluate"):
+                    await meanwhile.result()
         with watch.part("sync"):
             sync = await self.publish(step)
         return IterationRecord(

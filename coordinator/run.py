@@ -1,7 +1,7 @@
 """A run from its first weight sync to its summary: iterations, evaluations, checkpoints, and when to stop.
 
 start      trainer's version == ours; sync it to every replica; first evaluation
-iterate    gate -> iteration (loop.py) -> evaluation -> checkpoint -> report
+iterate    gate -> iteration (loop.py) -> evaluation (evaluating.py) -> checkpoint -> report
 finish     checkpoint, Hugging Face export, summary
 """
 
@@ -15,12 +15,14 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
+from coordinator.evaluating import Evaluations
 from coordinator.flow import DataKey, Scored, SyncResult
 from coordinator.lead import Lead, check_lead, last_look
-from coordinator.learn.evaluation import Evaluator
+from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.evaluations import evaluation_row, heldout_of
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
@@ -57,7 +59,6 @@ class Run:
         settings: the configuration's section `run`.
         logprob_diff_limit: grpo.logprob_diff_limit.
         logprob_diff_stop: grpo.logprob_diff_stop.
-        evaluator: None without held-out data.
         state: progress of the run, by this process and earlier ones.
         resumed: whether earlier processes may have worked on this run, with the same services.
         checkpoint: the one that the run resumes from.
@@ -73,7 +74,7 @@ class Run:
     logprob_diff_stop: float | None
     run_dir: Path
     loop: GrpoLoop
-    evaluator: Evaluator | None
+    evaluations: Evaluations
     checkpointer: Checkpointer
     control: RunControl
     events: EventLog
@@ -87,8 +88,8 @@ class Run:
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
-    # By data file, rows with an unreadable answer that were warned about.
-    _remarked_rows: dict[DataKey, set[int]] = field(default_factory=dict, init=False)
+    # By data file or set, rows with an unreadable answer that were warned about.
+    _remarked_rows: dict[str, set[int]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
@@ -143,14 +144,24 @@ class Run:
         metrics.POLICY_VERSION.set(self.state.policy_version)
         metrics.ITERATION.set(self.state.iteration)
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
-        if self.state.initial_accuracy is None:
-            await self._evaluate(self.state.iteration, self.state.policy_version)
+        await self._evaluate_at_the_start()
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
         await self._check_lead()
         self._save_state("running")
         self.leaving.settled.set()
         self.leaving.saves = True
+
+    async def _evaluate_at_the_start(self) -> None:
+        """Evaluate the policy before the first iteration: the baseline of all later ones."""
+        state = self.state
+        evaluated = await self.evaluations.at_the_start()
+        if not evaluated:
+            return
+        self._note_evaluated(evaluated, state.iteration)
+        state.baseline = dict(state.evaluations)
+        row: Row = {"iteration": state.iteration, "policy_version": state.policy_version, **state.baseline}
+        self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
         """Bring run and trainer to one policy version.
@@ -210,25 +221,39 @@ class Run:
 
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._part)
-        record = await self.loop.iterate(number, self.state.policy_version, watch)
+        before = self.evaluations.beside(number)
+        record = await self.loop.iterate(number, self.state.policy_version, watch, before)
         check_same_model(record, self.logprob_diff_stop)
-        heldout = None
-        if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
+        evaluated = await before.result() or []
+        self._note_evaluated(evaluated, number - 1)
+        improved = False
+        if self.evaluations.is_due(number, last=self._is_over(number)):
             with watch.part("evaluate"):
-                heldout = await self.leaving.unless_asked(self._evaluate(number, record.policy_version))
-        checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
+                after = await self.evaluations.after(number, record.policy_version, last=self._is_over(number))
+            improved = self._note_evaluated(after, number)
+            evaluated = [*evaluated, *after]
+        checkpoint = self._has_checkpoint(number) or self.evaluations.wants_checkpoint(number, improved=improved)
         if checkpoint:
             with watch.part("checkpoint"):
                 await self._check_lead()
                 await self.checkpointer.save_trainer(number)
         parts = {**watch.parts, "report": self._report_s}
-        await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+        timing = Timing(parts=parts, total_s=watch.total_s() + self._report_s)
+        await self._report(record, evaluated, timing, checkpoint)
 
-    async def _report(self, record: IterationRecord, heldout: Scored | None, timing: Timing, checkpoint: bool) -> None:
+    def _has_checkpoint(self, number: int) -> bool:
+        """Whether iteration `number` ends with a checkpoint, or has ended with one."""
+        return (
+            number % self.settings.checkpoint_every == 0 or self._is_over(number) or number in (0, self._checkpointed)
+        )
+
+    async def _report(
+        self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool
+    ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
         await self._check_lead()
-        row = build_row(record, heldout, timing)
+        row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self._advance(record, row)
         for kind, message in remarks(record, self.logprob_diff_limit):
             self._warn(kind, message)
@@ -242,10 +267,12 @@ class Run:
             self._rows.sync()
             await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
             self._checkpointed = record.iteration
+        if evaluated:
+            await self.checkpointer.mark_best(self.state.best, self._last_look)
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
         log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
-        self._sinks.take(Finished(record=record, row=row))
+        self._sinks.take(Finished(record=record, row=row, evaluated=evaluated))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -287,27 +314,19 @@ class Run:
         metrics.DROPPED_GROUPS.inc(dropped)
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
 
-    def _note_scores(self, data: DataKey, scored: Scored) -> None:
+    def _note_scores(self, data: DataKey, scored: Scored, where: str = "data.train") -> None:
         """Count scores of 0 that are not the policy's fault, and warn of them."""
         totals = self.state.totals
         (totals if data == "train" else totals.heldout).note_scores(scored)
         metrics.observe_scores(data, scored)
-        for kind, message in score_remarks(data, scored, self._remarked_rows.setdefault(data, set())):
+        for kind, message in score_remarks(where, scored, self._remarked_rows.setdefault(where, set())):
             self._warn(kind, message)
 
-    async def _evaluate(self, iteration: int, policy_version: int) -> Scored | None:
-        if self.evaluator is None:
-            return None
-        scored = await self.evaluator.score(policy_version)
-        accuracy = scored.accuracy
-        self.state.note_accuracy(accuracy)
-        self._note_scores("heldout", scored)
-        self.events.append(
-            EventKind.EVALUATION,
-            f"held-out accuracy {accuracy:.3f} at version {policy_version}",
-            {"heldout_accuracy": accuracy, "policy_version": policy_version, "iteration": iteration},
-        )
-        return scored
+    def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
+        """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
+        for each in evaluated:
+            self._note_scores("heldout", each.scored, f"evaluation set {each.name}")
+        return self.evaluations.note(evaluated, iteration, has_checkpoint=self._has_checkpoint(iteration))
 
     async def _save(self) -> None:
         """Write a checkpoint of the last iteration, if there is one and it has none yet."""

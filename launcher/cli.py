@@ -24,6 +24,7 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem evaluate --model runs/<name>/hf --data heldout.jsonl
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -135,6 +136,48 @@ def check(
 
 
 app.command()(plan)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path | None, typer.Option("--model", metavar="DIR", help="Hugging Face model folder.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="FILE", help="Data file, a set of its own; repeat for more.")
+    ] = None,
+    config: Annotated[Path | None, _CONFIG] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Completions per prompt of --data, k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=100.0, help="Of --data; default: 0, with several samples 1.")
+    ] = None,
+    overrides: _Set = None,
+) -> None:
+    """Evaluate a model on data files: mean@k, pass@k and maj@k with 95 % intervals; trains nothing.
+
+    Starts Redis and the replicas only, which load the folder themselves. The configured reward scores: exact_match,
+    unless -c or --set reward.kind=... say otherwise. Results: runs/evaluate-<model>/evaluation.json.
+
+    \b
+    Examples:
+        tandem evaluate --model runs/arithmetic/hf --data heldout.jsonl
+        tandem evaluate --model my-model --data a.jsonl --data b.jsonl --samples 8 -s reward.kind=math_verify
+        tandem evaluate -c my.yaml --model runs/mine/hf
+    """
+    from launcher.evaluate import Asked, evaluate_command
+
+    if model is None and config is None:
+        raise typer.BadParameter("give a model folder: tandem evaluate --model DIR --data FILE (or -c my.yaml)")
+    raise typer.Exit(
+        evaluate_command(
+            Asked(
+                model=model,
+                data=data or [],
+                config=config,
+                samples=samples,
+                temperature=temperature,
+                overrides=overrides or [],
+            )
+        )
+    )
 
 
 @app.command()

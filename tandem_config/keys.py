@@ -45,6 +45,8 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("micro_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
                     "trainer.max_tokens_per_micro_batch"),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
+    **dict.fromkeys(("eval_sets", "eval_datasets", "evals"), "evaluation.sets"),
+    **dict.fromkeys(("metric_for_best_model", "best_metric"), "evaluation.best"),
     **dict.fromkeys(("eval_data", "val_files", "test_files"), "data.heldout"),
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "grpo.stop"),
     **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),

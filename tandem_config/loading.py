@@ -99,6 +99,8 @@ def dump_resolved(config: RunConfig) -> str:
         section, _, name = key.partition(".")
         value = data[section][name]
         data[section][name] = None if value is None else str(_absolute(value))
+    for entry in data["evaluation"]["sets"]:
+        entry["data"] = str(_absolute(entry["data"]))
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -129,7 +131,16 @@ def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[A
         if isinstance(value, str) and value.strip() and keys.takes(key, Path):
             start = Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base
             result[name] = _absolute(start / Path(value).expanduser())
+        if key == "evaluation.sets" and isinstance(value, list):
+            result[name] = [_absolute_data(entry, base) for entry in value]
     return result
+
+
+def _absolute_data(entry: Any, base: Path) -> Any:
+    path = entry.get("data") if isinstance(entry, dict) else None
+    if not isinstance(path, str) or not path.strip():
+        return entry
+    return {**entry, "data": _absolute(base / Path(path).expanduser())}
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:

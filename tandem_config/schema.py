@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
+from tandem_config.sections.evaluation import HELDOUT, EvaluationSection, EvaluationSet
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import RewardSection
@@ -28,6 +29,9 @@ __all__ = [
     "RolloutSection",
     "SyncSection",
     "FleetSection",
+    "HELDOUT",
+    "EvaluationSection",
+    "EvaluationSet",
 ]
 
 
@@ -43,3 +47,9 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""
+        sets = self.evaluation.sets
+        return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)

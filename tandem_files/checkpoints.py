@@ -4,6 +4,7 @@
                                     coordinator.json   written by the coordinator
                                     complete.json      written last: without it the checkpoint is unfinished
                       damaged-step-00000016/           complete once, then found damaged, and skipped
+                      best.json                        which one is the best (evaluation.best)
 
 complete.json holds digests: its own, and of every file of the checkpoint that is not in a manifest.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more, sync_folder, write_json_atomic
+from tandem_files.best_checkpoint import BEST_FILE, BestCheckpoint, read_best, write_best
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 
 COMPLETE = "complete.json"
@@ -227,8 +229,25 @@ def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
     return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
 
 
+def mark_best(run_dir: Path, best: BestCheckpoint | None, last_look: Callable[[], None] = nothing_more) -> bool:
+    """Mark the best checkpoint, if it is complete; without a best one remove the mark.
+
+    Args:
+        last_look: as in write_bytes_atomic.
+    Returns: whether it is marked now.
+    """
+    if best is None:
+        (run_dir / FOLDER / BEST_FILE).unlink(missing_ok=True)
+        return False
+    if best.iteration not in dict(list_complete(run_dir)):
+        return False
+    if best != read_best(run_dir / FOLDER):
+        write_best(run_dir / FOLDER, best, last_look)
+    return True
+
+
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and unfinished ones older than the newest.
+    """Remove all but the best and the `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
     An unfinished folder newer than every complete one stays: it is being written.
 
@@ -239,7 +258,9 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     complete = list_complete(run_dir)
     if not complete:
         return []
-    kept = {folder for _, folder in complete[-keep:]}
+    best = read_best(run_dir / FOLDER)
+    kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
+    kept |= {folder for _, folder in complete[-keep:]}
     newest = complete[-1][0]
     removed = [folder for iteration, folder in _list_all(run_dir) if iteration <= newest and folder not in kept]
     for folder in removed:

@@ -13,6 +13,7 @@ from tandem_files.tokenizer import TextCodec
 # Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
 # not end a run, and a broken reward must not train on zeros.
 MAX_ERROR_SHARE = 0.05
+_PART = "reward"
 
 
 class Scorer:
@@ -39,9 +40,12 @@ class Scorer:
         )
         _check_budget(scores, len(texts))
         values = np.array(scores.values, dtype=np.float64)
+        scores_PG = values.reshape(len(groups), -1)
         return Scored(
-            rewards_PG=self._weight * values.reshape(len(groups), -1),
+            rewards_PG=self._weight * scores_PG,
             accuracy=float(values.mean()),
+            accuracy_part=_PART,
+            parts={_PART: scores_PG},
             num_errors=scores.num_errors,
             first_error=scores.first_error,
             num_timeouts=scores.num_timeouts,

@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
-from coordinator.record.state import RunState
+from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more
+from tandem_files.best_checkpoint import BestCheckpoint
 from tandem_files.checkpoints import (
     COMPLETE,
     COORDINATOR_FILE,
     TRAINER_FOLDER,
     Sound,
     list_complete,
+    mark_best,
     mark_complete,
     newest_sound,
     prune,
@@ -73,6 +75,11 @@ class Checkpointer:
         await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, last_look)
         await check_lead()
         await asyncio.to_thread(self._mark, folder, state, last_look)
+
+    async def mark_best(self, best: BestPolicy | None, last_look: Callable[[], None] = nothing_more) -> None:
+        """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
+        trained = None if best is None or best.iteration == 0 else BestCheckpoint(**best.model_dump())
+        await asyncio.to_thread(mark_best, self._run_dir, trained, last_look)
 
     def _mark(self, folder: Path, state: RunState, last_look: Callable[[], None]) -> None:
         mark_complete(

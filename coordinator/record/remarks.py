@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from coordinator.flow import DataKey, Scored
+from coordinator.flow import Scored
 from coordinator.record.report import IterationRecord
 from servicekit.errors import Internal
 
@@ -46,21 +46,22 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
         yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were repeated"
 
 
-def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+def score_remarks(where: str, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) of each warning about the scores of a batch.
 
     Args:
+        where: whose prompts they are of: `data.train`.
         known_rows: rows of that file that have been warned about; new ones are added.
     """
     if scored.num_errors:
         yield (
             "reward_error",
-            f"data.{data}: scoring failed for {scored.num_errors} completions; first: {scored.first_error}",
+            f"{where}: scoring failed for {scored.num_errors} completions; first: {scored.first_error}",
         )
     if scored.num_timeouts:
         yield (
             "reward_timeout",
-            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which "
+            f"{where}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which "
             "count as wrong",
         )
     new = sorted(set(scored.unreadable_rows) - known_rows)
@@ -69,6 +70,6 @@ def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterat
         named = ", ".join(map(str, new[:_NAMED_ROWS])) + (", ..." if len(new) > _NAMED_ROWS else "")
         yield (
             "unreadable_answer",
-            f"data.{data}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
+            f"{where}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
             "(`tandem check` lists such rows)",
         )

@@ -29,7 +29,8 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
-        "load_format": "dummy",  # the first sync writes the weights
+        # Dummy: the first sync writes the weights.
+        "load_format": "auto" if rollout.serve_model else "dummy",
         "skip_tokenizer_init": True,
         "tp_size": rollout.tensor_parallel,
         "ep_size": rollout.expert_parallel,

@@ -66,6 +66,14 @@ class RolloutSection(Section):
         description="Share of GPU memory for weights and KV cache (GPUs only).",
         json_schema_extra=about("leaves a fifth for activations and the sync's buffers", unit="share, 0 to 1"),
     )
+    serve_model: bool = Field(
+        False,
+        description=(
+            "Load the model's own weights at the start and serve them as policy version 0, instead of waiting for the "
+            "trainer's. `tandem evaluate` sets it."
+        ),
+        json_schema_extra=about("in a run the first sync brings the weights, whatever the replica has"),
+    )
     seeded: bool = Field(
         False,
         description=(

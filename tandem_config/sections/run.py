@@ -43,7 +43,7 @@ class RunSection(Section):
     )
     evaluate_every: PositiveInt = Field(
         5,
-        description="Iterations between held-out evaluations; first and last always.",
+        description="Iterations between evaluations, unless a set has its own; first and last always.",
         json_schema_extra=about("a curve of nine points over the default run", unit="iterations"),
     )
     target_accuracy: Fraction | None = Field(

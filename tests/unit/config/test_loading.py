@@ -66,6 +66,18 @@ def test_lists_are_kept_in_the_file_and_given_by_option(tmp_path: Path) -> None:
     assert load_config(resolved) == config
 
 
+def test_evaluation_sets_are_those_of_the_section_after_the_heldout_data(tmp_path: Path) -> None:
+    sets = "evaluation: {sets: [{name: aime, data: aime.jsonl, samples: 16, temperature: 0.6}]}\n"
+    config = load_config(write(tmp_path, MINIMAL + sets), ["data.heldout=held.jsonl", "run.target_accuracy=0.5"])
+    assert [(each.name, each.samples) for each in config.evaluation_sets()] == [("heldout", 1), ("aime", 16)]
+    assert config.evaluation_sets()[1].data == tmp_path / "aime.jsonl"
+    assert list(config.evaluation_sets()[1].metrics()) == ["mean@16", "pass@2", "pass@4", "pass@8", "pass@16", "maj@16"]
+    resolved = tmp_path / "resolved" / "config.yaml"
+    resolved.parent.mkdir()
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, MINIMAL + "grpo:\n")).grpo.group_size == 16
 
@@ -136,6 +148,19 @@ BAD_FILES = [
     ("trainer: {data_parallel: 4, expert_parallel: 3}", "trainer.expert_parallel", "3", "the 4 ranks", "1, 2, 4"),
     ("trainer: {expert_tensor_parallel: 2}", "trainer.expert_parallel", "1", "the 1 ranks", "expert_tensor_parallel"),
     ("run: {target_accuracy: 0.9}", "run.target_accuracy", "0.9", "needs data.heldout", "null"),
+    ("evaluation: {sets: [{name: a, data: x}, {name: a, data: y}]}", "evaluation.sets", "a", "two sets", "another"),
+    ("data: {train: t, heldout: h}\nevaluation: {sets: [{name: heldout, data: x}]}", "evaluation.sets", "heldout",
+     "of which data.heldout makes one", "data.heldout: null"),
+    ("evaluation: {sets: [{name: a, data: x, samples: 4}]}", "evaluation.sets", "a", "all completions would be equal",
+     "temperature"),
+    ("evaluation: {sets: [{name: a, data: x, top_k: 0}]}", "evaluation.sets", "a", "keeps no token", "-1"),
+    ("evaluation: {sets: [{name: a, data: x, max_new_tokens: 99999}]}", "evaluation.sets", "a", "no room for a prompt",
+     "raise rollout.max_total_tokens"),
+    ("evaluation: {sets: [{name: a, data: x}], best: a/mean@4}", "evaluation.best", "a/mean@4", "is not measured",
+     "measured are a/mean@1"),
+    ("evaluation: {best: heldout/mean@1}", "evaluation.best", "heldout/mean@1", "is not measured", "set data.heldout"),
+    ("evaluation: {sets: [{name: a b, data: x}]}", "evaluation.sets", "a b", "letters", ""),
+    ("evaluation: {metric_for_best_model: x}", "evaluation.metric_for_best_model", "x", "unknown", "evaluation.best?"),
     ("rollout: {max_total_tokens: 200}", "rollout.max_total_tokens", "200", "too small for one completion", "512"),
     ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
     ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",

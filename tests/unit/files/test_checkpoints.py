@@ -9,11 +9,13 @@ import pytest
 
 from servicekit.errors import ConfigError
 from tandem_files.atomic import write_bytes_atomic, write_json_atomic
+from tandem_files.best_checkpoint import BestCheckpoint, read_best
 from tandem_files.checkpoints import (
     COMPLETE,
     DamagedCheckpoint,
     Sound,
     list_complete,
+    mark_best,
     mark_complete,
     newest_iteration,
     newest_sound,
@@ -33,6 +35,34 @@ def make(run_dir: Path, iteration: int, complete: bool = True) -> Path:
     if complete:
         mark_complete(folder, iteration=iteration)
     return folder
+
+
+def best(iteration: int) -> BestCheckpoint:
+    return BestCheckpoint(iteration=iteration, policy_version=iteration, metric="heldout/mean@1", value=0.5)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for iteration in range(1, 6):
+        make(tmp_path, iteration)
+    assert mark_best(tmp_path, best(2))
+    prune(tmp_path, keep=2)
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == [2, 4, 5]
+    assert read_best(tmp_path / "checkpoints") == best(2)
+    assert mark_best(tmp_path, best(5))
+    prune(tmp_path, keep=2)
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == [4, 5]
+
+
+def test_only_a_complete_checkpoint_is_marked_as_the_best(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2, complete=False)
+    assert not mark_best(tmp_path, best(2))
+    assert read_best(tmp_path / "checkpoints") is None
+    assert mark_best(tmp_path, best(1))
+    assert not mark_best(tmp_path, None)
+    assert read_best(tmp_path / "checkpoints") is None
+    (tmp_path / "checkpoints" / "best.json").write_text('{"iteration": 1}')
+    assert read_best(tmp_path / "checkpoints") is None
 
 
 def test_folders_sort_by_name_as_by_number(tmp_path: Path) -> None:
