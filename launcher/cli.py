@@ -34,8 +34,8 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
-        "in it are relative to the file."
+        "YAML file with the sections run, model, data, reward, grpo, ... (docs/configuration.md). Relative paths in it "
+        "are relative to the file."
     ),
 )
 _Set = Annotated[
@@ -164,8 +164,8 @@ def evaluate(
     """
     from launcher.evaluate import Asked, evaluate_command
 
-    if model is None and config is None:
-        raise typer.BadParameter("give a model folder: tandem evaluate --model DIR --data FILE (or -c my.yaml)")
+    if config is None and (model is None or not data):
+        raise typer.BadParameter("give a model and data: tandem evaluate --model DIR --data FILE (or -c my.yaml)")
     raise typer.Exit(
         evaluate_command(
             Asked(

@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
@@ -43,9 +44,27 @@ def _section(name: str) -> str:
         f"| {_cell(field.description)} | {_cell(note(f'{name}.{key}', 'why'))} |"
         for key, field in model.model_fields.items()
     ]
-    return "\n".join(
-        ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
-    )
+    table = ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
+    return "\n".join(table + [line for key, field in model.model_fields.items() for line in _entries(name, key, field)])
+
+
+def _entries(section: str, key: str, field: FieldInfo) -> list[str]:
+    """Describe the entries of a list of mappings; nothing if the setting is none."""
+    arguments = typing.get_args(field.annotation)
+    if not arguments or not isinstance(arguments[0], type) or not issubclass(arguments[0], BaseModel):
+        return []
+    rows = [
+        f"| `{name}` | {type_text(entry)} | {default_text(entry)} | {_cell(entry.description)} |"
+        for name, entry in arguments[0].model_fields.items()
+    ]
+    return [
+        "",
+        f"An entry of `{section}.{key}`:",
+        "",
+        "| key | type | default | what it is |",
+        "|---|---|---|---|",
+        *rows,
+    ]
 
 
 def _environment() -> str:
@@ -77,6 +96,8 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
         return f"{_type(first, metadata)}, or null"
     if typing.get_origin(annotation) in (tuple, list):
         return f"list of {_plural(_type(typing.get_args(annotation)[0], []))}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
 

@@ -60,7 +60,7 @@ async def test_each_set_is_sampled_and_measured_in_its_own_way(
         assert 0.0 <= low <= value <= high <= 1.0
         labels = {"set": "sampled", "measure": measure}
         assert REGISTRY.get_sample_value("tandem_evaluation", labels) == value
-    assert last["eval/sampled/mean@4"] < last["eval/sampled/pass@4"]
+    assert last["eval/sampled/mean@4"] <= last["eval/sampled/pass@2"] <= last["eval/sampled/pass@4"]
     state = saved_state(environment)
     assert state["baseline"]["eval/heldout/mean@1"] == state["initial_accuracy"]
     assert state["baseline"]["eval/sampled/policy_version"] == 0
