@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,12 +24,18 @@ from tests.kit.waiting import until
 
 START_S = 240.0  # engines import for 10 to 20 s on two idle cores, several times that on busy ones
 END_S = 60.0
+FREE_PORTS = (20_000, 32_768)
 
 
 def free_port() -> int:
-    """Find a free port for a program that cannot report one chosen by the system; another process may take it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Find a free port for a program that cannot report one chosen by the system.
+
+    It is below the range from which the system takes ports for others, so that nobody is given it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*FREE_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 _preloaded: list[str] = []
