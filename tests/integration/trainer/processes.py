@@ -1,6 +1,5 @@
 """The ranks of a trainer as real processes, the steps that tests ask of them, and who takes their weights."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,11 @@ class TrainerProcesses(Services):
         """Waits for the announcement."""
         return self.record_of("trainer", "trainer")
 
-    async def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+    def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
         """A whole round to a rollout rank without an engine.
 
         Returns: what arrived, and the trainer ranks' reports of TRANSFER.
         """
-        return await asyncio.to_thread(self._receive, layout)
-
-    def _receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
         spec, group = ModelSpec.from_folder(self.config.model.path), f"tandem:{RUN_ID}"
         with grpc.insecure_channel(self.ready().address) as channel:
             status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)

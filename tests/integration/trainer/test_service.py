@@ -1,5 +1,6 @@
 """The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
 
+import asyncio
 import math
 import shutil
 import tempfile
@@ -305,7 +306,7 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 async def test_published_weights_are_the_exported_ones(
     stub: Any, shared_trainer: TrainerProcesses, folder: Path
 ) -> None:
-    tensors, reports = await shared_trainer.receive(Parallel(tensor=2))
+    tensors, reports = await asyncio.to_thread(shared_trainer.receive, Parallel(tensor=2))
     assert len(reports) == 2
     assert same(tensors, await shared_trainer.exported(stub, folder / "hf")) == []
 
