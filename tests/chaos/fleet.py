@@ -62,7 +62,7 @@ class ChaosFleet:
         self._sync = sync
         self._first_sync = sync
         self._serial = 0
-        self._registry: Registry | None = None
+        self.registry = Registry(redis.url, RUN_ID)
         self._channels: dict[str, grpc.Channel] = {}
         self._addresses: dict[str, str] = {}
 
@@ -186,8 +186,7 @@ class ChaosFleet:
             self.end(name)
         for channel in self._channels.values():
             channel.close()
-        if self._registry is not None:
-            self._registry.close()
+        self.registry.close()
 
     # ---- harm ----
 
@@ -220,12 +219,6 @@ class ChaosFleet:
         except (TandemError, LookupError):
             return False
         return True
-
-    @property
-    def registry(self) -> Registry:
-        if self._registry is None:
-            self._registry = Registry(self.redis.url, RUN_ID)
-        return self._registry
 
     def _channel(self, name: str) -> grpc.Channel:
         """To where the service was announced when wait_announced() last looked; Redis may be away now."""

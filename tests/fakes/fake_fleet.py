@@ -98,7 +98,8 @@ async def fake_fleet(
     async with AsyncExitStack() as stack:
         servers: dict[str, GrpcServer] = {}
         addresses: dict[str, str] = {}
-        for name, service in {"trainer": trainer_service, **{each.name: each for each in rollouts}}.items():
+        services: dict[str, FakeTrainer | FakeRollout] = {"trainer": trainer_service}
+        for name, service in (services | {each.name: each for each in rollouts}).items():
             serving = served(service, name.partition("-")[0], tls)
             servers[name], addresses[name] = await stack.enter_async_context(serving)
         client = Trainer(addresses["trainer"])
