@@ -197,7 +197,8 @@ class Services:
             process.wait(timeout=30)
         self.processes.clear()
         for child in psutil.wait_procs(started, timeout=CHILDREN_END_S)[1]:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def __enter__(self) -> Self:
         return self
