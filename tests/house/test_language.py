@@ -63,6 +63,13 @@ def texts(path: Path) -> list[tuple[int, str]]:
     return found + [(comment.start[0], comment.string) for comment in comments]
 
 
+def wrapped_lines(path: Path) -> list[tuple[int, str]]:
+    """Each line of a file together with the next one, since sentences are wrapped; with its number."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    following = [re.sub(r"^\s*(?:#|//|--|\*)+ ?", "", line) for line in [*lines[1:], ""]]
+    return [(number, f"{line} {after}") for number, (line, after) in enumerate(zip(lines, following, strict=True), 1)]
+
+
 def dialect(text: str) -> list[str]:
     """The house's own words in a text; what stands in backticks is code."""
     prose = " ".join(re.sub(r"`[^`]*`", "", text).split())
@@ -165,7 +172,7 @@ def test_documents_use_the_terms_of_the_field() -> None:
     assert [
         f"{name_of(path)}:{line}: {what}"
         for path in pages
-        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for line, text in wrapped_lines(path)
         for what in dialect(text)
     ] == []
 
@@ -177,7 +184,7 @@ def test_configuration_uses_the_terms_of_the_field() -> None:
     assert [
         f"{name_of(path)}:{line}: {what}"
         for path in own
-        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for line, text in wrapped_lines(path)
         for what in dialect(text)
     ] == []
 
