@@ -31,7 +31,7 @@ CHILDREN_END_S = 10.0  # after the process that started them
 def free_port() -> int:
     """Find a free port for a program that cannot report one chosen by the system.
 
-    It is below the range from which the system takes ports for others, so that nobody is given it meanwhile.
+    It is below the range from which the system takes ports for others, so that no other process is given it meanwhile.
     """
     while True:
         port = random.SystemRandom().randrange(*FREE_PORTS)
