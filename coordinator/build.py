@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.data.prompts import PromptSet
-from coordinator.evaluating import Evaluations
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.joiners import Patience, Seed
@@ -22,6 +21,7 @@ from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.evaluations import Evaluations
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -182,14 +182,14 @@ def build_evaluator(
     return Evaluator(
         sets=[
             PromptsToEvaluate(
-                name=each.name,
-                prompts=prompts[each.name].prompts,
-                num_samples=each.samples,
-                sampling=_sampling_of_set(config, codec, each),
-                measures=tuple(each.metrics()),
-                every=config.run.evaluate_every if each.every is None else each.every,
+                name=chosen.name,
+                prompts=prompts[chosen.name].prompts,
+                num_samples=chosen.samples,
+                sampling=_sampling_of_set(config, codec, chosen),
+                measures=tuple(chosen.metrics()),
+                every=config.run.evaluate_every if chosen.every is None else chosen.every,
             )
-            for each in config.evaluation_sets()
+            for chosen in config.evaluation_sets()
         ],
         rollouts=rollouts,
         rollouts_beside_training=beside_training,
@@ -200,14 +200,14 @@ def build_evaluator(
     )
 
 
-def _sampling_of_set(config: RunConfig, codec: TextCodec, each: EvaluationSet) -> Sampling:
+def _sampling_of_set(config: RunConfig, codec: TextCodec, chosen: EvaluationSet) -> Sampling:
     return replace(
-        _sampling(config, codec, each.temperature),
-        max_new_tokens=config.grpo.max_new_tokens if each.max_new_tokens is None else each.max_new_tokens,
-        top_p=each.top_p,
-        top_k=each.top_k,
-        min_p=each.min_p,
-        repetition_penalty=each.repetition_penalty,
+        _sampling(config, codec, chosen.temperature),
+        max_new_tokens=config.grpo.max_new_tokens if chosen.max_new_tokens is None else chosen.max_new_tokens,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+        repetition_penalty=chosen.repetition_penalty,
     )
 
 

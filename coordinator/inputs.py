@@ -54,7 +54,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
         train = load_prompts(config.data, "train", codec)
-        evaluation = {each.name: evaluation_prompts(config, each, codec) for each in config.evaluation_sets()}
+        evaluation = {chosen.name: evaluation_prompts(config, chosen, codec) for chosen in config.evaluation_sets()}
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -86,11 +86,11 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     )
 
 
-def evaluation_prompts(config: RunConfig, each: EvaluationSet, codec: TextCodec) -> PromptSet:
+def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCodec) -> PromptSet:
     """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
-    section = config.data.model_copy(update={"heldout": each.data})
+    section = config.data.model_copy(update={"heldout": chosen.data})
     loaded = load_prompts(section, "heldout", codec)
-    return loaded if each.num_prompts is None else replace(loaded, prompts=loaded.prompts[: each.num_prompts])
+    return loaded if chosen.num_prompts is None else replace(loaded, prompts=loaded.prompts[: chosen.num_prompts])
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:

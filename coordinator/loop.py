@@ -21,10 +21,10 @@ from coordinator.learn.advantages import group_advantages, zero_variance
 from coordinator.learn.batches import make_batch, select_samples
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
-from coordinator.meanwhile import Meanwhile
 from coordinator.record.report import IterationRecord
 from coordinator.sync.weights import WeightSync
 from servicekit.errors import WrongVersion
+from servicekit.life.meanwhile import Meanwhile
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 

@@ -1,7 +1,7 @@
 """A run from its first weight sync to its summary: iterations, evaluations, checkpoints, and when to stop.
 
 start      trainer's version == ours; sync it to every replica; first evaluation
-iterate    gate -> iteration (loop.py) -> evaluation (evaluating.py) -> checkpoint -> report
+iterate    gate -> iteration (loop.py) -> evaluation (record/evaluations.py) -> checkpoint -> report
 finish     checkpoint, Hugging Face export, summary
 """
 
@@ -15,14 +15,13 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
-from coordinator.evaluating import Evaluations
 from coordinator.flow import DataKey, Scored, SyncResult
 from coordinator.lead import Lead, check_lead, last_look
 from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
-from coordinator.record.evaluations import evaluation_row, heldout_of
+from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
@@ -324,8 +323,8 @@ class Run:
 
     def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
-        for each in evaluated:
-            self._note_scores("heldout", each.scored, f"evaluation set {each.name}")
+        for result in evaluated:
+            self._note_scores("heldout", result.scored, f"evaluation set {result.name}")
         return self.evaluations.note(evaluated, iteration, has_checkpoint=self._has_checkpoint(iteration))
 
     async def _save(self) -> None:

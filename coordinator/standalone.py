@@ -32,7 +32,7 @@ from servicekit.redis.registry import Registry
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_json_atomic
-from tandem_files.evaluation_file import EVALUATION_FILE
+from tandem_files.run_folder import EVALUATION_FILE
 from tandem_files.tokenizer import TextCodec
 
 # The weights are those of the files, which no training has changed.
@@ -48,7 +48,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     start_s = time.monotonic()
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        prompts = {each.name: evaluation_prompts(config, each, codec) for each in config.evaluation_sets()}
+        prompts = {chosen.name: evaluation_prompts(config, chosen, codec) for chosen in config.evaluation_sets()}
         reward = build_reward(config.reward)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -69,7 +69,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
         "versions": merge_versions(versions),
     }
     await asyncio.to_thread(write_json_atomic, environment.run_dir / EVALUATION_FILE, results)
-    log.info("model evaluated", model=str(config.model.path), sets=[each.name for each in evaluated])
+    log.info("model evaluated", model=str(config.model.path), sets=[result.name for result in evaluated])
 
 
 async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: AsyncExitStack) -> list[Replica]:
@@ -87,7 +87,7 @@ async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: A
 
 
 def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any]:
-    settings = {each.name: each.model_dump(mode="json") for each in config.evaluation_sets()}
+    settings = {chosen.name: chosen.model_dump(mode="json") for chosen in config.evaluation_sets()}
     return {
         "model": str(config.model.path),
         "reward": config.reward.model_dump(mode="json"),
@@ -95,15 +95,15 @@ def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any
         "max_new_tokens": config.grpo.max_new_tokens,
         "sets": [
             {
-                "settings": settings[each.name],
-                "num_prompts": len(each.generation.groups),
-                "num_tokens": each.generation.num_tokens,
+                "settings": settings[result.name],
+                "num_prompts": len(result.generation.groups),
+                "num_tokens": result.generation.num_tokens,
                 "measures": {
                     name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-                    for name, estimate in each.estimates.items()
+                    for name, estimate in result.estimates.items()
                 },
             }
-            for each in evaluated
+            for result in evaluated
         ],
         "columns": evaluation_row(evaluated),
     }

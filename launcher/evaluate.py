@@ -20,9 +20,8 @@ from tandem_config.loading import draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
-from tandem_files.evaluation_file import EVALUATION_FILE, read_evaluation
 from tandem_files.run_config import LAUNCHED_CONFIG, RESOLVED_CONFIG
-from tandem_files.run_folder import claimed
+from tandem_files.run_folder import EVALUATION_FILE, claimed, read_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

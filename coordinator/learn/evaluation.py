@@ -62,7 +62,7 @@ class Evaluator:
 
     def due(self, iteration: int) -> list[PromptsToEvaluate]:
         """Return the sets that are evaluated after an iteration that is neither the first nor the last."""
-        return [each for each in self.sets if iteration % each.every == 0]
+        return [asked for asked in self.sets if iteration % asked.every == 0]
 
     async def evaluate(
         self, sets: Sequence[PromptsToEvaluate], policy_version: int, *, beside_training: bool = False
@@ -74,21 +74,21 @@ class Evaluator:
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
         rollouts = self.rollouts_beside_training if beside_training else self.rollouts
-        return [await self._evaluate(each, policy_version, rollouts) for each in sets]
+        return [await self._evaluate(asked, policy_version, rollouts) for asked in sets]
 
-    async def _evaluate(self, each: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> Evaluated:
+    async def _evaluate(self, asked: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> Evaluated:
         order = Order(
-            policy_version=policy_version, num_completions=each.num_samples, sampling=each.sampling, seed=self.seed
+            policy_version=policy_version, num_completions=asked.num_samples, sampling=asked.sampling, seed=self.seed
         )
-        groups = {f"eval.{each.name}.row{prompt.row}": prompt for prompt in each.prompts}
+        groups = {f"eval.{asked.name}.row{prompt.row}": prompt for prompt in asked.prompts}
         generation = await rollouts.generate(groups, order)
         scored = await self.scorer.score(generation.groups)
         texts = iter(self.codec.decode(c.token_ids for group in generation.groups for c in group.completions))
         answers_PG = [[answer_in(next(texts)) for _ in group.completions] for group in generation.groups]
         return Evaluated(
-            name=each.name,
+            name=asked.name,
             policy_version=policy_version,
             generation=generation,
             scored=scored,
-            estimates=estimates(each.measures, scored.scores_PG, answers_PG, self.right_from),
+            estimates=estimates(asked.measures, scored.scores_PG, answers_PG, self.right_from),
         )

@@ -20,12 +20,12 @@ def print_evaluation(console: Console, results: Mapping[str, Any]) -> None:
 def evaluation_lines(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of each line: one per measure, with what is the set's own on its first."""
     lines: list[tuple[str, ...]] = []
-    for each in results["sets"]:
-        name = str(each["settings"]["name"])
+    for result in results["sets"]:
+        name = str(result["settings"]["name"])
         columns = results["columns"]
         own = (f"{columns[f'eval/{name}/length_mean']:.1f}", f"{columns[f'eval/{name}/truncated_ratio']:.1%}")
-        heads = [(name, str(each["num_prompts"]))]
-        for measure, found in each["measures"].items():
+        heads = [(name, str(result["num_prompts"]))]
+        for measure, found in result["measures"].items():
             interval = f"{_number(found['low'])} to {_number(found['high'])}"
             lines.append((*(heads.pop() if heads else ("", "")), measure, _number(found["value"]), interval, *own))
             own = ("", "")

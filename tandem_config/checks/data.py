@@ -8,7 +8,7 @@ from tandem_config.sections.evaluation import HELDOUT
 
 @check("run.target_accuracy", "data.heldout", "evaluation.sets")
 def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
-    if config.run.target_accuracy is None or HELDOUT in [each.name for each in config.evaluation_sets()]:
+    if config.run.target_accuracy is None or HELDOUT in [chosen.name for chosen in config.evaluation_sets()]:
         return None
     return ConfigProblem(
         key="run.target_accuracy",

@@ -9,7 +9,7 @@ from tandem_config.schema import RunConfig
 
 @check("evaluation.sets", "data.heldout")
 def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
-    twice = [name for name, count in Counter(each.name for each in config.evaluation_sets()).items() if count > 1]
+    twice = [name for name, count in Counter(chosen.name for chosen in config.evaluation_sets()).items() if count > 1]
     if not twice:
         return None
     heldout = twice[0] == "heldout" and config.data.heldout is not None
@@ -23,12 +23,12 @@ def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
 
 @check("evaluation.sets")
 def _samples_of_a_greedy_set_are_equal(config: RunConfig) -> ConfigProblem | None:
-    for number, each in enumerate(config.evaluation.sets, 1):
-        if each.samples > 1 and each.temperature == 0.0:
+    for number, chosen in enumerate(config.evaluation.sets, 1):
+        if chosen.samples > 1 and chosen.temperature == 0.0:
             return ConfigProblem(
                 key="evaluation.sets",
-                value=each.name,
-                message=f"entry {number}: samples: {each.samples} with temperature 0: all completions would be equal",
+                value=chosen.name,
+                message=f"entry {number}: samples: {chosen.samples} with temperature 0: all completions would be equal",
                 suggestion="set a temperature, e.g. 1.0, or samples: 1",
             )
     return None
@@ -36,11 +36,11 @@ def _samples_of_a_greedy_set_are_equal(config: RunConfig) -> ConfigProblem | Non
 
 @check("evaluation.sets")
 def _top_k_keeps_a_token(config: RunConfig) -> ConfigProblem | None:
-    for number, each in enumerate(config.evaluation.sets, 1):
-        if each.top_k == 0:
+    for number, chosen in enumerate(config.evaluation.sets, 1):
+        if chosen.top_k == 0:
             return ConfigProblem(
                 key="evaluation.sets",
-                value=each.name,
+                value=chosen.name,
                 message=f"entry {number}: top_k: 0 keeps no token",
                 suggestion="use -1 for all tokens",
             )
@@ -68,13 +68,13 @@ def _completions_of_sets_fit(config: RunConfig) -> ConfigProblem | None:
         "rollout.context_length": config.rollout.context_length,
         "rollout.max_total_tokens": config.rollout.max_total_tokens,
     }
-    for number, each in enumerate(config.evaluation.sets, 1):
+    for number, chosen in enumerate(config.evaluation.sets, 1):
         for key, limit in limits.items():
-            if limit is not None and each.max_new_tokens is not None and each.max_new_tokens >= limit:
+            if limit is not None and chosen.max_new_tokens is not None and chosen.max_new_tokens >= limit:
                 return ConfigProblem(
                     key="evaluation.sets",
-                    value=each.name,
-                    message=f"entry {number}: max_new_tokens {each.max_new_tokens} leaves no room for a prompt in "
+                    value=chosen.name,
+                    message=f"entry {number}: max_new_tokens {chosen.max_new_tokens} leaves no room for a prompt in "
                     f"{key} ({limit})",
                     suggestion=f"raise {key} or lower max_new_tokens",
                 )

@@ -1,4 +1,4 @@
-"""Work that goes on beside a step of the trainer: an evaluation, on replicas that would be idle."""
+"""Work beside a step that does not need it: it begins with the step, and is over when the step is."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.meanwhile import Meanwhile
+from servicekit.life.meanwhile import Meanwhile
 
 
 async def test_work_runs_beside_and_is_waited_for() -> None:
