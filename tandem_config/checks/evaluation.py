@@ -51,7 +51,7 @@ def _top_k_keeps_a_token(config: RunConfig) -> ConfigProblem | None:
 def _best_is_measured(config: RunConfig) -> ConfigProblem | None:
     if config.evaluation.best is None:
         return None
-    measured = [f"{each.name}/{metric}" for each in config.evaluation_sets() for metric in each.metrics()]
+    measured = [f"{chosen.name}/{metric}" for chosen in config.evaluation_sets() for metric in chosen.metrics()]
     if config.evaluation.best in measured:
         return None
     return ConfigProblem(
