@@ -43,6 +43,9 @@ def export_command(run_dir: Path, which: str, out: Path, config: Path | None, ov
     except ConfigError as error:
         complaints.print(Text(f"not exported: {error}", style="bold red"))
         return EXIT_BAD_CONFIG
+    except ModuleNotFoundError as error:  # in the coordinator's image
+        complaints.print(Text(f"not exported: {error}: run this where Tandem is installed whole", style="bold red"))
+        return EXIT_BAD_CONFIG
     except OSError as error:
         complaints.print(Text(f"failed: cannot write {out}: {error}", style="bold red"))
         return EXIT_FAILED
@@ -74,7 +77,7 @@ def check_out(out: Path) -> None:
 
 def _write(checkpoint: Sound, model: ModelSection, out: Path) -> int:
     """Write the folder. Returns: bytes of the weights. Raises: ConfigError; OSError: e.g. the disk is full."""
-    # Not above: torch takes seconds to import, and other mistakes are told without it.
+    # Not above: torch takes seconds to import, and other mistakes are found without it.
     from safetensors import SafetensorError
 
     from trainer_service.saved_policy import SavedPolicy

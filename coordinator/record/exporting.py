@@ -5,10 +5,7 @@ from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
 from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest
-from servicekit.logs import get_logger
 from tandem_files.exports import FINAL, export_folder, prune_exports
-
-log = get_logger(__name__)
 
 
 class Exporter:
@@ -52,7 +49,6 @@ class Exporter:
             await self._trainer.export_model(folder)
         except (Internal, InvalidRequest, DeadlineExceeded) as error:
             await self._trainer.status()  # raises if the trainer is lost, which ends the run by its name
-            log.warning("export failed", folder=str(folder), error=str(error))
             name = folder.relative_to(self._run_dir)
             return f"{name} not written: {error}; from a checkpoint: tandem export {self._run_dir} --out DIR"
         return ""

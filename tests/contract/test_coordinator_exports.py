@@ -5,6 +5,7 @@ import json
 from collections import deque
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
@@ -43,12 +44,16 @@ async def test_the_newest_exports_and_the_final_one_are_there(
 async def test_an_export_that_fails_is_warned_of_and_the_run_goes_on(
     config: RunConfig, environment: ServiceEnvironment, error: TandemError, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = warnings()
     code, exported = await run(config, environment, error)
     assert (code, exported) == (0, ["exports/iteration-000004", "hf"])
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
     assert f"exports/iteration-000002 not written: trainer: {error}" in caplog.text
-    summary = json.loads((environment.run_dir / "summary.json").read_text())
-    assert (summary["counts"]["warnings"], summary["troubles"]) == (1, [])
+    assert (warnings() - before, saved_state(environment)["troubles"]) == (1, [])
+
+
+def warnings() -> float:
+    return REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "export"}) or 0.0
 
 
 async def test_a_final_export_that_fails_is_the_last_word_with_the_command_that_makes_it(

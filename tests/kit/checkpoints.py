@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from tandem_files.digests import file_digest, write_manifest
 from tests.kit.stores import Tensors, cut
 from trainer_service.shard_files import FORMAT, META, WEIGHTS, file_of
 from weightsync.layouts.layout import Parallel
@@ -26,4 +27,5 @@ def write_trainer_checkpoint(folder: Path, spec: ModelSpec, parallel: Parallel, 
     meta = {"format": FORMAT, "policy_version": 3, "steps_done": 3, "model": json.loads(spec.fingerprint())}
     meta |= {"parallel": asdict(parallel), "dtype": str(dtype).removeprefix("torch.")}
     (folder / META).write_text(json.dumps(meta))
+    write_manifest(folder, {path.name: file_digest(path) for path in sorted(folder.iterdir())})
     return folder

@@ -87,5 +87,7 @@ def test_a_kind_may_have_folders_of_such_files(tmp_path: Path, entries: list[str
 def test_a_link_to_a_folder_is_none_of_ours(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "meta.json").touch()
-    (tmp_path / "c" / "inner").symlink_to(tmp_path / "c")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.json").touch()
+    (tmp_path / "c" / "inner").symlink_to(tmp_path / "other")
     assert not replace(KIND, folders=frozenset({"inner"})).is_in(tmp_path / "c")
