@@ -153,6 +153,8 @@ async def test_export_then_export_again(stub: Any, folder: Path) -> None:
     for _ in range(2):
         reply = await stub.ExportModel(pb.ExportModelRequest(path=str(out)), timeout=TIMEOUT_S)
     assert reply.bytes == sum(file.stat().st_size for file in out.iterdir())
+    # model.tokenizer_path's
+    assert (out / "tokenizer.json").read_bytes() == (folder.parent / "tokenizer" / "tokenizer.json").read_bytes()
     assert "model.embed_tokens.weight" in load_file(out / "model.safetensors")
 
 
