@@ -12,20 +12,20 @@ complete.json holds digests: its own, and of every file of the checkpoint that i
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more, sync_folder, write_json_atomic
-from tandem_files.best_checkpoint import BEST_FILE, BestCheckpoint, read_best, write_best
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 
 COMPLETE = "complete.json"
 COORDINATOR_FILE = "coordinator.json"
 TRAINER_FOLDER = "trainer"
 FOLDER = "checkpoints"
+BEST_FILE = "best.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = "damaged-"
 _FILES, _SELF = "files", "digest"
@@ -163,6 +163,41 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
     raise none_left(run_dir, stepped_over)
 
 
+def choose(run_dir: Path, which: str) -> Sound:
+    """Find a checkpoint for a user, and read every file of it to see that it is undamaged.
+
+    Args:
+        which: "last", "best" or an iteration.
+    Raises: ConfigError: there is none, or it is damaged; names those that there are.
+    """
+    if which == "last":
+        sound = newest_sound(run_dir)
+        if sound is None:
+            raise ConfigError(f"{run_dir} has no complete checkpoint yet")
+        return sound
+    there = dict(list_complete(run_dir))
+    if which == "best":
+        best = read_best(run_dir)
+        if best is None or best.iteration not in there:
+            raise ConfigError(f"{run_dir} has no best checkpoint (evaluation.best): give an iteration, {_those(there)}")
+        which = str(best.iteration)
+    if not which.isdecimal():
+        raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_those(there)}")
+    folder = there.get(int(which))
+    if folder is None:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of iteration {which}: give last, best or an iteration, {_those(there)}"
+        )
+    damage = _damage(int(which), folder, deep=True)
+    if damage is not None:
+        raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
+    return Sound(iteration=int(which), folder=folder, stepped_over=[])
+
+
+def _those(there: Collection[int]) -> str:
+    return f"here {', '.join(map(str, there))}" if there else "of which there is none yet"
+
+
 def usable(run_dir: Path) -> tuple[list[tuple[int, Path]], list[Damage]]:
     """List the complete checkpoints whose small files are undamaged, newest first, and the other ones.
 
@@ -229,20 +264,39 @@ def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
     return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BestCheckpoint:
+    """The content of best.json: which checkpoint is the best, by which metric (evaluation.best)."""
+
+    iteration: int
+    policy_version: int
+    metric: str
+    value: float
+
+
+def read_best(run_dir: Path) -> BestCheckpoint | None:
+    """Read the mark of the best checkpoint; None if there is none that can be read."""
+    try:
+        return BestCheckpoint(**json.loads((run_dir / FOLDER / BEST_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def mark_best(run_dir: Path, best: BestCheckpoint | None, last_look: Callable[[], None] = nothing_more) -> bool:
-    """Mark the best checkpoint, if it is complete; without a best one remove the mark.
+    """Mark the best checkpoint, durably, if it is complete; without a best one remove the mark.
 
     Args:
         last_look: as in write_bytes_atomic.
     Returns: whether it is marked now.
     """
+    path = run_dir / FOLDER / BEST_FILE
     if best is None:
-        (run_dir / FOLDER / BEST_FILE).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return False
     if best.iteration not in dict(list_complete(run_dir)):
         return False
-    if best != read_best(run_dir / FOLDER):
-        write_best(run_dir / FOLDER, best, last_look)
+    if best != read_best(run_dir):
+        write_json_atomic(path, asdict(best), last_look)
     return True
 
 
@@ -258,7 +312,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     complete = list_complete(run_dir)
     if not complete:
         return []
-    best = read_best(run_dir / FOLDER)
+    best = read_best(run_dir)
     kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
     kept |= {folder for _, folder in complete[-keep:]}
     newest = complete[-1][0]

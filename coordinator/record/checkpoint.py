@@ -16,11 +16,11 @@ from coordinator.clients.trainer import Trainer
 from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more
-from tandem_files.best_checkpoint import BestCheckpoint
 from tandem_files.checkpoints import (
     COMPLETE,
     COORDINATOR_FILE,
     TRAINER_FOLDER,
+    BestCheckpoint,
     Sound,
     list_complete,
     mark_best,

@@ -12,7 +12,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
-from tandem_files.best_checkpoint import read_best
+from tandem_files.checkpoints import read_best
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
@@ -122,7 +122,7 @@ async def test_the_best_policy_is_saved_and_kept(
 
         trainer.before_step = forget
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
-    best = read_best(environment.run_dir / "checkpoints")
+    best = read_best(environment.run_dir)
     assert best is not None
     assert (best.iteration, best.policy_version, best.metric) == (3, 3, "heldout/mean@1")
     assert checkpoints(environment) == ["best.json", "step-00000003", "step-00000008", "step-00000009"]
@@ -135,7 +135,7 @@ async def test_without_save_best_a_checkpoint_that_is_due_is_the_best(
     evaluation = {"best": "heldout/mean@1", "save_best": False}
     config = with_settings(config, run={"evaluate_every": 1, "checkpoint_every": 3}, evaluation=evaluation)
     await run(config, environment)
-    best = read_best(environment.run_dir / "checkpoints")
+    best = read_best(environment.run_dir)
     assert best is not None
     assert best.iteration in (3, 6)
     assert checkpoints(environment) == ["best.json", "step-00000003", "step-00000006"]
