@@ -109,7 +109,7 @@ async def test_prompts_that_are_left_out_are_told(
 ) -> None:
     """In every way of running: in the log, as a metric, and as an event (test_coordinator_service.py watches those)."""
     config = with_settings(config, data={"max_prompt_tokens": 7, "overlong_prompts": "drop"}, run={"iterations": 1})
-    with config.data.train.open("a", encoding="utf-8") as data:
+    with config.data.train[0].path.open("a", encoding="utf-8") as data:
         data.writelines('{"prompt": "1111+2222=", "answer": "3333"}\n' for _ in range(num_long))
     before = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "dropped_prompts"}) or 0.0
     async with fleet_of(environment):
