@@ -143,18 +143,18 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[Source]) 
     except DataError:
         return []  # reported already
     trained = {file.path.resolve() for source in train for file in source.files}
-    named = {source.path for source in config.data.train} & {source.path for source in config.data.heldout or ()}
+    both = [file.path for source in sources for file in source.files if file.path.resolve() in trained]
+    said = {source.path for source in config.data.train} & {source.path for source in config.data.heldout or ()}
+    if not both or said:
+        return []  # the configuration itself shows it: tandem_config/checks/data.py
     return [
         ConfigProblem(
             key="data.heldout",
-            value=str(file.path),
-            message="is a training file too, so the held-out accuracy will measure memorization",
+            value=str(both[0]),
+            message=f"is a training file too ({len(both)} such files), so the held-out accuracy will measure memorization",
             suggestion="use rows that are not trained on",
             severity="warning",
         )
-        for source in sources
-        for file in source.files
-        if file.path.resolve() in trained and file.path not in named
     ]
 
 
