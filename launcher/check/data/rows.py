@@ -151,7 +151,7 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[Source]) 
         ConfigProblem(
             key="data.heldout",
             value=str(both[0]),
-            message=f"is a training file too ({len(both)} such files), so the held-out accuracy will measure memorization",
+            message=f"is a training file too (of {len(both)} such), so the held-out accuracy will measure memorization",
             suggestion="use rows that are not trained on",
             severity="warning",
         )
