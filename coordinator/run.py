@@ -194,8 +194,8 @@ class Run:
             count = sum(by_source.values())
             metrics.DROPPED_PROMPTS.labels(data=data).set(count)
             if count:
-                each = ", ".join(f"{name}: {dropped}" for name, dropped in by_source.items())
-                which = f" ({each})" if len(by_source) > 1 else ""
+                shares = ", ".join(f"{name}: {dropped}" for name, dropped in by_source.items())
+                which = f" ({shares})" if len(by_source) > 1 else ""
                 message = f"{count} prompts of data.{data} were dropped{which}: longer than max_prompt_tokens"
                 self._warn("dropped_prompts", message)
 

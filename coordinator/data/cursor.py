@@ -27,7 +27,7 @@ class CursorState:
 
     @property
     def num_prompts(self) -> int:
-        """Usable prompts of all sources."""
+        """Count the usable prompts of all sources."""
         return sum(source.num_prompts for source in self.sources)
 
 
@@ -99,7 +99,7 @@ class _Order:
 
     @property
     def taken(self) -> int:
-        """Prompts taken so far, over all epochs."""
+        """Count the prompts taken so far, over all epochs."""
         return self._epoch * self.size + self._position
 
     def next(self) -> int:

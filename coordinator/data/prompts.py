@@ -8,7 +8,7 @@ from typing import overload
 
 from coordinator.data.formatting import PromptFormat, prompt_format
 from coordinator.data.scan import Scan, Scanner
-from coordinator.data.sources import Source, find_sources
+from coordinator.data.sources import RowSource, find_sources
 from coordinator.data.store import RowStore
 from coordinator.flow import DataKey, Prompt
 from servicekit.logs import get_logger
@@ -18,7 +18,7 @@ from tandem_files.tokenizer import TextCodec
 
 log = get_logger(__name__)
 
-# Prompts tokenized at once when all are wanted.
+# Prompts tokenized together when all are wanted.
 _CHUNK = 1024
 
 
@@ -83,7 +83,7 @@ class PromptSet:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all sources."""
+        """Count the prompts of all sources."""
         return sum(len(source) for source in self.sources)
 
     @property
@@ -118,7 +118,7 @@ def load_prompts(section: DataSection, part: DataKey, codec: TextCodec, scratch:
     return PromptSet(sources=tuple(loaded), formats=formats)
 
 
-def _load(section: DataSection, source: Source, formats: PromptFormat, scratch: Path | None) -> PromptSource:
+def _load(section: DataSection, source: RowSource, formats: PromptFormat, scratch: Path | None) -> PromptSource:
     store = RowStore(scratch)
     scanner = Scanner(format=formats, max_tokens=section.max_prompt_tokens, keep=store.add)
     return PromptSource(scanner.scan(source), store, formats)

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from coordinator.data.formatting import PromptFormat, PromptText
-from coordinator.data.sources import Source, SourceFile
+from coordinator.data.sources import RowSource, SourceFile
 from servicekit.logs import get_logger
 from tandem_files.digests import file_digest
 from tandem_files.rows.files import is_parquet
@@ -38,7 +38,7 @@ _Batch = list[tuple[Row, PromptText]]
 class Scan:
     """What a pass has found."""
 
-    source: Source
+    source: RowSource
     faults: Faults = field(default_factory=Faults)
     # Rows without a fault, and those of them that are used.
     num_rows: int = 0
@@ -77,7 +77,7 @@ class Scanner:
     watchers: Sequence[Callable[[Sequence[tuple[Row, PromptText]]], None]] = ()
     report: Report = _log_progress
 
-    def scan(self, source: Source) -> Scan:
+    def scan(self, source: RowSource) -> Scan:
         """Read all rows of a source. Raises: DataError: a file as a whole cannot be read; OSError."""
         found = Scan(source=source)
         digest = xxhash.xxh3_128()

@@ -28,7 +28,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class RowSource:
     """Files whose rows are shuffled together."""
 
     files: tuple[SourceFile, ...]
@@ -36,7 +36,7 @@ class Source:
     weight: float = 1.0
 
 
-def find_sources(section: DataSection, part: DataKey) -> list[Source]:
+def find_sources(section: DataSection, part: DataKey) -> list[RowSource]:
     """Find the files of all sources of a part; without weights there is one, with all files.
 
     Raises: DataError: a file that is not there or cannot be data, or is named twice.
@@ -55,9 +55,9 @@ def find_sources(section: DataSection, part: DataKey) -> list[Source]:
         for source, found in zip(given, paths, strict=True)
     ]
     if given[0].weight is None:
-        return [Source(files=tuple(file for of_source in files for file in of_source))]
+        return [RowSource(files=tuple(file for of_source in files for file in of_source))]
     return [
-        Source(files=of_source, weight=source.weight)
+        RowSource(files=of_source, weight=source.weight)
         for source, of_source in zip(given, files, strict=True)
         if source.weight is not None
     ]

@@ -62,11 +62,14 @@ def _source(scan: Scan) -> SourceOrder:
 def _columns(scans: Sequence[Scan]) -> dict[str, str]:
     """Return the columns of prompts and answers, of each file in order where files differ."""
     keys = [file.keys for scan in scans for file in scan.source.files]
-    by_key: dict[str, list[str | None]] = {
-        "data.prompt_key": [each.prompt for each in keys],
-        "data.answer_key": [each.answer for each in keys],
+    by_setting: dict[str, list[str | None]] = {
+        "data.prompt_key": [of_file.prompt for of_file in keys],
+        "data.answer_key": [of_file.answer for of_file in keys],
     }
-    return {key: json.dumps(each[0] if len(set(each)) == 1 else each) for key, each in by_key.items()}
+    return {
+        setting: json.dumps(columns[0] if len(set(columns)) == 1 else columns)
+        for setting, columns in by_setting.items()
+    }
 
 
 def _source_differences(old: Sequence[SourceOrder], new: Sequence[SourceOrder]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Checks of the data and what is measured on them."""
 
+import re
+
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -43,6 +45,28 @@ def _heldout_has_no_weights(config: RunConfig) -> ConfigProblem | None:
         message=f"has weight {weighted[0].weight}: every held-out row is scored once, whatever its weight",
         suggestion="leave the weight out",
     )
+
+
+@check("data.answer_key", "data.train", "data.heldout", "reward.kind", "reward.pattern")
+def _a_reward_needs_answers(config: RunConfig) -> ConfigProblem | None:
+    sources = [*config.data.train, *(config.data.heldout or ())]
+    if config.data.answer_key is not None or all(source.answer_key is not None for source in sources):
+        return None
+    if config.reward.kind == "regex" and not _has_group(config.reward.pattern or ""):
+        return None  # the pattern alone decides
+    return ConfigProblem(
+        key="data.answer_key",
+        value="null",
+        message=f"reward.kind: {config.reward.kind} compares completions with answers, and rows have none",
+        suggestion="name the column of the answers",
+    )
+
+
+def _has_group(pattern: str) -> bool:
+    try:
+        return re.compile(pattern).groups > 0
+    except re.error:
+        return False  # reported by the pattern's own check
 
 
 @check("data.prompt_as", "data.chat_template")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem_files.rows.problems import DataError
 
-# Rows decoded at once, and their bytes; columns are read in pieces, however large the file's row groups are.
+# Rows decoded together, and their bytes; columns are read in pieces, however large the file's row groups are.
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 << 20
 _READ_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from tandem_files.rows.parquet import read_records, without_nulls
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.values import BadRow, Message, answer_of, check_unicode, prompt_of, tools_of
 
-# A longer line is not a row but, say, a whole file of JSON; it would be read into memory at once.
+# A longer line is not a row but, say, a whole file of JSON; it would be read into memory whole.
 MAX_LINE_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.data.formatting import PromptFormat, prompt_format
 from coordinator.data.scan import Scan, Scanner
-from coordinator.data.sources import Source, find_sources
+from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.lengths import check_lengths, check_limits
@@ -134,7 +134,7 @@ def _unusable_template(config: RunConfig, error: Exception) -> ConfigProblem:
     return ConfigProblem(key="data.chat_template", value=config.data.chat_template, message=text)
 
 
-def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[Source]) -> list[ConfigProblem]:
+def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource]) -> list[ConfigProblem]:
     """Warn of held-out files that are trained on, where a glob hides it."""
     if part != "heldout":
         return []

@@ -82,6 +82,13 @@ def test_sources_in_each_form_keep_their_paths_and_are_written_as_they_were(
     assert load_config(resolved) == config
 
 
+def test_rows_need_no_answer_where_no_reward_reads_one(tmp_path: Path) -> None:
+    options = ["data.answer_key=null", "reward.kind=regex", r"reward.pattern=\(x\) (?:y|z)"]
+    assert load_config(write(tmp_path, MINIMAL), options).data.answer_key is None
+    text = "model: {path: m}\ndata: {train: {path: a, answer_key: x}, answer_key: null}\n"
+    assert load_config(write(tmp_path, text)).data.train[0].answer_key == "x"
+
+
 @pytest.mark.parametrize(
     ("value", "paths"),
     [
@@ -172,6 +179,11 @@ BAD_FILES = [
     ("data: {train: [{path: a, weight: 1}, b]}", "data.train", "a", "weights for some sources only", ""),
     ("data: {train: [a, a]}", "data.train", "a", "has two sources of the path", ""),
     ("data: {train: a, heldout: {path: b, weight: 2}}", "data.heldout", "b", "scored once", "leave the weight out"),
+    ("data: {train: a, answer_key: null}", "data.answer_key", "null", "exact_match compares", "column"),
+    (
+        "data: {train: a, answer_key: null}\nreward: {kind: regex, pattern: 'is (a)'}",
+        "data.answer_key", "null", "regex compares", "column",
+    ),
     ("data: {train: a, chat_template: none, system_prompt: x}", "data.system_prompt", "x", "chat_template is none", ""),
     ("data: {train: a, chat_template: none, prompt_as: user_message}", "data.prompt_as", "", "is none", "auto"),
     ("data: {train: a, chat_template_kwargs: {messages: 1}}", "data.chat_template_kwargs", "1", "may not hold", ""),
