@@ -86,7 +86,8 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     corpus = [CHATML, HEADERS, "What is the answer? assistant user system"]
-    tokenizer.train_from_iterator(corpus, BpeTrainer(vocab_size=400, special_tokens=MARKS, initial_alphabet=alphabet))
+    trainer = BpeTrainer(vocab_size=400, special_tokens=MARKS, initial_alphabet=alphabet)  # type: ignore[no-untyped-call]
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 512, "eos_token_id": 1}))
