@@ -1,6 +1,5 @@
-"""Keeps where the rows of a source lie, 12 bytes for each, and reads those that are asked for."""
+"""Keeps where the rows of a source lie, 16 bytes for each, and reads those that are asked for."""
 
-import contextlib
 import json
 import tempfile
 from array import array
@@ -14,18 +13,14 @@ from coordinator.data.sources import SourceFile
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_files.rows.files import is_parquet
-from tandem_files.rows.reading import Row, row_of_line
-from tandem_files.rows.values import BadRow
+from tandem_files.rows.reading import Row, line_checksum, row_of_line
 
 log = get_logger(__name__)
-
-# A row that does not follow a line's end lies elsewhere than it did, except behind a byte order mark.
-_BOM_BYTES = 3
 
 
 @dataclass(kw_only=True, slots=True)
 class _StoredFile:
-    """The rows of a file that can be used: byte offset and number of each."""
+    """The rows of a file that can be used: byte offset, number and checksum of each."""
 
     file: SourceFile
     # Size and time of change when it was read.
@@ -34,6 +29,7 @@ class _StoredFile:
     lines: IO[bytes] | None
     offsets: "array[int]" = field(default_factory=lambda: array("Q"))
     numbers: "array[int]" = field(default_factory=lambda: array("I"))
+    checksums: "array[int]" = field(default_factory=lambda: array("I"))
 
 
 class RowStore:
@@ -62,17 +58,21 @@ class RowStore:
         stored = self._files[-1]
         if stored.lines is None:
             stored.offsets.append(row.offset)
+            stored.checksums.append(row.checksum)
         else:
             stored.offsets.append(stored.lines.tell())
-            self._copy(row, stored.lines)
+            stored.checksums.append(self._copy(row, stored.lines))
         stored.numbers.append(row.number)
 
-    def _copy(self, row: Row, lines: IO[bytes]) -> None:
+    def _copy(self, row: Row, lines: IO[bytes]) -> int:
+        """Append a row as JSON. Returns: the line's checksum."""
+        line = json.dumps(row.columns).encode()
         try:
-            lines.write(json.dumps(row.columns).encode() + b"\n")
+            lines.write(line + b"\n")
         except OSError as error:
             folder = tempfile.gettempdir() if self._scratch is None else self._scratch
             raise ConfigError(f"{row.file}: its rows cannot be copied to {folder}: {error.strerror}") from error
+        return line_checksum(line)
 
     def read(self, indices: Sequence[int]) -> list[tuple[SourceFile, Row]]:
         """Return rows by index, each with its file.
@@ -108,17 +108,15 @@ class RowStore:
             raise ConfigError(f"{path} can no longer be read: {error.strerror}") from error
 
     def _row(self, stored: _StoredFile, lines: IO[bytes], place: int) -> Row:
-        path, offset, number = stored.file.path, stored.offsets[place], stored.numbers[place]
-        lines.seek(max(0, offset - 1))
-        before = lines.read(1) if offset else b"\n"
-        lines.seek(offset)
-        if before == b"\n" or offset == _BOM_BYTES:
-            with contextlib.suppress(BadRow):
-                return row_of_line(path, number, lines.readline(), stored.file.keys)
-        raise ConfigError(
-            f"{path}:{number} is no longer where it was when the run began: the file has changed; restore it, and "
-            "resume"
-        )
+        path, number = stored.file.path, stored.numbers[place]
+        lines.seek(stored.offsets[place])
+        raw = lines.readline()
+        if line_checksum(raw) != stored.checksums[place]:
+            raise ConfigError(
+                f"{path}:{number} is no longer what and where it was when the run began: the file has changed; restore "
+                "it, and resume"
+            )
+        return row_of_line(path, number, raw, stored.file.keys)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

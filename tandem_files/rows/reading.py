@@ -1,6 +1,7 @@
 """Streams the rows of a JSONL or Parquet file, and reports each one that cannot be used with its file and line."""
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +41,9 @@ class Row:
     tools: list[dict[str, Any]] | None = None
     # All columns.
     columns: dict[str, Any]
-    # Byte at which the line begins; 0 in a Parquet file.
+    # Byte at which the line begins, and its checksum; 0 in a Parquet file.
     offset: int = 0
+    checksum: int = 0
     # Share of the file that has been read.
     share: float = 0.0
 
@@ -84,6 +86,11 @@ def row_of_line(path: Path, number: int, raw: bytes, keys: RowKeys) -> Row:
     return _row(path, number, record, keys)
 
 
+def line_checksum(raw: bytes) -> int:
+    """Compute the CRC-32 of a line, whatever ends it."""
+    return zlib.crc32(raw.rstrip(b"\r\n"))
+
+
 def _row(path: Path, number: int, record: dict[str, Any], keys: RowKeys) -> Row:
     return Row(
         file=path,
@@ -115,7 +122,8 @@ def _jsonl_rows(
             if not raw.strip():
                 continue
             try:
-                yield replace(row_of_line(path, number, raw, keys), offset=begin, share=offset / size)
+                row = row_of_line(path, number, raw, keys)
+                yield replace(row, offset=begin, checksum=line_checksum(raw), share=offset / size)
             except BadRow as error:
                 yield RowProblem(file=path, number=number, message=str(error))
 

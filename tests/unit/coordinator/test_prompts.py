@@ -105,13 +105,15 @@ def test_a_parquet_file_is_as_its_rows_in_json(tmp_path: Path, codec: TextCodec)
 
 
 def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, codec: TextCodec) -> None:
-    path = write_data(tmp_path / "a.jsonl", [(n, n) for n in range(20)])
+    path = write_data(tmp_path / "a.jsonl", [(n, 10) for n in range(10, 30)])
+    path.write_text(path.read_text().rstrip())
     source = load_prompts(section(path), "train", codec).sources[0]
     with path.open("a") as file:
-        file.write('{"prompt": "more", "answer": "rows"}\n')
-    assert source[19].answer == "38"
-    path.write_text("\n" * 3 + path.read_text())
-    with pytest.raises(ConfigError, match=r"a\.jsonl:20 is no longer where it was when the run began"):
+        file.write('\n{"prompt": "more", "answer": "rows"}\n')
+    assert source[19].answer == "39"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))  # lines of equal length
+    with pytest.raises(ConfigError, match=r"a\.jsonl:20 is no longer what and where it was when the run began"):
         source[19]
     path.unlink()
     with pytest.raises(ConfigError, match=r"a\.jsonl can no longer be read: No such file"):
