@@ -155,7 +155,7 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
 def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
     if app.inputs.heldout is None:
         return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+    return Evaluator(prompts=app.inputs.heldout, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
 
 
 def _sampling(app: App, temperature: float) -> Sampling:

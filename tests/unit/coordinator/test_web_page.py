@@ -14,8 +14,8 @@ import yaml
 from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
-from coordinator.data.prompts import DataCursor
-from coordinator.flow import Prompt, ReplicaOutcome, SyncResult
+from coordinator.data.cursor import CursorState
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
@@ -27,7 +27,6 @@ from coordinator.web.snapshot import CURVES, Source
 from servicekit.errors import PeerLost
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
-PROMPTS = [Prompt(row=1, token_ids=(1,), answer="1")]
 NASTY = "</script><img src=x onerror=alert(1)>"
 
 
@@ -173,7 +172,7 @@ def test_observed_rounds_say_what_became_of_the_replicas() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    state = RunState(cursor=DataCursor(PROMPTS, seed=0, shuffle=False).state(), batch_rng={}, model_fingerprint="x")
+    state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="x")
     state.iteration, state.policy_version = 5, 5
     observed = Observed()
     observed.sync(sync_result())
