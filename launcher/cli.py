@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.samples.cli import samples
 
 app = typer.Typer(
     name="tandem",
@@ -24,6 +25,7 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem samples                   prompts, completions and rewards of a run
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -33,8 +35,8 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
-        "in it are relative to the file."
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, "
+        "samples. Relative paths in it are relative to the file."
     ),
 )
 _Set = Annotated[
@@ -135,6 +137,7 @@ def check(
 
 
 app.command()(plan)
+app.command()(samples)
 
 
 @app.command()
