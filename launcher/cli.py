@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.page import page
 from launcher.view.samples.cli import samples
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
     tandem samples                   prompts, completions and rewards of a run
+    tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -138,6 +140,7 @@ def check(
 
 app.command()(plan)
 app.command()(samples)
+app.command()(page)
 
 
 @app.command()
