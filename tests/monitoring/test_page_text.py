@@ -1,6 +1,7 @@
 """What a run says of itself and what its policy wrote is text on the page, whatever it looks like: in a browser."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,14 @@ EMPTY = {
 @pytest.mark.integration
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    hostile = {"prompt": NASTY, "completion": NASTY, "answer": NASTY, "group_id": NASTY, "source": NASTY, "use": NASTY}
+    hostile: dict[str, Any] = {
+        "prompt": NASTY,
+        "completion": NASTY,
+        "answer": NASTY,
+        "group_id": NASTY,
+        "source": NASTY,
+        "use": NASTY,
+    }
     for iteration in (1, 2):
         folder.write(iteration, "train", [stored(iteration=iteration, reward_parts={NASTY: 1.0}, **hostile)])
     samples = SamplePages(folder)

@@ -136,17 +136,23 @@ function drawGroup(found, group) {
   head.append(
     make("h2", group.group_id),
     make("span", `reward ${number(group.reward_mean)} on average`),
-    make("span", `row ${group.row} of ${group.source || group.kind}`, "dim"),
   );
+  const source = make("span", `row ${group.row} of ${fileName(group.source) || group.kind}`, "dim");
+  source.title = group.source;
+  head.append(source);
   const cards = make("div", undefined, "cards");
   cards.append(...group.samples.map((sample) => drawCard(found, group, sample, null)));
-  section.append(head, textBlock("prompt, not trained", group.prompt), textBlock("answer", group.answer), cards);
+  const texts = make("div", undefined, "texts");
+  texts.append(textBlock("prompt, not trained", group.prompt), textBlock("answer", group.answer));
+  section.append(head, texts, cards);
   if (group.num_samples > group.samples.length) {
     section.append(make("p", `${group.num_samples - group.samples.length} more completions are not shown`, "dim"));
   }
   if (parameters.compare) compare(found, group, head, cards);
   return section;
 }
+
+const fileName = (path) => path.split("/").pop();
 
 function textBlock(title, text) {
   const block = make("div", undefined, "block");
