@@ -100,6 +100,8 @@ class Page:
             return "503 Service Unavailable", _TEXT, f"{error}\n".encode()
         except (TandemError, ValueError) as error:
             return "400 Bad Request", _TEXT, f"{error}\n".encode()
+        except OSError as error:  # e.g. a folder of another user
+            return "500 Internal Server Error", _TEXT, f"{error}\n".encode()
         return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 

@@ -17,8 +17,10 @@ let smoothing = 0;
 
 export function showCurves(curves) {
   shown = curves;
+  at("curves-section").hidden = curves.every((curve) => curve.points.length === 0);
   for (const curve of curves) {
     if (!plots.has(curve.field)) plots.set(curve.field, addPlot(curve));
+    plots.get(curve.field).figure.hidden = curve.points.length === 0;
     drawPlot(plots.get(curve.field), curve);
   }
 }
@@ -78,7 +80,7 @@ function addPlot(curve) {
   const note = make("div", "", "range");
   figure.append(caption, image, note);
   at("curves").append(figure);
-  const plot = { image, value, note, points: [], x: null };
+  const plot = { figure, image, value, note, points: [], x: null };
   image.addEventListener("pointermove", (event) => {
     const found = nearest(plot, event.offsetX);
     if (found) mark(found[0]);
@@ -110,15 +112,11 @@ function mark(iteration) {
 }
 
 function drawPlot(plot, curve) {
+  // Not on the screen: no width yet.
   const width = plot.image.clientWidth || FALLBACK_WIDTH;
   plot.image.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   plot.points = curve.points;
-  if (curve.points.length === 0) {
-    plot.image.replaceChildren();
-    plot.value.textContent = "–";
-    plot.note.textContent = "no value yet";
-    return;
-  }
+  if (curve.points.length === 0) return;
   const ys = curve.points.map((point) => point[1]);
   const rows = ticks(...room(Math.min(...ys), Math.max(...ys)), TICKS_Y);
   const [first, last] = [curve.points[0][0], curve.points[curve.points.length - 1][0]];

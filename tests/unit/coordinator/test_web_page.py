@@ -3,7 +3,7 @@
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from coordinator.web.on_loop import on_loop
 from coordinator.web.picture import CURVES
 from coordinator.web.server import DATA, SAMPLES, PageServer
 from coordinator.web.snapshot import Source
-from servicekit.errors import PeerLost
+from servicekit.errors import ConfigError, PeerLost
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
 PROMPTS = [Prompt(row=1, token_ids=(1,), answer="1")]
@@ -275,6 +275,25 @@ async def test_samples_are_for_those_who_know_the_key(ask: Callable[..., Any], k
     found, _, body = await ask(f"{SAMPLES}?search=%3Cb%3E&iteration=3", "GET", key)
     assert found == status
     assert (json.loads(body) == {"search": "<b>", "iteration": "3"}) if status == 200 else (b"key" in body)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("no such iteration"), 400), (PermissionError(13, "not yours"), 500)]
+)
+async def test_data_that_cannot_be_read_is_said(error: Exception, status: int) -> None:
+    def fail(query: Mapping[str, str]) -> dict[str, Any]:
+        raise error
+
+    server = PageServer("127.0.0.1", 0, {SAMPLES: fail})
+
+    def request() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("GET", SAMPLES)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    assert await asyncio.to_thread(request) == (status, f"{error}\n")
+    await asyncio.to_thread(server.close)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
