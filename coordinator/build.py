@@ -14,7 +14,7 @@ from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead
+from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.base import Reward
 from coordinator.learn.scoring import Scorer
@@ -23,6 +23,8 @@ from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
+from coordinator.record.samples import SampleSink
+from coordinator.record.sinks import Sink
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -36,6 +38,7 @@ from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from tandem_config.schema import EvaluationSet, RunConfig
+from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
 from weightsync.group.coordinator_lease import CoordinatorLease
 
@@ -134,7 +137,26 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         checkpoint=inputs.checkpoint,
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
+        sinks=_sinks(app, lead),
     )
+
+
+def _sinks(app: App, lead: Lead) -> list[Sink]:
+    """Make what gets every finished iteration."""
+    config = app.config
+    if not config.samples.enabled:
+        return []
+    return [
+        SampleSink(
+            folder=SampleFolder(app.environment.run_dir),
+            settings=config.samples,
+            codec=app.inputs.codec,
+            sources={"train": str(config.data.train)}
+            | {chosen.name: str(chosen.data) for chosen in config.evaluation_sets()},
+            truncated=config.grpo.truncated,
+            last_look=partial(last_look, lead),
+        )
+    ]
 
 
 def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:
@@ -190,7 +212,8 @@ def build_evaluator(
         sets=[
             PromptsToEvaluate(
                 name=chosen.name,
-                prompts=prompts[chosen.name].prompts,
+                prompts=prompts[chosen.name],
+                num_prompts=chosen.num_prompts,
                 num_samples=chosen.samples,
                 sampling=_sampling_of_set(config, codec, chosen),
                 measures=tuple(chosen.metrics()),

@@ -1,12 +1,14 @@
 """Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from coordinator.data.prompts import DataCursor, PromptSet, load_prompts
+from coordinator.data.cursor import DataCursor
+from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.flow import DataKey
 from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
@@ -40,10 +42,10 @@ class Inputs:
     checkpoint: Sound | None = None
     marks: dict[str, int] = field(default_factory=dict)
 
-    def dropped_prompts(self) -> dict[DataKey, int]:
-        """Count the prompts that were dropped as too long, by data file."""
-        heldout = sum(prompts.num_dropped for prompts in self.evaluation.values())
-        return {"train": self.train.num_dropped, "heldout": heldout}
+    def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
+        """Count the prompts that were dropped as too long, by part of the data and name of the source."""
+        heldout = sum((Counter(prompts.dropped) for prompts in self.evaluation.values()), Counter[str]())
+        return {"train": self.train.dropped, "heldout": dict(heldout)}
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -53,18 +55,20 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     """
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        train = load_prompts(config.data, "train", codec)
-        evaluation = {chosen.name: evaluation_prompts(config, chosen, codec) for chosen in config.evaluation_sets()}
+        train = load_prompts(config.data, "train", codec, run_dir)
+        evaluation = {
+            chosen.name: evaluation_prompts(config, chosen, codec, run_dir) for chosen in config.evaluation_sets()
+        }
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    cursor = DataCursor(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
     rng = np.random.default_rng(config.run.seed)
     state = RunState(
         cursor=cursor.state(),
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
-        order=order_of(config, train),
+        order=order_of(config, train.scans, train.formats),
     )
     newest, found = None, marks(run_dir)
     if not resume:
@@ -86,17 +90,15 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     )
 
 
-def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCodec) -> PromptSet:
+def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCodec, scratch: Path) -> PromptSet:
     """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
-    section = config.data.model_copy(update={"heldout": chosen.data})
-    loaded = load_prompts(section, "heldout", codec)
-    return loaded if chosen.num_prompts is None else replace(loaded, prompts=loaded.prompts[: chosen.num_prompts])
+    return load_prompts(config.data.model_copy(update={"heldout": chosen.data}), "heldout", codec, scratch)
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:
     """Return the checkpoint's state. Raises: ConfigError: lists how its data differs from a new run's."""
     if fresh.order is not None:
-        different = order_differences(newest.state, fresh.order, fresh.cursor.num_prompts)
+        different = order_differences(newest.state, fresh.order)
         if different:
             raise ConfigError(
                 f"cannot resume from {newest.sound.folder}: {'; '.join(different)}: resume with the same, or start a "

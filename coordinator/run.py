@@ -46,6 +46,8 @@ from tandem_files.run_folder import STATE_FILE
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
 MAX_SKIPPED_IN_A_ROW = 10
+# Name of the evaluation on data.heldout.
+HELDOUT: DataKey = "heldout"
 
 log = get_logger(__name__)
 
@@ -63,7 +65,8 @@ class Run:
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
-        dropped_prompts: by data file, prompts dropped since they are longer than data.max_prompt_tokens.
+        dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
+            data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
         sinks: get every finished iteration.
     """
@@ -81,7 +84,7 @@ class Run:
     state: RunState
     lead: Lead
     lead_patience_s: float
-    dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
+    dropped_prompts: Mapping[DataKey, Mapping[str, int]] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
     resumed: bool = False
@@ -200,12 +203,14 @@ class Run:
 
     def _note_dropped_prompts(self) -> None:
         """Warn of dropped prompts (data.overlong_prompts: drop): they change what is trained."""
-        for data, count in self.dropped_prompts.items():
+        for data, by_source in self.dropped_prompts.items():
+            count = sum(by_source.values())
             metrics.DROPPED_PROMPTS.labels(data=data).set(count)
             if count:
-                self._warn(
-                    "dropped_prompts", f"{count} prompts of data.{data} were dropped: longer than max_prompt_tokens"
-                )
+                shares = ", ".join(f"{name}: {dropped}" for name, dropped in by_source.items())
+                which = f" ({shares})" if len(by_source) > 1 else ""
+                message = f"{count} prompts of data.{data} were dropped{which}: longer than max_prompt_tokens"
+                self._warn("dropped_prompts", message)
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""

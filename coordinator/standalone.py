@@ -48,7 +48,10 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     start_s = time.monotonic()
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        prompts = {chosen.name: evaluation_prompts(config, chosen, codec) for chosen in config.evaluation_sets()}
+        prompts = {
+            chosen.name: evaluation_prompts(config, chosen, codec, environment.run_dir)
+            for chosen in config.evaluation_sets()
+        }
         reward = build_reward(config.reward)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error

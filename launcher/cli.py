@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.page import page
+from launcher.view.samples.cli import samples
 
 app = typer.Typer(
     name="tandem",
@@ -26,6 +28,8 @@ app = typer.Typer(
     tandem top                       watch a running run, live
     tandem evaluate --model runs/<name>/hf --data heldout.jsonl
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem samples                   prompts, completions and rewards of a run
+    tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -137,6 +141,8 @@ def check(
 
 
 app.command()(plan)
+app.command()(samples)
+app.command()(page)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
+from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trainer import TrainerSection
 
@@ -32,6 +33,7 @@ __all__ = [
     "HELDOUT",
     "EvaluationSection",
     "EvaluationSet",
+    "SamplesSection",
 ]
 
 
@@ -53,3 +55,5 @@ class RunConfig(Section):
         """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""
         sets = self.evaluation.sets
         return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)
+
+    samples: SamplesSection = Field(default_factory=SamplesSection)

@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import note, sections
+from tandem_config.sections.data import DataSource
+from tandem_config.sections.evaluation import EvaluationSet
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
@@ -51,7 +53,7 @@ def _section(name: str) -> str:
 def _entries(section: str, key: str, field: FieldInfo) -> list[str]:
     """Describe the entries of a list of mappings; nothing if the setting is none."""
     arguments = typing.get_args(field.annotation)
-    if not arguments or not isinstance(arguments[0], type) or not issubclass(arguments[0], BaseModel):
+    if not arguments or arguments[0] is not EvaluationSet:
         return []
     rows = [
         f"| `{name}` | {type_text(entry)} | {default_text(entry)} | {_cell(entry.description)} |"
@@ -94,9 +96,11 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
+        return "path, glob, or list"
     if typing.get_origin(annotation) in (tuple, list):
         return f"list of {_plural(_type(typing.get_args(annotation)[0], []))}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if typing.get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
@@ -121,7 +125,7 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
-    value = field.default
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"
     if value == ():

@@ -1,7 +1,8 @@
 """Evaluations of the policy: completions of each set's prompts, scored like those of the training data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from coordinator.flow import Generation, Prompt, Scored
 from coordinator.generate.order import Order, Sampling
@@ -17,12 +18,14 @@ class PromptsToEvaluate:
     """A set of prompts, how they are sampled, and what is measured.
 
     Attributes:
+        num_prompts: only the first n of the prompts; None: all.
         measures: names as EvaluationSet.metrics yields them.
         every: iterations between evaluations.
     """
 
     name: str
-    prompts: Sequence[Prompt]
+    prompts: Iterable[Prompt]
+    num_prompts: int | None
     num_samples: int
     sampling: Sampling
     measures: Sequence[str]
@@ -80,7 +83,8 @@ class Evaluator:
         order = Order(
             policy_version=policy_version, num_completions=asked.num_samples, sampling=asked.sampling, seed=self.seed
         )
-        groups = {f"eval.{asked.name}.row{prompt.row}": prompt for prompt in asked.prompts}
+        prompts = islice(asked.prompts, asked.num_prompts)
+        groups = {f"eval.{asked.name}.{prompt.name}": prompt for prompt in prompts}
         generation = await rollouts.generate(groups, order)
         scored = await self.scorer.score(generation.groups)
         texts = iter(self.codec.decode(c.token_ids for group in generation.groups for c in group.completions))

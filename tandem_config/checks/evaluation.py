@@ -22,6 +22,18 @@ def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
 
 
 @check("evaluation.sets")
+def _no_set_is_called_train(config: RunConfig) -> ConfigProblem | None:
+    if "train" not in [chosen.name for chosen in config.evaluation.sets]:
+        return None
+    return ConfigProblem(
+        key="evaluation.sets",
+        value="train",
+        message="is the name of the training samples",
+        suggestion="choose another name",
+    )
+
+
+@check("evaluation.sets")
 def _samples_of_a_greedy_set_are_equal(config: RunConfig) -> ConfigProblem | None:
     for number, chosen in enumerate(config.evaluation.sets, 1):
         if chosen.samples > 1 and chosen.temperature == 0.0:

@@ -1,12 +1,12 @@
 """Evaluations: sets of prompts with their own sampling, what is measured on them, and the best checkpoint."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from tandem_config.sections.base import Fraction, ListOf, PositiveInt, Section, about
+from tandem_config.sections.data import Sources
 
 # The set that data.heldout makes; its mean is the held-out accuracy.
 HELDOUT = "heldout"
@@ -15,10 +15,10 @@ HELDOUT = "heldout"
 class EvaluationSet(Section):
     """A set of prompts, and how their completions are sampled."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")] = Field(
         description="Name in metrics (`eval/<name>/mean@1`), events and samples."
     )
-    data: Path = Field(description="Data file, with the columns of the section data.")
+    data: Sources = Field(description="Rows, in the forms of data.heldout, with the columns of the section data.")
     samples: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="Completions per prompt, k.")
     temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.0, description="Sampling temperature; 0: greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Share of probability that is kept.")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.data.prompts import CursorState
+from coordinator.data.cursor import CursorState
 from coordinator.flow import Completion, Generation, Group, Prompt, Scored
 from coordinator.learn.estimates import Estimate
 from coordinator.learn.evaluation import Evaluated
@@ -29,7 +29,7 @@ def evaluated(value: float, name: str = "aime", version: int = 3, **scores: Any)
 
 
 def state() -> RunState:
-    return RunState(cursor=CursorState(epoch=0, position=0, num_prompts=1), batch_rng={}, model_fingerprint="")
+    return RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="")
 
 
 def test_columns_have_the_sets_name() -> None:

@@ -34,7 +34,7 @@ def config_of(**asked: Any) -> RunConfig:
 def test_each_file_is_a_set_of_its_own(tmp_path: Path) -> None:
     config = config_of(data=[tmp_path / "test.jsonl", tmp_path / "other" / "test.jsonl", Path("a b.jsonl")])
     assert [each.name for each in config.evaluation_sets()] == ["test", "test-2", "a-b"]
-    assert config.evaluation_sets()[2].data == Path.cwd() / "a b.jsonl"
+    assert [source.path for source in config.evaluation_sets()[2].data] == [Path.cwd() / "a b.jsonl"]
     assert (config.model.path, config.run.name, config.rollout.serve_model) == (MODEL, "evaluate-my-model", True)
 
 
