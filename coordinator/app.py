@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from coordinator.attempts import run_or_stop
 from coordinator.build import App
 from coordinator.fleet.view import FleetView
-from coordinator.inputs import read_inputs
-from coordinator.learn.rewards.registry import build_reward
+from coordinator.inputs import Inputs, read_inputs
+from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.leaving import Leaving
 from coordinator.record.report import numeric
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
@@ -22,12 +22,13 @@ from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.life.announcing import announce
-from servicekit.life.tasks import cancel, failing
+from servicekit.life.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
+from servicekit.security.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
@@ -52,10 +53,21 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     """
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
+    rewards = await _ready_rewards(config, inputs, stop)
     try:
-        reward = build_reward(config.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        app = await _assemble(config, environment, identity, inputs, rewards)
+        return await _serve_and_run(app, stop)
+    finally:
+        await close_rewards(rewards)
+
+
+async def _assemble(
+    config: RunConfig,
+    environment: ServiceEnvironment,
+    identity: Identity | None,
+    inputs: Inputs,
+    rewards: list[Part],
+) -> App:
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
@@ -63,12 +75,12 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
     events = EventLog()
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
-    app = App(
+    return App(
         config=config,
         environment=environment,
         identity=identity,
         inputs=inputs,
-        reward=reward,
+        rewards=rewards,
         registry=registry,
         lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost)),
         lost=lost,
@@ -79,6 +91,9 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         view=FleetView(cluster),
         observed=Observed(),
     )
+
+
+async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
     async with AsyncExitStack() as stack:
         overview = await _overview(app, stack)
         await _serve_page(app, overview, stack)
@@ -86,11 +101,23 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         try:
             return await run_or_stop(app, stop)
         finally:
-            await reward.close()
-            events.close()
+            app.events.close()
             await server.drain(_DRAIN_S)
             await asyncio.to_thread(app.lead.close)
-            await asyncio.to_thread(registry.close)
+            await asyncio.to_thread(app.registry.close)
+
+
+async def _ready_rewards(config: RunConfig, inputs: Inputs, stop: asyncio.Event) -> list[Part]:
+    """Start the rewards before any service is called; when asked to stop meanwhile, the run ends before it scores.
+
+    Raises: ConfigError: a reward cannot work; none is left running.
+    """
+    try:
+        rewards = build_rewards(config)
+        await first_of({"started": start_rewards(rewards, inputs.columns()), "stop": stop})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return rewards
 
 
 def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> "Cluster | None":

@@ -17,6 +17,9 @@ from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
 
+# Rows of a file whose columns are looked at.
+_SEEN_ROWS = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -42,6 +45,11 @@ class Inputs:
         """Count the prompts that were dropped as too long, by data file."""
         heldout = 0 if self.heldout is None else self.heldout.num_dropped
         return {"train": self.train.num_dropped, "heldout": heldout}
+
+    def columns(self) -> list[str]:
+        """List the columns of the data's first rows."""
+        sets = [prompts for prompts in (self.train, self.heldout) if prompts is not None]
+        return list(dict.fromkeys(name for each in sets for row in each.prompts[:_SEEN_ROWS] for name in row.columns))
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

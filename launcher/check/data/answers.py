@@ -1,14 +1,17 @@
 """Parses reference answers as `reward.kind: math_verify` will, in worker processes, before a run trains on them."""
 
 import asyncio
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from coordinator.learn.rewards.tasks import ANSWERS
-from coordinator.learn.rewards.workers import Answer, RewardWorkers
+from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.workers.task import Answer, Task
+from coordinator.learn.rewards.workers.tasks import ANSWERS
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import MathVerifyReward
 from tandem_files.data_rows import Row
 
 # Distinct answers that are parsed: at about 3 ms each, half a minute on one core at most.
@@ -20,10 +23,15 @@ _NAMED = 5
 def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: str) -> list[ConfigProblem]:
     """Warn about answers that cannot be parsed, or only ambiguously; report an error if none can be.
 
+    Answers are parsed for a reward of kind math_verify only.
+
     Args:
         path: data file that the rows are from.
         key: the file's key in the configuration.
     """
+    section = next((each for each in config.reward if isinstance(each, MathVerifyReward)), None)
+    if section is None or importlib.util.find_spec("math_verify") is None:
+        return []
     by_answer: dict[str, list[int]] = {}
     for row in rows:
         by_answer.setdefault(row.answer, []).append(row.number)
@@ -31,7 +39,7 @@ def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: st
     step = -(-len(by_answer) // MAX_READ) or 1
     answers = list(by_answer)[::step]
     sampled = "" if step == 1 else f" (of {len(answers)} distinct answers that were read, one in {step})"
-    read = asyncio.run(_read(config, answers))
+    read = asyncio.run(_read(section, answers))
     broken = next((answer.error for answer in read if answer.error), "")
     if broken:
         return [_problem(key, str(path), f"the answers could not be read: {broken}", "")]
@@ -48,8 +56,8 @@ def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: st
     return problems
 
 
-async def _read(config: RunConfig, answers: Sequence[str]) -> list[Answer]:
-    workers = RewardWorkers(ANSWERS, {}, count=config.reward.workers, timeout_s=config.reward.timeout_s)
+async def _read(section: MathVerifyReward, answers: Sequence[str]) -> list[Answer]:
+    workers = RewardWorkers(Task(name=ANSWERS, timeout_s=section.timeout_s), count=section.workers)
     try:
         return await workers.map([{"answer": answer} for answer in answers])
     finally:

@@ -1,6 +1,5 @@
 """Checks the data files row by row."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +27,6 @@ def check_data(
         codec: the tokenizer, for lengths in tokens; None: not checked.
     """
     problems: list[ConfigProblem] = []
-    reward_problems = list(_check_reward(config.reward.kind)) if usable("reward.kind") else []
     longest = 0
     for part in ("train", "heldout"):
         path = config.data.train if part == "train" else config.data.heldout
@@ -36,11 +34,7 @@ def check_data(
             continue
         rows, found = _check_rows(config, f"data.{part}", path)
         problems += found
-        if (
-            config.reward.kind == "math_verify"
-            and not reward_problems
-            and usable("reward.kind", "reward.workers", "reward.timeout_s")
-        ):
+        if usable("reward"):
             problems += check_answers(config, path, rows, key=f"data.{part}")
         if usable("model.path", "model.tokenizer_path"):
             problems += check_template(config, rows, key=f"data.{part}")
@@ -57,7 +51,7 @@ def check_data(
         "rollout.context_length",
     ):
         problems += check_limits(config, spec, longest)
-    return problems + reward_problems
+    return problems
 
 
 def _check_rows(config: RunConfig, key: str, path: Path) -> tuple[list[Row], list[ConfigProblem]]:
@@ -86,14 +80,4 @@ def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
             message=f"data.train has only {rows} rows, so an iteration sees some prompts more than once",
             suggestion=f"{rows} or fewer",
             severity="warning",
-        )
-
-
-def _check_reward(kind: str) -> Iterator[ConfigProblem]:
-    if kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        yield ConfigProblem(
-            key="reward.kind",
-            value=kind,
-            message="the package math-verify is not installed",
-            suggestion="pip install math-verify",
         )

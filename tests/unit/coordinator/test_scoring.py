@@ -1,19 +1,21 @@
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
 from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model
 
 
-class Failing:
+class Failing(Reward):
     """Fails for the first `count` items, is late for `late`, and cannot read the answer of the second."""
 
     def __init__(self, count: int, late: int = 0) -> None:
@@ -22,14 +24,10 @@ class Failing:
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         return Scores(
             values=[0.0] * len(items),
-            num_errors=self.count,
-            first_error="KeyError: 'x'",
-            num_timeouts=self.late,
+            errors={place: f"KeyError: 'x{place}'" for place in range(self.count)},
+            late=frozenset(range(self.count, self.count + self.late)),
             unreadable={1: "is empty"},
         )
-
-    async def close(self) -> None:
-        pass
 
 
 def completion(said: str) -> Completion:
@@ -49,8 +47,9 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
-def scorer(codec: TextCodec, reward: Reward, weight: float = 1.0) -> Scorer:
-    return Scorer(reward=reward, codec=codec, weight=weight)
+def scorer(codec: TextCodec, reward: Reward, *others: Part, **settings: Any) -> Scorer:
+    settings = {"max_error_share": 0.05, "on_error": "zero", "is_accuracy": True} | settings
+    return Scorer(parts=[Part(key="reward", name="first", reward=reward, **settings), *others], codec=codec)
 
 
 async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> None:
@@ -63,7 +62,9 @@ async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> Non
 async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:
     groups = [group("1", *["1"] * 20) for _ in range(5)]
     assert (await scorer(codec, Failing(5)).score(groups)).num_errors == 5
-    with pytest.raises(Internal, match=r"scoring failed for 6 of 100 completions, more than 5%; .* KeyError: 'x'"):
+    with pytest.raises(
+        Internal, match=r"failed for 6 of 100 .* more than reward.max_error_share = 5%; .* g#0: KeyError: 'x0'"
+    ):
         await scorer(codec, Failing(6)).score(groups)
 
 
