@@ -53,7 +53,7 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
         origins: where a value was given, by dotted key.
     """
     key = _key(detail, origins)
-    given = detail["type"] != "missing"
+    given = detail["type"] != "missing" and not detail.get("ctx", {}).get("secret")
     value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
     message, suggestion = _explain(key, detail)
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))

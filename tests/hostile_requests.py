@@ -196,8 +196,8 @@ class Attack:
         return shares
 
     def status(self) -> None:
-        """GetStatus answers, with odd connections beside it."""
-        path = f"{self._prefix}GetStatus"
+        """The call that only asks answers, with odd connections beside it."""
+        path = f"{self._prefix}{'Describe' if 'reward' in self._prefix else 'GetStatus'}"
         self._channel.unary_unary(path)(b"", timeout=CALL_S, metadata=self._metadata)
 
     def odd_connections(self, many: int) -> list[socket.socket]:

@@ -40,6 +40,11 @@ class Scorer:
         items = self._items(groups)
         found = await self._score_all(items)
         scores = {part.name: np.array(each.values, dtype=np.float64) for part, each in found}
+        shown = {
+            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
+            for part, result in found
+            for name, values_S in result.parts.items()
+        } | scores
         missing_S = _mask([_failed(each) for part, each in found if part.on_error == "drop"], len(items))
         right_S = scores[self._accuracy][~missing_S]
         unreadable = {place: why for _, each in found for place, why in each.unreadable.items()}
@@ -49,7 +54,7 @@ class Scorer:
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
-            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in scores.items()},
+            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown.items()},
             num_errors=int(_mask([each.errors for _, each in found], len(items)).sum()),
             first_error=next((_first(part, each, items) for part, each in found if each.errors), ""),
             num_timeouts=int(_mask([each.late for _, each in found], len(items)).sum()),
@@ -69,6 +74,8 @@ class Scorer:
                 columns=group.prompt.columns,
                 sample_id=group.sample_id(index),
                 group=place,
+                prompt_ids=group.prompt.token_ids,
+                completion_ids=completion.token_ids,
             )
             for place, group in enumerate(groups)
             for index, completion in enumerate(group.completions)

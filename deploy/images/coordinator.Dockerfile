@@ -31,6 +31,7 @@ COPY tandem_config tandem_config
 COPY tandem_files tandem_files
 COPY servicekit servicekit
 COPY weightsync weightsync
+COPY reward_service reward_service
 COPY coordinator coordinator
 COPY launcher launcher
 RUN PYTHONPATH=/opt/build python3 -m pip install --quiet --no-deps --no-index --no-build-isolation --target /opt/app .
