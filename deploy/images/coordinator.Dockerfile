@@ -61,6 +61,7 @@ ENTRYPOINT ["python", "-m", "coordinator"]
 COPY --from=packages /opt/tandem /opt/tandem
 COPY --from=app /opt/app /opt/app
 COPY examples/arithmetic /opt/tandem/examples/arithmetic
+COPY examples/reward_server /opt/tandem/examples/reward_server
 ARG VERSION
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="tandem-coordinator" \

@@ -1,4 +1,4 @@
-"""`python -m tests.fakes.hostile_target trainer|rollout|reward|coordinator FOLDER`: a servicer of ours over fake engines.
+"""`python -m tests.fakes.hostile_target trainer|rollout|reward|coordinator FOLDER`: a servicer over fake engines.
 
 In a process of its own, as services are (the metrics of two do not fit into one). Prints its address, and serves until
 its standard input ends.

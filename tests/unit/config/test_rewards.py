@@ -10,6 +10,7 @@ from tandem_config.sections.reward import FunctionReward, LengthReward, RegexRew
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\n"
 TWO = "reward:\n  - {kind: math_verify}\n  - {kind: format, pattern: a, weight: 0.2}\n"
 JUDGE = "reward: {kind: judge, model: m, prompt: '{{ completion }}'"
+URL = ", url: 'http://h/v1'}"
 OWN = "reward: {function: mine.py:score, args: {depth: 3}}\n"
 
 
@@ -57,7 +58,8 @@ MISTAKES = [
      "f", "the name of 2", "own", ":5"),
     ("reward:\n  - {accuracy: true}\n  - {kind: overlong, accuracy: true}", [], "reward[1].accuracy", "true",
      "set for 2 rewards", "leave it out", ":5"),
-    ("reward: {kind: remote, address: 'http://h:1'}", [], "reward.address", "http://h:1", "no address", "host:port", ":3"),
+    ("reward: {kind: remote, address: 'http://h:1'}", [], "reward.address", "http://h:1", "no address", "host:port",
+     ":3"),
     ("reward: {kind: remote, address: h}", [], "reward.address", "h", "no address", "host:port", ":3"),
     (JUDGE + ", url: 'h/v1'}", [], "reward.url", "h/v1", "is no URL", "http://", ":3"),
     (JUDGE + ", url: 'http://u:p@h/v1'}", [], "reward.url", "", "must not hold credentials", "api_key_env", ":3"),
@@ -67,8 +69,10 @@ MISTAKES = [
     (JUDGE + ", url: 'http://h/v1', scores: {a: 1}, full_score: 5}", [], "reward.full_score", "5", "beside scores",
      "leave", ":3"),
     (JUDGE + ", url: 'http://h/v1', body: {stream: true}}", [], "reward.body", "", "sets stream", "leave", ":3"),
-    (JUDGE.replace("n }}", "n }") + "}", [], "reward.prompt", "{{ completion }", "not a Jinja template: line 1", "", ":3"),
-    (JUDGE.replace("completion", "answer") + "}", [], "reward.prompt", "{{ answer }}", "does not show", "write {{", ":3"),
+    (JUDGE.replace("n }}", "n }") + URL, [], "reward.prompt", "{{ completion }", "not a Jinja", "",
+     ":3"),
+    (JUDGE.replace("completion", "answer") + URL, [], "reward.prompt", "{{ answer }}", "does not show", "write",
+     ":3"),
     ("reward: {weight: 0}", [], "reward.weight", "0", "nothing to train on", "weight", ":3"),
     ("reward: {kind: overlong, cache_tokens: 300}", [], "reward.cache_tokens", "300",
      "max_new_tokens = 256", "51", ":3"),
