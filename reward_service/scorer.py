@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class RewardSample:
     """A completion, and what it belongs to; protos/tandem_api/reward/v1/reward.proto describes each field."""
 
     sample_id: str
@@ -40,7 +40,7 @@ class NotScored:
 Outcome = float | SampleScore | NotScored
 
 
-class Scorer(ABC):
+class RewardScorer(ABC):
     """Scores samples; its class attributes say what it is and what it needs."""
 
     # For people: a run logs both.
@@ -61,5 +61,5 @@ class Scorer(ABC):
         return
 
     @abstractmethod
-    def score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[Outcome]:
         """Return an outcome for each sample, in their order; an exception fails all of them, with its text."""

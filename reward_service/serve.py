@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from reward_service.scorer import Scorer
+from reward_service.scorer import RewardScorer
 from reward_service.servicer import FULL_NAME, RewardServicer
 from servicekit.environment import ServerEnvironment
 from servicekit.life.lifecycle import run_main
@@ -19,7 +19,7 @@ DRAIN_S = 20.0
 log = get_logger(__name__)
 
 
-def run_reward_server(make_scorer: Callable[[], Scorer]) -> int:
+def run_reward_server(make_scorer: Callable[[], RewardScorer]) -> int:
     """Serve a scorer until SIGTERM, where the environment says (TANDEM_BIND_HOST, TANDEM_GRPC_PORT, ...).
 
     Args:
@@ -29,7 +29,7 @@ def run_reward_server(make_scorer: Callable[[], Scorer]) -> int:
     return run_main(ROLE, lambda stop: serve(make_scorer(), ServerEnvironment.from_env(), stop))
 
 
-async def serve(scorer: Scorer, environment: ServerEnvironment, stop: asyncio.Event) -> None:
+async def serve(scorer: RewardScorer, environment: ServerEnvironment, stop: asyncio.Event) -> None:
     """Serve until `stop`; ready once the scorer has loaded. Raises: ConfigError: a wrong address or certificate."""
     identity = environment.identity(ROLE)
     server = GrpcServer(ROLE, bind=environment.bind, identity=identity, health_bind=environment.health_bind)

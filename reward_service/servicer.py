@@ -1,4 +1,4 @@
-"""RewardService over a Scorer."""
+"""RewardService over a RewardScorer."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from reward_service.scorer import NotScored, Outcome, Sample, SampleScore, Scorer
+from reward_service.scorer import NotScored, Outcome, RewardSample, RewardScorer, SampleScore
 from servicekit.errors import Internal, InvalidRequest, TandemError, Unavailable
 from tandem_api.reward.v1 import reward_pb2, reward_pb2_grpc
 
@@ -17,7 +17,7 @@ FULL_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """Scores in the scorer's own threads, so that health is answered meanwhile."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: RewardScorer) -> None:
         self._scorer = scorer
         self._threads = ThreadPoolExecutor(scorer.threads, thread_name_prefix="score")
         self._ready = False
@@ -61,7 +61,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         scores = [_score(sample.sample_id, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
         return reward_pb2.ScoreBatchResponse(scores=scores)
 
-    def _score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+    def _score(self, samples: Sequence[RewardSample]) -> Sequence[Outcome]:
         """Call the scorer. Raises: Internal: it has failed, with what it said; or what it raises of ours."""
         try:
             outcomes = self._scorer.score(samples)
@@ -74,14 +74,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return outcomes
 
 
-def _sample(message: reward_pb2.Sample) -> Sample:
+def _sample(message: reward_pb2.Sample) -> RewardSample:
     try:
         columns = json.loads(message.columns_json or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"columns_json of {message.sample_id} is not JSON: {error}") from error
     if not isinstance(columns, dict):
         raise InvalidRequest(f"columns_json of {message.sample_id} is a {type(columns).__name__}, not an object")
-    return Sample(
+    return RewardSample(
         sample_id=message.sample_id,
         group=message.group,
         prompt=message.prompt,

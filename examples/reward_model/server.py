@@ -2,8 +2,8 @@
 
     TANDEM_GRPC_PORT=50062 python examples/reward_model/server.py MODEL_FOLDER
 
-The folder is one of Hugging Face's AutoModelForSequenceClassification with one label (e.g. LlamaForSequenceClassification)
-and its tokenizer. On a machine without a GPU SGLang runs on the CPU, by Tandem's platform for it (rollout_service/sglang_cpu).
+The folder holds a Hugging Face model for sequence classification with one label (LlamaForSequenceClassification, ...)
+and its tokenizer. Without a GPU SGLang runs on the CPU, by Tandem's platform for it (rollout_service/sglang_cpu).
 """
 
 import sys
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reward_service import NotScored, Sample, Scorer, run_reward_server
+from reward_service import NotScored, RewardSample, RewardScorer, run_reward_server
 
 # SGLang sizes its cache by the free memory of the machine unless it is told.
 _CACHE_TOKENS = 16_384
 
 
-class RewardModel(Scorer):
+class RewardModel(RewardScorer):
     """The model's score of prompt and completion, as its own tokenizer reads them."""
 
     name = "reward-model"
@@ -39,7 +39,7 @@ class RewardModel(Scorer):
             log_level="warning",
         )
 
-    def score(self, samples: Sequence[Sample]) -> list[float | NotScored]:
+    def score(self, samples: Sequence[RewardSample]) -> list[float | NotScored]:
         texts = [sample.prompt + sample.completion for sample in samples]
         lengths = [len(self._tokenizer(text).input_ids) for text in texts]
         fits = [place for place, length in enumerate(lengths) if 0 < length <= _CACHE_TOKENS]

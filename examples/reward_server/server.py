@@ -11,23 +11,23 @@ import re
 import sys
 from collections.abc import Sequence
 
-from reward_service import NotScored, Sample, SampleScore, Scorer, run_reward_server
+from reward_service import NotScored, RewardSample, RewardScorer, SampleScore, run_reward_server
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _FULL_TOKENS = 32
 
 
-class LastNumber(Scorer):
+class LastNumber(RewardScorer):
     """Compares the completion's last number with the answer's."""
 
     name = "last-number"
     version = "1"
     max_batch_size = 256
 
-    def score(self, samples: Sequence[Sample]) -> list[SampleScore | NotScored]:
+    def score(self, samples: Sequence[RewardSample]) -> list[SampleScore | NotScored]:
         return [self._one(sample) for sample in samples]
 
-    def _one(self, sample: Sample) -> SampleScore | NotScored:
+    def _one(self, sample: RewardSample) -> SampleScore | NotScored:
         wanted = _NUMBER.findall(sample.answer)
         if not wanted:
             return NotScored(f"the answer of {sample.sample_id} has no number")

@@ -152,7 +152,7 @@ def test_a_reward_server_is_found_where_its_readme_says(tmp_path: Path) -> None:
     assert str(port["port"]) == address[1]
     assert (ports[port["targetPort"]], ports["health"]) == (environ["TANDEM_GRPC_PORT"], environ["TANDEM_HEALTH_PORT"])
     assert ServerEnvironment.from_env(environ).bind == f"0.0.0.0:{address[1]}"
-    assert DRAIN_S < template["spec"]["terminationGracePeriodSeconds"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
     program = container["command"][1].removeprefix("/opt/tandem/")
     assert (REPO / program).is_file()
     assert f"COPY {Path(program).parent} /opt/tandem/{Path(program).parent}\n" in DOCKERFILE.read_text(encoding="utf-8")

@@ -72,6 +72,7 @@ async def remote() -> AsyncIterator[Any]:
         yield make
 
 
+@pytest.mark.runs("python examples/reward_server/server.py")
 async def test_a_run_waits_for_the_server_and_gets_its_scores(servers: Servers, remote: Any) -> None:
     reward = remote(port := free_port())
     starting = asyncio.create_task(reward.start(["prompt"]))
@@ -135,7 +136,7 @@ async def test_a_server_with_the_runs_token_refuses_others(
 
 
 async def test_mutual_tls_needs_a_certificate_of_the_role_reward(servers: Servers, remote: Any, tmp_path: Path) -> None:
-    authority = Authority()
+    authority = Authority("test authority")
     files = {role: files_of(tmp_path, authority, role) for role in ("reward", "coordinator", "trainer")}
     port, other = free_port(), free_port()
     servers.start(port, **variables(files["reward"]))

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.learn.rewards.base import ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.servers.remote import RemoteScores
-from reward_service import NotScored, Sample, SampleScore, Scorer
+from reward_service import NotScored, RewardSample, RewardScorer, SampleScore
 from reward_service.servicer import FULL_NAME, RewardServicer
 from servicekit.errors import TooLarge
 from servicekit.rpc.server import GrpcServer
@@ -18,20 +18,20 @@ from tandem_api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_se
 from tandem_config.sections.reward_servers import RemoteReward
 
 
-class Lengths(Scorer):
+class Lengths(RewardScorer):
     """Scores a completion's length; keeps what it was called with."""
 
     name = "lengths"
     max_batch_size = 4
 
     def __init__(self) -> None:
-        self.calls: list[list[Sample]] = []
+        self.calls: list[list[RewardSample]] = []
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[float | SampleScore | NotScored]:
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[float | SampleScore | NotScored]:
         self.calls.append(list(samples))
         return [self.one(sample) for sample in samples]
 
-    def one(self, sample: Sample) -> float | SampleScore | NotScored:
+    def one(self, sample: RewardSample) -> float | SampleScore | NotScored:
         match sample.completion:
             case "odd":
                 return NotScored("is odd")
@@ -54,7 +54,7 @@ class Groups(Lengths):
 class Broken(Lengths):
     """Fails, or is too busy, as its completions say."""
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[float]:
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[float]:
         self.calls.append(list(samples))
         match samples[0].completion:
             case "few":
@@ -74,7 +74,7 @@ async def remote() -> AsyncIterator[Remote]:
     """`reward = await remote(scorer, **settings)`: started, against a server with this scorer."""
     async with AsyncExitStack() as stack:
 
-        async def make(scorer: Scorer, **settings: Any) -> RemoteScores:
+        async def make(scorer: RewardScorer, **settings: Any) -> RemoteScores:
             server, servicer = GrpcServer("reward"), RewardServicer(scorer)
             server.add(add_RewardServiceServicer_to_server, servicer, FULL_NAME)
             address = await server.start()
