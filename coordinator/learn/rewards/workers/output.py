@@ -21,11 +21,11 @@ class Output:
     """Follows a worker's stderr, to which its stdout goes as well.
 
     Args:
-        reward: name that the lines are logged with.
+        reward, pid: what the lines are logged with.
     """
 
-    def __init__(self, reward: str, stream: asyncio.StreamReader) -> None:
-        self._reward = reward
+    def __init__(self, reward: str, pid: int, stream: asyncio.StreamReader) -> None:
+        self._of = {"reward": reward, "pid": pid}
         self._stream = stream
         self._left, self._until_s, self._left_out = MAX_LINES, 0.0, 0
         self._following = asyncio.create_task(self._follow(), name=f"output of {reward}")
@@ -62,9 +62,9 @@ class Output:
         text = line.decode("utf-8", errors="replace").rstrip()
         if text:
             cut = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
-            log.info("reward output", reward=self._reward, text=cut)
+            log.info("reward output", **self._of, text=cut)
 
     def _count(self) -> None:
         if self._left_out:
-            log.warning("reward output left out", reward=self._reward, lines=self._left_out, per_s=_WINDOW_S)
+            log.warning("reward output left out", **self._of, lines=self._left_out, per_s=_WINDOW_S)
             self._left_out = 0

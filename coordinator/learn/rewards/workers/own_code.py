@@ -67,7 +67,7 @@ def describe(error: BaseException, folder: str) -> str:
         return str(error)
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     cut = text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
-    return f"{type(error).__name__}: {cut}{_place(error, folder)}"
+    return f"{type(error).__name__}{': ' if cut else ''}{cut}{_place(error, folder)}"
 
 
 def _place(error: BaseException, folder: str) -> str:

@@ -153,7 +153,8 @@ class _Batch:
         if len(sent) > self._task.window // 2:
             return {}
         fair = max(1, len(self._waiting) // (2 * self._num_workers))
-        number = min(self._task.window - len(sent), fair, len(self._waiting))
+        at_a_time = min(self._task.concurrency, -(-len(self._answers) // self._num_workers))
+        number = min(self._task.window - len(sent), max(fair, at_a_time - len(sent)), len(self._waiting))
         return dict(self._waiting.popleft() for _ in range(number))
 
     def record(self, place: int, answer: Answer) -> None:

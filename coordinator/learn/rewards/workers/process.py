@@ -49,7 +49,9 @@ class WorkerProcess:
             sys.executable, "-m", "coordinator.learn.rewards.workers.worker", str(os.getpid()),
             stdin=PIPE, stdout=PIPE, stderr=PIPE if task.output else DEVNULL, env=environ, limit=_MAX_LINE_BYTES,
         )  # fmt: skip
-        worker = cls(task, process, None if process.stderr is None else Output(task.output, process.stderr))
+        worker = cls(
+            task, process, None if process.stderr is None else Output(task.output, process.pid, process.stderr)
+        )
         try:
             worker._write(json.dumps(dataclasses.asdict(task)) + "\n")
             said = await worker._line(task.start_timeout_s)
