@@ -1,7 +1,9 @@
 """A user's own function in real worker processes: what it gets, what it may do wrong, and what becomes of it."""
 
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.learn.rewards.base import ScoredText, Scores
+from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.function import OwnFunction
 from coordinator.learn.rewards.workers import output, task
 from tandem_config.sections.reward import FunctionReward
+from tests.house.repository import REPO
 
 pytestmark = pytest.mark.integration
 
@@ -221,3 +225,26 @@ async def test_a_module_is_imported_by_its_name(tmp_path: Path, monkeypatch: pyt
     await reward.start([])
     assert (await reward.score(items(2))).values == [2.0, 2.0]
     await reward.close()
+
+
+async def test_ten_thousand_samples_cost_the_coordinator_little(tmp_path: Path) -> None:
+    """CPU time of this process: what is left of the rate on a busy machine."""
+    texts = [replace(text, completion=f"{text.completion} " * 80) for text in items(10_000)]
+    code = "def score(completion, answer): return completion.startswith('text ' + answer)"
+    started_s = time.process_time()
+    found = await scores(tmp_path, code, texts, workers=2, timeout_s=60)
+    assert found.values == [1.0] * 10_000
+    assert time.process_time() - started_s < 3
+    started_s = time.process_time()
+    await ExactMatch().score(texts)
+    assert time.process_time() - started_s < 0.1
+
+
+@pytest.mark.parametrize(("completion", "score"), [("46", 1.0), ("51", 0.5), ("86", 0.0), ("4 6", 0.0), ("", 0.0)])
+async def test_the_examples_reward(completion: str, score: float) -> None:
+    function = f"{REPO}/examples/arithmetic/closeness.py:closeness"
+    reward = OwnFunction(FunctionReward(function=function, workers=1, args={"tolerance": 10}))
+    await reward.start(["prompt", "answer"])
+    found = await reward.score([ScoredText(completion=completion, answer="46", truncated=False)])
+    await reward.close()
+    assert found == Scores(values=[score])

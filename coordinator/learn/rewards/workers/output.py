@@ -41,19 +41,19 @@ class Output:
             while data := await self._stream.read(_READ_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._say(line)
+                    self._log_line(line)
                 if len(rest) > _READ_BYTES:
-                    self._say(rest)
+                    self._log_line(rest)
                     rest = b""
         finally:
             if rest:
-                self._say(rest)
-            self._count()
+                self._log_line(rest)
+            self._log_left_out()
 
-    def _say(self, line: bytes) -> None:
+    def _log_line(self, line: bytes) -> None:
         now_s = time.monotonic()
         if now_s >= self._until_s:
-            self._count()
+            self._log_left_out()
             self._left, self._until_s = MAX_LINES, now_s + _WINDOW_S
         self._left -= 1
         if self._left < 0:

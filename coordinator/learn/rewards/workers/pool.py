@@ -86,7 +86,7 @@ class RewardWorkers:
                     worker = await self._start(batch)
                     if worker is None:
                         return
-                await self._converse(worker, batch, sent)
+                await self._exchange(worker, batch, sent)
                 self._idle[slot] = worker
             except WorkerLost as lost:
                 log.warning("reward worker lost", why=lost.why, pid=None if worker is None else worker.pid)
@@ -104,7 +104,7 @@ class RewardWorkers:
             batch.start_error = lost.answer.error
             return None
 
-    async def _converse(self, worker: WorkerProcess, batch: "_Batch", sent: dict[int, Any]) -> None:
+    async def _exchange(self, worker: WorkerProcess, batch: "_Batch", sent: dict[int, Any]) -> None:
         """Send jobs and record their answers until none waits; `sent` holds those without an answer.
 
         Raises: WorkerLost.
