@@ -108,7 +108,7 @@ class Scored:
 
     @property
     def num_missing(self) -> int:
-        """Samples without a reward."""
+        """The number of samples without a reward."""
         return int(self.rewards_PG.size - self.present_PG.sum())
 
 

@@ -49,7 +49,9 @@ class Inputs:
     def columns(self) -> list[str]:
         """List the columns of the data's first rows."""
         sets = [prompts for prompts in (self.train, self.heldout) if prompts is not None]
-        return list(dict.fromkeys(name for each in sets for row in each.prompts[:_SEEN_ROWS] for name in row.columns))
+        return list(
+            dict.fromkeys(name for prompts in sets for row in prompts.prompts[:_SEEN_ROWS] for name in row.columns)
+        )
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

@@ -44,8 +44,8 @@ class RewardScorer(ABC):
     """Scores samples; its class attributes say what it is and what it needs."""
 
     # For people: a run logs both.
-    name: ClassVar[str] = "scorer"
-    version: ClassVar[str] = "1"
+    name: str = "scorer"
+    version: str = "1"
     # Most samples of a call; 0: any number.
     max_batch_size: ClassVar[int] = 0
     # Columns that the rows of a run's data must have.

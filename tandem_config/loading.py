@@ -89,7 +89,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
     config, invalid = _validate(values, origins)
     # A rejected option invalidates its key, not the rest of its section.
     known = set(keys.all_keys())
-    rejected = {each.key for each in (*source.problems, *problems) if ".".join(keys.split(each.key)) in known}
+    rejected = {problem.key for problem in (*source.problems, *problems) if ".".join(keys.split(problem.key)) in known}
     draft = Draft(
         config=config,
         problems=[*source.problems, *problems, *invalid],

@@ -32,32 +32,32 @@ class Scorer:
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
     async def score(self, groups: Sequence[Group]) -> Scored:
-        """Score P groups of G completions each. Returns: [P, G] rewards, and counts of failed scores.
+        """Score P groups of G completions scores. Returns: [P, G] rewards, and counts of failed scores.
 
         Raises: Internal: scoring failed for more samples than a reward's max_error_share, or at all with `on_error:
             stop`, or took too long for more than 25 %.
         """
         items = self._items(groups)
         found = await self._score_all(items)
-        scores = {part.name: np.array(each.values, dtype=np.float64) for part, each in found}
-        shown = {
+        scores_SR = {part.name: np.array(scores.values, dtype=np.float64) for part, scores in found}
+        shown_SR = {
             f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
-            for part, result in found
-            for name, values_S in result.parts.items()
-        } | scores
-        missing_S = _mask([_failed(each) for part, each in found if part.on_error == "drop"], len(items))
-        right_S = scores[self._accuracy][~missing_S]
-        unreadable = {place: why for _, each in found for place, why in each.unreadable.items()}
-        rewards_S: NDArray[np.float64] = np.sum([part.weight * scores[part.name] for part in self._parts], axis=0)
+            for part, scores in found
+            for name, values_S in scores.parts.items()
+        } | scores_SR
+        missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], len(items))
+        right_S = scores_SR[self._accuracy][~missing_S]
+        unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
+        rewards_S: NDArray[np.float64] = np.sum([part.weight * scores_SR[part.name] for part in self._parts], axis=0)
         return Scored(
             rewards_PG=rewards_S.reshape(len(groups), -1),
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
-            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown.items()},
-            num_errors=int(_mask([each.errors for _, each in found], len(items)).sum()),
-            first_error=next((_first(part, each, items) for part, each in found if each.errors), ""),
-            num_timeouts=int(_mask([each.late for _, each in found], len(items)).sum()),
+            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
+            num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
+            first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
+            num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
             num_unreadable=len(unreadable),
             unreadable_rows={groups[items[place].group].prompt.row: why for place, why in unreadable.items()},
         )

@@ -29,7 +29,7 @@ def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: st
         path: data file that the rows are from.
         key: the file's key in the configuration.
     """
-    section = next((each for each in config.reward if isinstance(each, MathVerifyReward)), None)
+    section = next((reward for reward in config.reward if isinstance(reward, MathVerifyReward)), None)
     if section is None or importlib.util.find_spec("math_verify") is None:
         return []
     by_answer: dict[str, list[int]] = {}

@@ -43,8 +43,11 @@ class Endpoint:
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
+    def _models(self) -> Reply:
+        return self.models, {}, f"models for {KEY}"
+
     def _answer(self, line: str, body: bytes) -> bytes:
-        status, headers, content = self.models, {}, f"models for {KEY}"
+        status, headers, content = self._models()
         if line.startswith("POST /v1/chat/completions "):
             self.requests.append(json.loads(body))
             status, headers, content = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
@@ -135,7 +138,12 @@ async def test_too_many_requests_are_repeated_when_the_endpoint_says(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(calls, "wait_s", lambda state: pauses.append(state.outcome.exception().after_s) or 0.0)
+
+    def pause_s(state: Any) -> float:
+        pauses.append(state.outcome.exception().after_s)
+        return 0.0
+
+    monkeypatch.setattr(calls, "wait_s", pause_s)
     endpoint = Endpoint([(429, {"Retry-After": "7"}, "slow down"), (503, {}, "starting"), said("score: 10")])
     assert (await (await judge(endpoint)).score([text()])).values == [1.0]
     assert pauses == [7.0, 0.0]

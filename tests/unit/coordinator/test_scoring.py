@@ -1,13 +1,16 @@
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
 from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.rewards.lengths import Length
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from servicekit.errors import Internal
@@ -57,6 +60,52 @@ async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> Non
     scored = await scorer(codec, ExactMatch(), weight=2.0).score(groups)
     assert scored.rewards_PG.tolist() == [[2.0, 0.0, 2.0], [0.0, 2.0, 0.0]]
     assert scored.accuracy == 0.5
+
+
+async def test_several_rewards_are_added_by_weight_and_kept_apart(codec: TextCodec) -> None:
+    length = Part(key="reward[1]", name="length", reward=Length(full=0, zero=4), weight=0.5)
+    scored = await scorer(codec, ExactMatch(), length).score([group("12", "12", "1", "123")])
+    assert {name: part.tolist() for name, part in scored.parts.items()} == {
+        "first": [[1.0, 0.0, 0.0]],
+        "length": [[0.25, 0.5, 0.0]],
+    }
+    assert scored.rewards_PG.tolist() == [[1.125, 0.25, 0.0]]
+    assert (scored.accuracy_part, scored.accuracy) == ("first", 1 / 3)
+    other = await scorer(codec, Length(full=0, zero=4), replace(length, is_accuracy=True), is_accuracy=False).score(
+        [group("12", "12", "1", "123")]
+    )
+    assert (other.accuracy_part, other.accuracy) == ("length", 0.25)
+
+
+async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:
+    class Curious(Reward):
+        async def score(self, items: Sequence[ScoredText]) -> Scores:
+            self.seen = list(items)
+            return Scores(values=[0.0] * len(items))
+
+    reward = Curious()
+    prompt = Prompt(row=7, token_ids=[3], answer="12", text="1+2=", columns={"level": 3})
+    groups = [Group(group_id="i1.g0.row7", prompt=prompt, completions=(completion("1"),)), group("7", "8")]
+    await scorer(codec, reward).score(groups)
+    assert reward.seen[0] == ScoredText(
+        completion="1", answer="12", truncated=False, num_tokens=2, prompt="1+2=", columns={"level": 3},
+        sample_id="i1.g0.row7#0", group=0,
+    )  # fmt: skip
+    assert [(item.sample_id, item.group, item.answer) for item in reward.seen[1:]] == [("g#0", 1, "7")]
+
+
+async def test_a_failed_score_is_zero_or_leaves_its_sample_out_or_ends_the_run(codec: TextCodec) -> None:
+    groups = [group("1", *["1"] * 20)]
+    zero = await scorer(codec, Failing(1)).score(groups)
+    assert (zero.num_missing, zero.num_errors, zero.first_error) == (0, 1, "first of g#0: KeyError: 'x0'")
+    exact = Part(key="reward[1]", name="exact", reward=ExactMatch(), is_accuracy=True)
+    drop = await scorer(codec, Failing(1, late=1), exact, on_error="drop", is_accuracy=False).score(groups)
+    assert drop.missing_PG is not None
+    assert (np.flatnonzero(drop.missing_PG).tolist(), drop.num_missing) == ([0, 1], 2)
+    assert (drop.num_errors, drop.num_timeouts, drop.accuracy) == (1, 1, 1.0)
+    for failing in (Failing(1), Failing(0, late=1)):
+        with pytest.raises(Internal, match=r"reward first: scoring failed for 1 of 20 .*on_error is stop; .*of g#0: "):
+            await scorer(codec, failing, on_error="stop").score(groups)
 
 
 async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:

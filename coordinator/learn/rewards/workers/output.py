@@ -21,11 +21,11 @@ class Output:
     """Follows a worker's stderr, to which its stdout goes as well.
 
     Args:
-        reward: name that the lines are logged with.
+        reward, pid: what the lines are logged with.
     """
 
-    def __init__(self, reward: str, stream: asyncio.StreamReader) -> None:
-        self._reward = reward
+    def __init__(self, reward: str, pid: int, stream: asyncio.StreamReader) -> None:
+        self._of = {"reward": reward, "pid": pid}
         self._stream = stream
         self._left, self._until_s, self._left_out = MAX_LINES, 0.0, 0
         self._following = asyncio.create_task(self._follow(), name=f"output of {reward}")
@@ -41,19 +41,19 @@ class Output:
             while data := await self._stream.read(_READ_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._say(line)
+                    self._log_line(line)
                 if len(rest) > _READ_BYTES:
-                    self._say(rest)
+                    self._log_line(rest)
                     rest = b""
         finally:
             if rest:
-                self._say(rest)
-            self._count()
+                self._log_line(rest)
+            self._log_left_out()
 
-    def _say(self, line: bytes) -> None:
+    def _log_line(self, line: bytes) -> None:
         now_s = time.monotonic()
         if now_s >= self._until_s:
-            self._count()
+            self._log_left_out()
             self._left, self._until_s = MAX_LINES, now_s + _WINDOW_S
         self._left -= 1
         if self._left < 0:
@@ -62,9 +62,9 @@ class Output:
         text = line.decode("utf-8", errors="replace").rstrip()
         if text:
             cut = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
-            log.info("reward output", reward=self._reward, text=cut)
+            log.info("reward output", **self._of, text=cut)
 
     def _count(self) -> None:
         if self._left_out:
-            log.warning("reward output left out", reward=self._reward, lines=self._left_out, per_s=_WINDOW_S)
+            log.warning("reward output left out", **self._of, lines=self._left_out, per_s=_WINDOW_S)
             self._left_out = 0

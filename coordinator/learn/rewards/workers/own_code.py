@@ -67,7 +67,7 @@ def describe(error: BaseException, folder: str) -> str:
         return str(error)
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     cut = text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
-    return f"{type(error).__name__}: {cut}{_place(error, folder)}"
+    return f"{type(error).__name__}{': ' if cut else ''}{cut}{_place(error, folder)}"
 
 
 def _place(error: BaseException, folder: str) -> str:
@@ -126,7 +126,7 @@ def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[A
 
 def _import_file(file: Path) -> ModuleType:
     if not file.is_file():
-        close = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*.py")], 1)
+        close = difflib.get_close_matches(file.name, [neighbour.name for neighbour in file.parent.glob("*.py")], 1)
         raise Unfit(f"{file} does not exist{f'; did you mean {close[0]}?' if close else ''}")
     sys.path.insert(0, str(file.parent))
     # A file may be called like a library; under that name it would be found in its place.
@@ -162,8 +162,8 @@ def _find(module: ModuleType, function: str, place: str) -> Any:
     try:
         return getattr(module, function)
     except AttributeError:
-        functions = [each for each in vars(module).values() if inspect.isfunction(each)]
-        own = [each.__name__ for each in functions if each.__module__ == module.__name__]
+        functions = [code for code in vars(module).values() if inspect.isfunction(code)]
+        own = [code.__name__ for code in functions if code.__module__ == module.__name__]
         close = difflib.get_close_matches(function, own, 1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no functions'}"
         raise Unfit(f"{place} has no {function}; {hint}") from None

@@ -86,7 +86,7 @@ class RewardWorkers:
                     worker = await self._start(batch)
                     if worker is None:
                         return
-                await self._converse(worker, batch, sent)
+                await self._exchange(worker, batch, sent)
                 self._idle[slot] = worker
             except WorkerLost as lost:
                 log.warning("reward worker lost", why=lost.why, pid=None if worker is None else worker.pid)
@@ -104,7 +104,7 @@ class RewardWorkers:
             batch.start_error = lost.answer.error
             return None
 
-    async def _converse(self, worker: WorkerProcess, batch: "_Batch", sent: dict[int, Any]) -> None:
+    async def _exchange(self, worker: WorkerProcess, batch: "_Batch", sent: dict[int, Any]) -> None:
         """Send jobs and record their answers until none waits; `sent` holds those without an answer.
 
         Raises: WorkerLost.
@@ -153,7 +153,8 @@ class _Batch:
         if len(sent) > self._task.window // 2:
             return {}
         fair = max(1, len(self._waiting) // (2 * self._num_workers))
-        number = min(self._task.window - len(sent), fair, len(self._waiting))
+        at_a_time = min(self._task.concurrency, -(-len(self._answers) // self._num_workers))
+        number = min(self._task.window - len(sent), max(fair, at_a_time - len(sent)), len(self._waiting))
         return dict(self._waiting.popleft() for _ in range(number))
 
     def record(self, place: int, answer: Answer) -> None:

@@ -49,12 +49,14 @@ class WorkerProcess:
             sys.executable, "-m", "coordinator.learn.rewards.workers.worker", str(os.getpid()),
             stdin=PIPE, stdout=PIPE, stderr=PIPE if task.output else DEVNULL, env=environ, limit=_MAX_LINE_BYTES,
         )  # fmt: skip
-        worker = cls(task, process, None if process.stderr is None else Output(task.output, process.stderr))
+        worker = cls(
+            task, process, None if process.stderr is None else Output(task.output, process.pid, process.stderr)
+        )
         try:
             worker._write(json.dumps(dataclasses.asdict(task)) + "\n")
-            said = await worker._line(task.start_timeout_s)
-            if "error" in said:
-                raise WorkerLost(Answer(error=said["error"]), f"did not start: {said['error']}")
+            answer = await worker._line(task.start_timeout_s)
+            if "error" in answer:
+                raise WorkerLost(Answer(error=answer["error"]), f"did not start: {answer['error']}")
         except WorkerLost as lost:
             await worker.end()
             if lost.answer.late:
@@ -63,7 +65,7 @@ class WorkerProcess:
         except BaseException:
             await worker.end()
             raise
-        worker.form = said["form"]
+        worker.form = answer["form"]
         return worker
 
     @property
@@ -82,14 +84,14 @@ class WorkerProcess:
 
     async def answer(self) -> tuple[int, Answer]:
         """Wait for the next answer. Returns: the job's place, and the answer. Raises: WorkerLost."""
-        place, said = await self._line(self._task.silence_s)
-        return place, Answer(**said)
+        place, answer = await self._line(self._task.silence_s)
+        return place, Answer(**answer)
 
     async def end(self) -> None:
         """Kill it, if it has not ended, and wait until it has."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._gone()
+        await self._wait_ended()
 
     def _write(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -106,12 +108,12 @@ class WorkerProcess:
         if line:
             return json.loads(line)
         # Not killed: that would take its exit status away from asyncio, which is about to collect it.
-        await self._gone()
+        await self._wait_ended()
         if self.returncode == -signal.SIGXCPU:
             raise WorkerLost(Answer(late=True), "did not react to its CPU limit and was ended by the kernel")
         raise WorkerLost(Answer(error=f"its worker process {_ended(self.returncode)}"), "died")
 
-    async def _gone(self) -> None:
+    async def _wait_ended(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._process.wait()

@@ -111,21 +111,25 @@ def read_signature(function: Callable[..., Any], *, per: str | None, args: Mappi
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise Unfit(f"has no signature that Python can read: {error}") from error
-    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    if any(each.kind is each.POSITIONAL_ONLY for each in parameters):
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise Unfit("has parameters that cannot be given by name: remove the '/' from its signature")
     per = per or _guess(named)
     names = {plural if per != "sample" else name: name for name, plural in PLURALS.items()}
     _check_args(named, names, args, everything=everything)
     _check_number(named, names, per)
-    further = [each for name, each in named.items() if name not in names and name not in args]
+    further = [parameter for name, parameter in named.items() if name not in names and name not in args]
     values = list(names.values()) if everything else [names[name] for name in named if name in names]
     return Signature(
         per=per,
         values=tuple(values),
-        required=tuple(each.name for each in further if each.default is each.empty),
-        optional=tuple(each.name for each in further if each.default is not each.empty),
+        required=tuple(parameter.name for parameter in further if parameter.default is parameter.empty),
+        optional=tuple(parameter.name for parameter in further if parameter.default is not parameter.empty),
         everything=everything,
         args={name: value for name, value in args.items() if everything or name in named},
     )

@@ -35,7 +35,7 @@ class _Channel:
     jobs: TextIO
     answers: TextIO
 
-    def say(self, answer: Any) -> None:
+    def write(self, answer: Any) -> None:
         self.answers.write(json.dumps(answer) + "\n")
         self.answers.flush()
 
@@ -54,9 +54,9 @@ def main() -> None:
     try:
         work = tasks.TASKS[spec["name"]](**spec["settings"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the code: the coordinator says it
-        channel.say({"error": str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"})
+        channel.write({"error": str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"})
         return
-    channel.say({"ready": True, "form": dict(work.form)})
+    channel.write({"ready": True, "form": dict(work.form)})
     if work.is_async:
         asyncio.run(_serve_async(channel, work, spec["timeout_s"], spec["concurrency"]))
     else:
@@ -78,7 +78,7 @@ def _take_streams() -> _Channel:
 def _serve(channel: _Channel, work: Work, timer: Timer) -> None:
     for line in channel.jobs:
         place, job = json.loads(line)
-        channel.say([place, _answer(work, timer, job)])
+        channel.write([place, _answer(work, timer, job)])
 
 
 def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ async def _serve_async(channel: _Channel, work: Work, timeout_s: float, concurre
 
     async def do(place: int, job: Any) -> None:
         try:
-            channel.say([place, await _answer_async(work, timeout_s, job)])
+            channel.write([place, await _answer_async(work, timeout_s, job)])
         finally:
             free.release()
 
