@@ -123,7 +123,7 @@ def test_a_function_is_relative_to_what_names_it(tmp_path: Path, monkeypatch: py
     assert functions == [f"{tmp_path}/mine.py:score", f"{elsewhere}/mine.py:score", "package.mine:score"]
 
 
-@pytest.mark.parametrize("text", ["", TWO, OWN, "reward: {kind: length, full_tokens: 9, zero_tokens: 3}"])
+@pytest.mark.parametrize("text", ["", TWO, OWN, JUDGE + URL, "reward: {kind: remote, address: '[::1]:5'}"])
 def test_a_resolved_file_loads_to_the_same_rewards(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(write(tmp_path, text))
     resolved = tmp_path / "elsewhere" / "config.resolved.yaml"

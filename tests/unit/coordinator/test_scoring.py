@@ -89,9 +89,24 @@ async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:
     await scorer(codec, reward).score(groups)
     assert reward.seen[0] == ScoredText(
         completion="1", answer="12", truncated=False, num_tokens=2, prompt="1+2=", columns={"level": 3},
-        sample_id="i1.g0.row7#0", group=0,
+        sample_id="i1.g0.row7#0", group=0, prompt_ids=[3], completion_ids=array("I", [*encode("1"), EOS]),
     )  # fmt: skip
     assert [(item.sample_id, item.group, item.answer) for item in reward.seen[1:]] == [("g#0", 1, "7")]
+
+
+async def test_parts_of_a_score_are_shown_and_neither_rewarded_nor_mistaken_for_a_reward(codec: TextCodec) -> None:
+    class InParts(Reward):
+        async def score(self, items: Sequence[ScoredText]) -> Scores:
+            return Scores(values=[2.0] * len(items), parts={"a": [0.5] * len(items), "b": [9.0] * len(items)})
+
+    other = Part(key="reward[1]", name="first_b", reward=ExactMatch())
+    scored = await scorer(codec, InParts(), other).score([group("1", "1", "2")])
+    assert scored.rewards_PG.tolist() == [[3.0, 2.0]]
+    assert {name: scores_PG.tolist() for name, scores_PG in scored.parts.items()} == {
+        "first": [[2.0, 2.0]],
+        "first_a": [[0.5, 0.5]],
+        "first_b": [[1.0, 0.0]],
+    }
 
 
 async def test_a_failed_score_is_zero_or_leaves_its_sample_out_or_ends_the_run(codec: TextCodec) -> None:
