@@ -227,7 +227,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the value at `section[.key]`, which a location may lie within; empty a list's entry: it keeps its place."""
+    """Remove the value at `section[.key]`, which a location may lie within; empty a list's entry, keeping its place."""
     section = location[0]
     entries = values.get(str(section))
     if section in LISTED and isinstance(entries, list) and len(location) > 1:
