@@ -20,6 +20,7 @@ from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.exporting import Exporter
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -99,6 +100,12 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             model=str(config.model.path),
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
+        ),
+        exporter=Exporter(
+            run_dir=app.environment.run_dir,
+            trainer=services.trainer,
+            every=config.run.export_every,
+            keep=config.run.keep_exports,
         ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),

@@ -21,6 +21,7 @@ from coordinator.learn.evaluation import Evaluator
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.exporting import Exporter
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
@@ -44,7 +45,6 @@ from tandem_files.run_folder import STATE_FILE
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
 MAX_SKIPPED_IN_A_ROW = 10
-EXPORT_FOLDER = "hf"
 
 log = get_logger(__name__)
 
@@ -75,6 +75,7 @@ class Run:
     loop: GrpoLoop
     evaluator: Evaluator | None
     checkpointer: Checkpointer
+    exporter: Exporter
     control: RunControl
     events: EventLog
     state: RunState
@@ -221,6 +222,10 @@ class Run:
             with watch.part("checkpoint"):
                 await self._check_lead()
                 await self.checkpointer.save_trainer(number)
+        if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
+            with watch.part("export"):
+                await self._check_lead()
+                self._warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
@@ -326,8 +331,10 @@ class Run:
         """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
         await self._save()
         self._announce("export")
-        await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
+        problem = await self.exporter.export_final()
+        self._warn_if("export", problem)
         await self._check_lead()
+        self.state.troubles += [problem] if problem else []
         self._save_state("finished")
 
     async def _check_lead(self) -> None:
@@ -363,6 +370,11 @@ class Run:
         metrics.WARNINGS.labels(kind=kind).inc()
         self.events.append(EventKind.WARNING, message)
         log.warning(message, kind=kind)
+
+    def _warn_if(self, kind: str, message: str) -> None:
+        """Warn, if there is a message."""
+        if message:
+            self._warn(kind, message)
 
     def _save_state(self, status: str) -> None:
         self.state.status = status
