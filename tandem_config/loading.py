@@ -54,7 +54,10 @@ class Draft:
 
 
 def _concerns(bad: str, key: str) -> bool:
-    """Whether a bad key is `key`, its section, or (`key` is a section) one of its keys."""
+    """Whether a bad key is `key`, its section or entry, or (`key` is a section or entry) one of its keys."""
+    entry, bad_entry = (name.partition(".")[0] for name in (key, bad))
+    if entry != bad_entry and "[" in entry and "[" in bad_entry:
+        return False
     section, field = keys.split(key)
     bad_section, bad_field = keys.split(bad)
     return section == bad_section and (not field or bad_field in ("", field))
@@ -224,9 +227,12 @@ def _absolute(path: Path) -> Path:
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the value at `section[.key]`; a location inside a value or a list removes all of it."""
+    """Remove the value at `section[.key]`, which a location may lie within; empty a list's entry, keeping its place."""
     section = location[0]
-    if len(location) == 1 or section in LISTED or not isinstance(values.get(str(section)), dict):
+    entries = values.get(str(section))
+    if section in LISTED and isinstance(entries, list) and len(location) > 1:
+        entries[int(location[1])] = {}
+    elif len(location) == 1 or section in LISTED or not isinstance(entries, dict):
         values.pop(section, None)  # type: ignore[arg-type]
     else:
-        values[str(section)].pop(location[1], None)
+        entries.pop(location[1], None)

@@ -35,8 +35,7 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
     else:
         codec = None
     problems += check_data(draft.config, draft.usable, spec, codec)
-    if draft.usable("reward"):
-        problems += check_rewards(draft.config, None)
+    problems += check_rewards(draft.config, draft.usable, None)
     problems += check_host(draft.config, redis_url)
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, codec)
     return [*draft.problems, *draft.placed(problems)]

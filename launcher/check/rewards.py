@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.learn.rewards.function import check_form, task_of
 from coordinator.learn.rewards.workers.pool import RewardWorkers
@@ -12,14 +12,19 @@ from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FunctionReward, MathVerifyReward
 
 
-def check_rewards(config: RunConfig, columns: Sequence[str] | None) -> Iterator[ConfigProblem]:
+def check_rewards(
+    config: RunConfig, usable: Callable[..., bool], columns: Sequence[str] | None
+) -> Iterator[ConfigProblem]:
     """Import every own function in a worker process, as the run will, and compare its parameters with the data.
 
     Args:
+        usable: whether all of the given keys have valid values.
         columns: the columns of the data's rows; None: not known, so not compared.
     """
     for place, section in enumerate(config.reward):
         key = entry_key(config, place)
+        if not usable(key):
+            continue
         if isinstance(section, FunctionReward):
             yield from _check_function(section, columns, key)
         if isinstance(section, MathVerifyReward) and importlib.util.find_spec("math_verify") is None:

@@ -103,7 +103,13 @@ def score(completion, sample_id):
 
 
 async def test_whatever_a_call_does_costs_its_own_score(tmp_path: Path) -> None:
-    found = await scores(tmp_path, BROKEN, items(10), memory_mib=1024)
+    with capture_logs() as log:
+        found = await scores(tmp_path, BROKEN, items(10), memory_mib=1024)
+    # What can be interrupted does not cost the process.
+    assert [entry["why"] for entry in log if entry["event"] == "reward worker lost"] == [
+        "died",
+        "no answer within 1.5 s",
+    ]
     assert found.values == [1.0, *[0.0] * 7, 1.0, 1.0]
     assert found.errors == {
         1: "KeyError: no such word (mine.py:4)",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.lengths import Length
 from coordinator.learn.rewards.registry import Part
@@ -140,3 +140,10 @@ async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
         await scorer(codec, Failing(0, late=26)).score(groups)
     few = [group("1", "1", "1", "1", "1")]
     assert (await scorer(codec, Failing(0, late=2)).score(few)).num_timeouts == 2
+
+
+async def test_places_of_failures_are_those_of_all_completions() -> None:
+    """With `require_stop` the reward sees the others only."""
+    texts = [ScoredText(completion="1", answer="1", truncated=place in (0, 2)) for place in range(6)]
+    scores = await StoppedOnly(Failing(1, late=1)).score(texts)
+    assert (list(scores.errors), scores.late, list(scores.unreadable)) == ([1], {3}, [3])

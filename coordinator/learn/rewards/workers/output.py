@@ -64,7 +64,7 @@ class Output:
             cut = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
             log.info("reward output", **self._of, text=cut)
 
-    def _count(self) -> None:
+    def _log_left_out(self) -> None:
         if self._left_out:
             log.warning("reward output left out", **self._of, lines=self._left_out, per_s=_WINDOW_S)
             self._left_out = 0
