@@ -54,7 +54,7 @@ _OLDEST = {"extra": "", "python_full_version": "3.11.2"}
 
 IMAGES = {
     "coordinator": Image(
-        packages=("coordinator", "launcher", *SHARED),
+        packages=("coordinator", "launcher", "reward_service", *SHARED),
         without={
             "torch": _ENGINE_SIDE,
             "safetensors": _ENGINE_SIDE,
