@@ -50,8 +50,8 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
-def scorer(codec: TextCodec, reward: Reward, *others: Part, **settings: Any) -> Scorer:
-    settings = {"max_error_share": 0.05, "on_error": "zero", "is_accuracy": True} | settings
+def scorer(codec: TextCodec, reward: Reward, *others: Part, **changes: Any) -> Scorer:
+    settings: dict[str, Any] = {"max_error_share": 0.05, "on_error": "zero", "is_accuracy": True} | changes
     return Scorer(parts=[Part(key="reward", name="first", reward=reward, **settings), *others], codec=codec)
 
 
@@ -131,4 +131,4 @@ async def test_places_of_failures_are_those_of_all_completions() -> None:
     """With `require_stop` the reward sees the others only."""
     texts = [ScoredText(completion="1", answer="1", truncated=place in (0, 2)) for place in range(6)]
     scores = await StoppedOnly(Failing(1, late=1)).score(texts)
-    assert (list(scores.errors), scores.late, list(scores.unreadable)) == ([1], {3}, [3])
+    assert (list(scores.errors), list(scores.late), list(scores.unreadable)) == ([1], [3], [3])
