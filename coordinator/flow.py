@@ -93,8 +93,9 @@ class Scored:
 
     # [P, G] sums of the weighted scores: the input of the advantages.
     rewards_PG: NDArray[np.float64]
-    # Mean unweighted score of one reward, `accuracy_part`: the share of right answers if it gives 0 or 1.
+    # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
+    # Name of the reward whose unweighted scores the accuracy is the mean of.
     accuracy_part: str = ""
     # [P, G] True: a score of the sample could not be found (`on_error: drop`), so that its 0 in `rewards_PG` means
     # nothing: it takes part in no mean and is not trained on. None: there is no such sample.
@@ -108,6 +109,11 @@ class Scored:
     num_unreadable: int = 0
     # Row of the data file -> why its answer cannot be read.
     unreadable_rows: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def scores_PG(self) -> NDArray[np.float64]:
+        """[P, G] scores whose mean is the accuracy."""
+        return self.parts.get(self.accuracy_part, self.rewards_PG)
 
     @property
     def present_PG(self) -> NDArray[np.bool_]:

@@ -75,7 +75,7 @@ class WorkerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """The exit status; None while it runs."""
         return self._process.returncode
 
     def send(self, jobs: Iterable[tuple[int, Any]]) -> None:
