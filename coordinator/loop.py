@@ -78,6 +78,7 @@ class GrpoLoop:
             policy_version=policy_version if step is None else step.policy_version,
             generation=generation,
             scored=scored,
+            advantages_PG=learnt.advantages_PG,
             zero_variance_P=learnt.zero_variance_P,
             dropped_P=learnt.dropped_P,
             step=step,

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
 from tandem_files.digests import text_digest
+
+# Texts decoded together by decode_all.
+_DECODE_BATCH = 64
 
 
 class TextCodec:
@@ -59,6 +63,15 @@ class TextCodec:
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, without special tokens."""
         texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
+        return texts
+
+    def decode_all(self, sequences: Iterable[Sequence[int]]) -> list[str]:
+        """Decode each sequence of token ids, with its special tokens: to show what a model saw and wrote."""
+        texts: list[str] = []
+        waiting = iter(sequences)
+        # A batch's conversion holds the GIL: a thread that decodes millions of tokens must not stop the others.
+        while batch := [list(ids) for ids in islice(waiting, _DECODE_BATCH)]:
+            texts += self._tokenizer.decode_batch(batch, skip_special_tokens=False)
         return texts
 
 

@@ -66,7 +66,9 @@ def check_resume(
         yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
     if sound.iteration >= config.run.iterations:
         message = f"has already finished its {config.run.iterations} iterations"
-        yield _problem("--resume", run_dir, message, f"--set run.iterations={sound.iteration + 10} adds ten more")
+        more = f"--set run.iterations={sound.iteration + 10} adds ten more"
+        weights = f"tandem export {run_dir} --out DIR writes its weights"
+        yield _problem("--resume", run_dir, message, f"{more}; {weights}")
     yield from _check_same(run_dir, sound.folder, config, spec, data)
 
 

@@ -147,6 +147,7 @@ def test_a_finished_run_needs_more_iterations(tmp_path: Path) -> None:
     (problem,) = resume(run_dir, file)
     assert problem.message == "has already finished its 2 iterations"
     assert problem.suggestion.startswith("--set run.iterations=12")
+    assert f"tandem export {run_dir} --out" in problem.suggestion
     assert resume(run_dir, file, "run.iterations=12") == []
 
 
