@@ -80,7 +80,9 @@ class RemoteScores(Reward):
                     continue
                 values[place] = score.value
                 for name, value in score.parts.items():
-                    parts.setdefault(name, [0.0] * len(items))[place] = value
+                    if name not in parts:
+                        parts[name] = [0.0] * len(items)
+                    parts[name][place] = value
         return Scores(values=values, errors=errors, parts=parts)
 
     async def close(self) -> None:
