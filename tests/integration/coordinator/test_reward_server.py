@@ -112,7 +112,7 @@ async def test_a_server_that_stays_away_fails_the_first_calls_in_time_and_the_re
     servers: Servers, remote: Any
 ) -> None:
     process = servers.start(port := free_port())
-    reward = remote(port, retries=1, open_after=2, concurrency=1, open_s=0.2)
+    reward = remote(port, retries=1, open_after=2, concurrency=1, open_s=0.2, max_error_share=1.0)
     await reward.start([])
     process.kill()
     await asyncio.to_thread(process.wait, 30)

@@ -159,6 +159,13 @@ async def test_other_statuses_are_not_repeated(judge: Judge) -> None:
     assert "no choices[0].message.content" in (await (await judge(endpoint)).score([text()])).errors[0]
 
 
+async def test_a_judge_that_refuses_is_not_asked_for_every_completion(judge: Judge) -> None:
+    endpoint = Endpoint([(400, {}, "no such model")])
+    scores = await (await judge(endpoint, concurrency=1)).score([text()] * 100)
+    assert (len(endpoint.requests), len(scores.errors)) == (6, 100)
+    assert scores.errors[99] == "not sent, since too many before it had failed"
+
+
 async def test_the_key_is_in_no_error_and_no_log(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(

@@ -3,11 +3,13 @@
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.learn.rewards.base import ScoredText, Scores, StoppedOnly
+from coordinator.learn.rewards.registry import build_rewards, start_rewards
 from coordinator.learn.rewards.servers.remote import RemoteScores
 from reward_service import NotScored, RewardSample, RewardScorer, SampleScore
 from reward_service.servicer import FULL_NAME, RewardServicer
@@ -15,6 +17,7 @@ from servicekit.errors import TooLarge
 from servicekit.rpc.server import GrpcServer
 from tandem_api.reward.v1 import reward_pb2
 from tandem_api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
+from tandem_config.loading import load_config
 from tandem_config.sections.reward_servers import RemoteReward
 
 
@@ -189,8 +192,12 @@ async def test_a_server_of_something_else_is_named() -> None:
     await server.drain(0)
 
 
-async def test_an_absent_server_is_named_in_time() -> None:
-    reward = RemoteScores(RemoteReward(kind="remote", address="127.0.0.1:1", start_timeout_s=0.3), None)
-    with pytest.raises(ValueError, match=r"no reward server at 127.0.0.1:1 within start_timeout_s = 0.3 s: .*refused"):
-        await reward.start([])
-    await reward.close()
+async def test_an_absent_server_is_named_in_time_by_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    absent = "{kind: remote, address: '127.0.0.1:1', start_timeout_s: 0.3}"
+    file.write_text(f"model: {{path: m}}\ndata: {{train: rows.jsonl}}\nreward: [{{}}, {absent}]\n", encoding="utf-8")
+    parts = build_rewards(load_config(file))
+    with pytest.raises(
+        ValueError, match=r"reward\[1\]: no reward server at 127.0.0.1:1 within start_timeout_s = 0.3 s: .*refused"
+    ):
+        await start_rewards(parts, [])

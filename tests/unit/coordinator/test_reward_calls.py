@@ -6,10 +6,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from coordinator.learn.rewards.servers.breaker import CircuitBreaker
-from coordinator.learn.rewards.servers.calls import LONGEST_WAIT_S, CallFailed, CallFailedForNow, ServerCalls
+from coordinator.learn.rewards.servers.calls import (
+    LONGEST_WAIT_S,
+    CallFailed,
+    CallFailedForNow,
+    FailureBudget,
+    ServerCalls,
+)
 from tandem_config.sections.reward_servers import ServerSection
 
 Attempt = Callable[[], Awaitable[str]]
+BUDGET = FailureBudget(ServerSection(max_error_share=1.0), 100)
 
 
 class Clock:
@@ -94,14 +101,14 @@ class Server:
 
 async def test_what_may_pass_is_repeated() -> None:
     server = Server(CallFailedForNow("busy"), CallFailedForNow("busy", 7.0), CallFailedForNow("busy", 1e9))
-    assert await server.calls(retries=3).call(server) == "done"
+    assert await server.calls(retries=3).call(server, BUDGET) == "done"
     first, second, third = server.pauses_s
     assert first <= 1.0
     assert second == 7.0
     assert third == LONGEST_WAIT_S
     server = Server(*[CallFailedForNow(f"busy {count}") for count in range(3)])
     with pytest.raises(CallFailed, match=r"busy 2 \(tried 3 times\)"):
-        await server.calls(retries=2).call(server)
+        await server.calls(retries=2).call(server, BUDGET)
 
 
 async def test_what_the_server_has_answered_is_not_repeated_and_opens_nothing() -> None:
@@ -109,23 +116,34 @@ async def test_what_the_server_has_answered_is_not_repeated_and_opens_nothing() 
     calls = server.calls(retries=5, open_after=2)
     for _ in range(3):
         with pytest.raises(CallFailed, match="no such model"):
-            await calls.call(server)
-    assert (await calls.call(server), server.sent) == ("done", 4)
+            await calls.call(server, BUDGET)
+    assert (await calls.call(server, BUDGET), server.sent) == ("done", 4)
 
 
 async def test_while_the_circuit_is_open_nothing_is_sent() -> None:
     server = Server(*[CallFailedForNow("down")] * 50)
     calls = server.calls(retries=1, open_after=2, concurrency=1)
-    found = await asyncio.gather(*(calls.call(server) for _ in range(20)), return_exceptions=True)
+    found = await asyncio.gather(*(calls.call(server, BUDGET) for _ in range(20)), return_exceptions=True)
     assert server.sent == 2 * 2
     assert [str(error) for error in found[:2]] == ["down (tried 2 times)"] * 2
     assert {str(error).partition(" (")[0] for error in found[2:]} == {"not sent, since the last 2 calls of s:1 failed"}
 
 
+async def test_what_cannot_change_the_end_of_the_run_is_not_sent() -> None:
+    for on_error, total, sent in (("zero", 100, 11), ("zero", 10, 3), ("stop", 100, 1)):
+        section = ServerSection.model_validate({"on_error": on_error, "max_error_share": 0.1})
+        server, budget = Server(*[CallFailed("no")] * 100), FailureBudget(section, total)
+        for _ in range(total):
+            with pytest.raises(CallFailed):
+                await server.calls(retries=0).call(server, budget)
+            budget.spend(1)
+        assert server.sent == sent, (on_error, total)
+
+
 async def test_calls_have_slots() -> None:
     server = Server()
     calls = server.calls(concurrency=3)
-    assert await asyncio.gather(*(calls.call(server) for _ in range(10))) == ["done"] * 10
+    assert await asyncio.gather(*(calls.call(server, BUDGET) for _ in range(10))) == ["done"] * 10
     assert server.most == 3
 
 
@@ -135,10 +153,10 @@ async def test_a_cancelled_call_says_nothing_of_the_server() -> None:
     calls = server.calls(retries=0, open_after=2)
     calls._breaker = open_circuit(clock)
     clock.now_s = 10.0
-    hanging = asyncio.create_task(calls.call(asyncio.Event().wait))
+    hanging = asyncio.create_task(calls.call(asyncio.Event().wait, BUDGET))
     await asyncio.sleep(0)
     hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await hanging
     server.failures.clear()
-    assert await calls.call(server) == "done"
+    assert await calls.call(server, BUDGET) == "done"

@@ -11,7 +11,29 @@ from tandem_config.sections.reward_servers import ServerSection
 
 T = TypeVar("T")
 
+# In a small batch at least this many failures before the rest is not sent.
+_FEW = 2
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+
+
+class FailureBudget:
+    """Failures that a batch of samples may have: beyond them the run ends (scoring.py), so the rest is not sent.
+
+    Args:
+        num_samples: of the batch.
+    """
+
+    def __init__(self, section: ServerSection, num_samples: int) -> None:
+        share = int(section.max_error_share * num_samples)
+        self._left = 0 if section.on_error == "stop" else max(_FEW, share)
+
+    def spend(self, failures: int) -> None:
+        """Count failed samples."""
+        self._left -= failures
+
+    def exceeded(self) -> bool:
+        """Whether more samples have failed than may."""
+        return self._left < 0
 
 
 class CallFailed(Exception):
@@ -55,14 +77,17 @@ class ServerCalls:
         self._tries = section.retries + 1
         self._sleep = sleep
 
-    async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, attempt: Callable[[], Awaitable[T]], budget: FailureBudget) -> T:
         """Make a call.
 
         Args:
             attempt: sends it once; raises CallFailed or CallFailedForNow.
+            budget: of the samples among which those of the call are.
         Raises: CallFailed: with the reason of the last attempt, or why none was made.
         """
         async with self._slots:
+            if budget.exceeded():
+                raise CallFailed("not sent, since too many before it had failed")
             if refusal := self._breaker.refusal():
                 raise CallFailed(refusal)
             try:

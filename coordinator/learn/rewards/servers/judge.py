@@ -13,7 +13,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
-from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, ServerCalls
+from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from tandem_config.sections.reward_servers import JudgeReward
 
 # Statuses that may pass: late, in conflict, too busy, and all that are the server's own fault.
@@ -57,7 +57,8 @@ class JudgedScores(Reward):
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores."""
-        found = await asyncio.gather(*(self._judged(item) for item in items))
+        budget = FailureBudget(self._section, len(items))
+        found = await asyncio.gather(*(self._judged(item, budget) for item in items))
         return Scores(
             values=[value if isinstance(value, float) else 0.0 for value in found],
             errors={place: value for place, value in enumerate(found) if isinstance(value, str)},
@@ -91,14 +92,20 @@ class JudgedScores(Reward):
                 f"{self._section.start_timeout_s:g} s: {why}"
             ) from None
 
-    async def _judged(self, item: ScoredText) -> float | str:
+    async def _judged(self, item: ScoredText, budget: FailureBudget) -> float | str:
         """Return the score of a completion, or why it has none."""
+        found = await self._asked(item, budget)
+        if isinstance(found, str):
+            budget.spend(1)
+        return found
+
+    async def _asked(self, item: ScoredText, budget: FailureBudget) -> float | str:
         try:
             request = self._request(item)
         except TemplateError as error:
             return f"prompt: {error}; it has prompt, completion, answer and columns"
         try:
-            return self._read(await self._calls.call(lambda: self._send(request)))
+            return self._read(await self._calls.call(lambda: self._send(request), budget))
         except CallFailed as error:
             return str(error)
 

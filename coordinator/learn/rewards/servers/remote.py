@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
-from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, ServerCalls
+from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
 from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
@@ -68,7 +68,9 @@ class RemoteScores(Reward):
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores."""
         batches = list(_batches(items, self._most(), whole_groups=self._needs.needs_whole_groups))
-        found = await asyncio.gather(*(self._score_batch([items[place] for place in batch]) for batch in batches))
+        budget = FailureBudget(self._section, len(items))
+        scoring = (self._score_batch([items[place] for place in batch], budget) for batch in batches)
+        found = await asyncio.gather(*scoring)
         values, errors = [0.0] * len(items), dict[int, str]()
         parts: dict[str, list[float]] = {}
         for batch, scores in zip(batches, found, strict=True):
@@ -78,7 +80,9 @@ class RemoteScores(Reward):
                     continue
                 values[place] = score.value
                 for name, value in score.parts.items():
-                    parts.setdefault(name, [0.0] * len(items))[place] = value
+                    if name not in parts:
+                        parts[name] = [0.0] * len(items)
+                    parts[name][place] = value
         return Scores(values=values, errors=errors, parts=parts)
 
     async def close(self) -> None:
@@ -116,13 +120,16 @@ class RemoteScores(Reward):
         described: reward_pb2.DescribeResponse = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=_ASK_S)
         return described
 
-    async def _score_batch(self, items: Sequence[ScoredText]) -> "list[reward_pb2.Score | str]":
+    async def _score_batch(self, items: Sequence[ScoredText], budget: FailureBudget) -> "list[reward_pb2.Score | str]":
         """Return the score of each item, or why it has none."""
         try:
-            response = await self._calls.call(lambda: self._send(items))
+            response = await self._calls.call(lambda: self._send(items), budget)
         except CallFailed as error:
+            budget.spend(len(items))
             return [str(error)] * len(items)
-        return [_checked(score) for score in response.scores]
+        scores = [_checked(score) for score in response.scores]
+        budget.spend(sum(isinstance(score, str) for score in scores))
+        return scores
 
     async def _send(self, items: Sequence[ScoredText]) -> reward_pb2.ScoreBatchResponse:
         assert self._stub is not None, "score() before start()"
