@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
 from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
-from coordinator.learn.rewards.base import Reward
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -60,7 +60,7 @@ class App:
     environment: ServiceEnvironment
     identity: Identity | None
     inputs: Inputs
-    reward: Reward
+    rewards: Sequence[Part]
     registry: Registry
     lead: CoordinatorLease
     lost: "asyncio.Future[None]"
@@ -82,7 +82,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
-    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
+    scorer = Scorer(parts=app.rewards, codec=inputs.codec)
     loop = GrpoLoop(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
@@ -151,8 +151,6 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
             folder=SampleFolder(app.environment.run_dir),
             settings=config.samples,
             codec=app.inputs.codec,
-            sources={"train": str(config.data.train)}
-            | {chosen.name: str(chosen.data) for chosen in config.evaluation_sets()},
             truncated=config.grpo.truncated,
             last_look=partial(last_look, lead),
         )

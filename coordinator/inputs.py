@@ -1,7 +1,7 @@
 """Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from tandem_files.checkpoints import Sound, list_complete
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
+
+# Rows of a file whose columns are looked at.
+_SEEN_ROWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,16 @@ class Inputs:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
         heldout = sum((Counter(prompts.dropped) for prompts in self.evaluation.values()), Counter[str]())
         return {"train": self.train.dropped, "heldout": dict(heldout)}
+
+    def columns(self) -> list[str]:
+        """List the columns of the data's first rows."""
+        return columns_of([self.train, *self.evaluation.values()])
+
+
+def columns_of(sets: Sequence[PromptSet]) -> list[str]:
+    """List the columns of the first rows of each source."""
+    rows = [row for prompts in sets for source in prompts.sources for row in source[:_SEEN_ROWS]]
+    return list(dict.fromkeys(name for row in rows for name in row.columns))
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

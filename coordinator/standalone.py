@@ -1,7 +1,7 @@
 """`python -m coordinator.standalone --config FILE`: evaluates a model without a run, then exits; for `tandem evaluate`.
 
-The replicas serve the model's own weights (rollout.serve_model), as policy version 0. Writes evaluation.json to
-TANDEM_RUN_DIR.
+The replicas serve the model's own weights (rollout.serve_model), as policy version 0. Writes evaluation.json and the
+samples to TANDEM_RUN_DIR.
 """
 
 import argparse
@@ -18,11 +18,13 @@ from coordinator.clients.replica import Replica
 from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
 from coordinator.generate.rollouts import Rollouts
-from coordinator.inputs import evaluation_prompts
+from coordinator.inputs import columns_of, evaluation_prompts
 from coordinator.learn.evaluation import Evaluated
-from coordinator.learn.rewards.registry import build_reward
+from coordinator.learn.rewards.registry import build_rewards, close_rewards, start_rewards
 from coordinator.learn.scoring import Scorer
 from coordinator.record.evaluations import evaluation_row
+from coordinator.record.samples import SampleSink
+from coordinator.record.sinks import Finished
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.life.lifecycle import run_main
@@ -33,6 +35,7 @@ from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_json_atomic
 from tandem_files.run_folder import EVALUATION_FILE
+from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
 
 # The weights are those of the files, which no training has changed.
@@ -52,18 +55,19 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
             chosen.name: evaluation_prompts(config, chosen, codec, environment.run_dir)
             for chosen in config.evaluation_sets()
         }
-        reward = build_reward(config.reward)
+        rewards = build_rewards(config, environment.identity("coordinator"))
+        await start_rewards(rewards, columns_of(list(prompts.values())))
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(reward.close)
+        stack.push_async_callback(close_rewards, rewards)
         replicas = await _replicas(config, environment, stack)
         rollouts = Rollouts(
             FixedFleet(replicas),
             max_groups_per_call=config.rollout.max_groups_per_call,
             timeout_s=config.rollout.generate_timeout_s,
         )
-        scorer = Scorer(reward=reward, codec=codec, weight=config.reward.weight)
+        scorer = Scorer(parts=rewards, codec=codec)
         evaluator = build_evaluator(config, codec, prompts, scorer, rollouts, beside_training=rollouts)
         evaluated = await evaluator.evaluate(evaluator.sets, POLICY_VERSION)
         versions = {replica.name: dict((await replica.status()).versions.packages) for replica in replicas}
@@ -72,6 +76,8 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
         "versions": merge_versions(versions),
     }
     await asyncio.to_thread(write_json_atomic, environment.run_dir / EVALUATION_FILE, results)
+    if config.samples.enabled:
+        await asyncio.to_thread(_store_samples, config, environment, codec, evaluated)
     log.info("model evaluated", model=str(config.model.path), sets=[result.name for result in evaluated])
 
 
@@ -89,11 +95,20 @@ async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: A
     return replicas
 
 
+def _store_samples(
+    config: RunConfig, environment: ServiceEnvironment, codec: TextCodec, evaluated: Sequence[Evaluated]
+) -> None:
+    """Store the samples as those of a run before its first iteration, for `tandem samples`."""
+    folder = SampleFolder(environment.run_dir)
+    sink = SampleSink(folder=folder, settings=config.samples, codec=codec, truncated=config.grpo.truncated)
+    sink.take(Finished(record=None, row={"iteration": 0}, evaluated=evaluated))
+
+
 def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any]:
     settings = {chosen.name: chosen.model_dump(mode="json") for chosen in config.evaluation_sets()}
     return {
         "model": str(config.model.path),
-        "reward": config.reward.model_dump(mode="json"),
+        "reward": [section.model_dump(mode="json") for section in config.reward],
         "right_from": config.evaluation.right_from,
         "max_new_tokens": config.grpo.max_new_tokens,
         "sets": [

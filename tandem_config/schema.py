@@ -4,6 +4,8 @@ Every field states what it is, its unit and the reason for its default. This pac
 that the coordinator can load a configuration without torch: see `loading.py`.
 """
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from tandem_config.sections.base import Section
@@ -11,7 +13,8 @@ from tandem_config.sections.data import DataSection
 from tandem_config.sections.evaluation import HELDOUT, EvaluationSection, EvaluationSet
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
-from tandem_config.sections.reward import RewardSection
+from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
+from tandem_config.sections.reward_base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection
@@ -19,6 +22,7 @@ from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trainer import TrainerSection
 
 __all__ = [
+    "LISTED",
     "RunConfig",
     "Section",
     "RunSection",
@@ -43,7 +47,7 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection)
     model: ModelSection
     data: DataSection
-    reward: RewardSection = Field(default_factory=RewardSection)
+    reward: Rewards = Field(default_factory=lambda: (ExactMatchReward(),))
     grpo: GrpoSection = Field(default_factory=GrpoSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
@@ -57,3 +61,7 @@ class RunConfig(Section):
         return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)
 
     samples: SamplesSection = Field(default_factory=SamplesSection)
+
+
+# Sections that may be lists: name -> (the settings that every entry has, the models of its kinds).
+LISTED: Mapping[str, tuple[type[Section], Mapping[str, type[Section]]]] = {"reward": (RewardSection, REWARD_KINDS)}

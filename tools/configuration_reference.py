@@ -14,14 +14,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import note, sections
+from tandem_config.keys import kinds, note_of, sections
+from tandem_config.schema import Section
 from tandem_config.sections.data import DataSource
 from tandem_config.sections.evaluation import EvaluationSet
+from tandem_config.sections.reward import CodeReference
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
 _PART = re.compile(r"(?P<begin><!-- (?P<name>\w+): generated -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_SETTING = "type | unit | default | what it is | why this default"
 _EMPTY: tuple[Any, ...] = (None, "")
 
 
@@ -33,40 +36,59 @@ def rendered(page: str) -> str:
 
 def parts() -> dict[str, str]:
     """Generate the Markdown of each part, by the name in its markers."""
-    tables = [
-        f"### {name}\n\n{(model.__doc__ or '').strip()}\n\n{_section(name)}" for name, model in sections().items()
-    ]
+    tables = [f"### {name}\n\n{_text(model)}\n\n{_section(name, model)}" for name, model in sections().items()]
     return {"settings": "\n\n".join(tables), "environment": _environment()}
 
 
-def _section(name: str) -> str:
-    model = sections()[name]
-    rows = [
-        f"| `{key}` | {type_text(field)} | {note(f'{name}.{key}', 'unit') or '-'} | {default_text(field)} "
-        f"| {_cell(field.description)} | {_cell(note(f'{name}.{key}', 'why'))} |"
-        for key, field in model.model_fields.items()
-    ]
-    table = ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
-    return "\n".join(table + [line for key, field in model.model_fields.items() for line in _entries(name, key, field)])
+def _text(model: type[Section]) -> str:
+    return " ".join((model.__doc__ or "").split())
 
 
-def _entries(section: str, key: str, field: FieldInfo) -> list[str]:
-    """Describe the entries of a list of mappings; nothing if the setting is none."""
-    arguments = typing.get_args(field.annotation)
-    if not arguments or arguments[0] is not EvaluationSet:
-        return []
+def _section(name: str, model: type[Section]) -> str:
+    if kinds(name):
+        return _kinds(name)
+    rows = [f"| `{key}` | {_setting(field)}" for key, field in model.model_fields.items()]
+    entries = [_entries(name, key) for key, field in model.model_fields.items() if _holds_sets(field)]
+    return "\n\n".join([_table(f"key | {_SETTING}", rows), *entries])
+
+
+def _holds_sets(field: FieldInfo) -> bool:
+    return typing.get_args(field.annotation)[:1] == (EvaluationSet,)
+
+
+def _entries(section: str, key: str) -> str:
+    """Describe the entries of a list of evaluation sets."""
     rows = [
         f"| `{name}` | {type_text(entry)} | {default_text(entry)} | {_cell(entry.description)} |"
-        for name, entry in arguments[0].model_fields.items()
+        for name, entry in EvaluationSet.model_fields.items()
     ]
-    return [
-        "",
-        f"An entry of `{section}.{key}`:",
-        "",
-        "| key | type | default | what it is |",
-        "|---|---|---|---|",
-        *rows,
+    return f"An entry of `{section}.{key}`:\n\n{_table('key | type | default | what it is', rows)}"
+
+
+def _kinds(section: str) -> str:
+    """Generate the kinds of a list's entries, and one table of all settings, with the kinds that read each of them."""
+    readers: dict[str, list[str]] = {}
+    for kind, model in kinds(section).items():
+        for key, field in model.model_fields.items():
+            if key != "kind":
+                readers.setdefault(f"| `{key}` | KINDS | {_setting(field)}", []).append(kind)
+    rows = [
+        row.replace("KINDS", "all" if len(some) == len(kinds(section)) else ", ".join(some), 1)
+        for row, some in sorted(readers.items(), key=lambda item: -len(item[1]))
     ]
+    described = [f"| `{kind}` | {_cell(_text(model))} |" for kind, model in kinds(section).items()]
+    return "\n\n".join([_table("kind | what it gives", described), _table(f"key | of kind | {_SETTING}", rows)])
+
+
+def _setting(field: FieldInfo) -> str:
+    return (
+        f"{type_text(field)} | {note_of(field, 'unit') or '-'} | {default_text(field)} | {_cell(field.description)} "
+        f"| {_cell(note_of(field, 'why'))} |"
+    )
+
+
+def _table(heading: str, rows: list[str]) -> str:
+    return "\n".join([f"| {heading} |", "|---" * (heading.count("|") + 1) + "|", *rows])
 
 
 def _environment() -> str:
@@ -102,7 +124,7 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
         return f"list of {_plural(_type(typing.get_args(annotation)[0], []))}"
     if typing.get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
-    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", CodeReference: "string"}
     return " ".join([names[annotation], *_bounds(metadata)])
 
 
@@ -125,6 +147,8 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
+    if field.default_factory is not None:
+        return "empty"
     value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"

@@ -12,6 +12,7 @@ from launcher.run.processes import Launch, plan_evaluation
 from launcher.view.evaluation import evaluation_lines
 from tandem_config.loading import draft_config
 from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import MathVerifyReward
 
 MODEL = Path("/models/my model")
 
@@ -51,7 +52,9 @@ def test_a_runs_configuration_brings_its_sets(tmp_path: Path) -> None:
     file.write_text("model: {path: m}\ndata: {train: t.jsonl, heldout: h.jsonl}\nreward: {kind: math_verify}\n")
     config = config_of(config=file, overrides=["reward.find_answer=anchored"])
     assert [each.name for each in config.evaluation_sets()] == ["heldout"]
-    assert (config.model.path, config.reward.kind, config.reward.find_answer) == (MODEL, "math_verify", "anchored")
+    (reward,) = config.reward
+    assert isinstance(reward, MathVerifyReward)
+    assert (config.model.path, reward.find_answer) == (MODEL, "anchored")
     assert config_of(config=file, model=None).model.path == tmp_path / "m"
     (only,) = config_of(config=file, data=[Path("x.jsonl")]).evaluation_sets()
     assert only.name == "x"
