@@ -19,7 +19,7 @@ from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
-from coordinator.record.samples import SampleSink
+from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast

@@ -13,7 +13,8 @@ TRAIN = "train"
 # were equal; it was cut off by the length limit and counts in no loss; it belongs to an evaluation.
 TRAINED, DROPPED, MASKED, EVALUATED = "trained", "dropped", "masked", "evaluated"
 
-_SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
+# An element of version_spans: tokens of one version end before `end`, and in the text before `text_end`.
+SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int32()),
@@ -34,7 +35,7 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("use", pa.string()),
         ("policy_version", pa.int64()),
-        ("version_spans", pa.list_(_SPAN)),
+        ("version_spans", pa.list_(SPAN)),
         ("token_ids", pa.list_(pa.int32())),
     ],
     metadata={"tandem.samples": "1"},
@@ -103,15 +104,16 @@ class StoredSample(SampleHead):
 HEAD_COLUMNS = [column.name for column in fields(SampleHead)]
 
 
-def to_table(samples: Sequence[StoredSample]) -> pa.Table:
-    """Make the table of samples."""
-    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
-    columns["reward_parts"] = [list(sample.reward_parts.items()) for sample in samples]
-    columns["version_spans"] = [[_span(span) for span in sample.version_spans] for sample in samples]
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
-        if kind == pa.string():
-            columns[name] = [_storable(text) for text in columns[name]]
-    return pa.table(columns, schema=SCHEMA)
+def table_of(size: int, **columns: Any) -> pa.Table:
+    """Make a table of `size` samples from columns: Arrow or NumPy arrays, or lists; missing or None: null."""
+
+    def column(name: str, kind: pa.DataType) -> pa.Array:
+        values = columns.get(name)
+        if values is None:
+            return pa.nulls(size, kind)
+        return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
+
+    return pa.table([column(name, kind) for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)], schema=SCHEMA)
 
 
 def heads_of(table: pa.Table) -> list[SampleHead]:
@@ -142,10 +144,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _span(span: TextSpan) -> dict[str, int]:
-    return {"end": span.end, "text_end": span.text_end, "policy_version": span.policy_version}
-
-
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Replace lone surrogates, which a JSON row may have and UTF-8 has not."""
     return text.encode("utf-8", "replace").decode()

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.flow import Completion, Generation, Group, Prompt, Scored
 from coordinator.record.report import IterationRecord
-from coordinator.record.samples import SampleSink, surplus
+from coordinator.record.samples.sink import SampleSink, surplus
 from coordinator.record.sinks import Evaluated, Finished
 from servicekit.errors import Unavailable
 from tandem_config.schema import SamplesSection
@@ -155,7 +155,7 @@ def test_the_budget_is_kept(make_sink: Any, tmp_path: Path, monkeypatch: pytest.
     sink = make_sink(max_mib=1)
     sink.take(finished(1))
     (size,) = SampleFolder(tmp_path).sizes().values()
-    monkeypatch.setattr("coordinator.record.samples._MIB", 6 * size + size // 2)
+    monkeypatch.setattr("coordinator.record.samples.sink._MIB", 6 * size + size // 2)
     for number in range(2, 40):
         sink.take(finished(number))
     kept = SampleFolder(tmp_path).sizes()
