@@ -19,6 +19,7 @@ from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.exporting import Exporter
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.run import Run
@@ -102,6 +103,12 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
         ),
+        exporter=Exporter(
+            run_dir=app.environment.run_dir,
+            trainer=services.trainer,
+            every=config.run.export_every,
+            keep=config.run.keep_exports,
+        ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
         leaving=app.leaving,
@@ -125,7 +132,6 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
             folder=SampleFolder(app.environment.run_dir),
             settings=config.samples,
             codec=app.inputs.codec,
-            sources={"train": str(config.data.train), "heldout": str(config.data.heldout)},
             truncated=config.grpo.truncated,
             last_look=partial(last_look, lead),
         )
@@ -169,7 +175,7 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
 def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
     if app.inputs.heldout is None:
         return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+    return Evaluator(prompts=app.inputs.heldout, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
 
 
 def _sampling(app: App, temperature: float) -> Sampling:

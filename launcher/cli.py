@@ -26,6 +26,7 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
     tandem samples                   prompts, completions and rewards of a run
     tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
@@ -175,6 +176,32 @@ def top(
     from launcher.commands import top_command
 
     raise typer.Exit(top_command(run_dir, once=once))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")],
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="last|N", help="The newest checkpoint, or that of iteration N.")
+    ] = "last",
+    config: Annotated[Path | None, _CONFIG] = None,
+    overrides: _Set = None,
+) -> None:
+    """Write a checkpoint of a run as an ordinary Hugging Face folder, with its tokenizer; trains and starts nothing.
+
+    Its weights are those that the trainer would write into hf/ at that iteration, bit by bit. Needs memory for one file
+    of weights (5 GB), and no GPU.
+
+    \b
+    Examples:
+        tandem export runs/my-run --out my-model
+        tandem export runs/my-run --checkpoint 40 --out at-40
+        tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
+    """
+    from launcher.export import export_command
+
+    raise typer.Exit(export_command(run_dir, checkpoint, out, config, overrides or []))
 
 
 @app.command()

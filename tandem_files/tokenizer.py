@@ -7,16 +7,23 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+from tandem_files.digests import text_digest
+
 # Texts decoded together by decode_all.
 _DECODE_BATCH = 64
 
 
 class TextCodec:
-    """The model's tokenizer, without the padding and truncation that its file may ask for."""
+    """The model's tokenizer, without the padding and truncation that its file may ask for.
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+    Args:
+        folder: where it is from, with its chat templates; None: nowhere.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], folder: Path | None = None) -> None:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.folder = folder
 
     @classmethod
     def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
@@ -25,7 +32,8 @@ class TextCodec:
         Raises: FileNotFoundError / ValueError naming the file: it is missing, unreadable, has no stop token, or its
             token ids go beyond the model's vocabulary.
         """
-        path = (tokenizer if tokenizer is not None else model) / "tokenizer.json"
+        folder = tokenizer if tokenizer is not None else model
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: set model.tokenizer_path to a folder with tokenizer.json")
         try:
@@ -35,7 +43,7 @@ class TextCodec:
         loaded.no_padding()
         loaded.no_truncation()
         _check_vocabulary(loaded, path, model)
-        return cls(loaded, stop_token_ids(model))
+        return cls(loaded, stop_token_ids(model), folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, with the special tokens that the tokenizer's post-processor adds.
@@ -43,6 +51,14 @@ class TextCodec:
         A text that begins with them already (BOS, in a prompt rendered with a chat template) does not get them twice.
         """
         return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts that a chat template has written: all special tokens are in them already."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def digest(self) -> str:
+        """Compute the xxh3-128, in hex, of the tokenizer: two of the same digest encode alike."""
+        return text_digest(self._tokenizer.to_str())
 
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, without special tokens."""

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import note, sections
+from tandem_config.sections.data import DataSource
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
@@ -75,6 +76,10 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
+        return "path, glob, or list"
+    if typing.get_origin(annotation) is dict:
+        return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
 
@@ -92,7 +97,7 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
-    value = field.default
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

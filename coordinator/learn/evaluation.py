@@ -1,6 +1,6 @@
 """Held-out accuracy: one greedy completion per held-out prompt, scored like those of the training data."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.flow import Generation, Prompt, Scored
@@ -18,7 +18,7 @@ class Evaluator:
         sampling: greedy, with the run's length limit and stop tokens.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Iterable[Prompt]
     rollouts: Rollouts
     scorer: Scorer
     sampling: Sampling
@@ -31,6 +31,6 @@ class Evaluator:
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
         order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
-        groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}
+        groups = {f"eval.{prompt.name}": prompt for prompt in self.prompts}
         generation = await self.rollouts.generate(groups, order)
         return generation, await self.scorer.score(generation.groups)

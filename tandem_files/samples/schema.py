@@ -52,7 +52,7 @@ class SampleHead:
     group_id: str
     # Index in its group, from 0.
     sample: int
-    # The data file, and the 1-based line or row in it.
+    # The data source (and its file, if it has several), and the 1-based line or row in it.
     source: str
     row: int
     reward: float

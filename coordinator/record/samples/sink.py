@@ -24,7 +24,6 @@ class SampleSink:
     """Stores the samples of finished iterations.
 
     Attributes:
-        sources: by kind, the data file that its prompts come from.
         truncated: grpo.truncated.
         last_look: called immediately before a file is written; raises if this coordinator no longer leads the run.
     """
@@ -32,7 +31,6 @@ class SampleSink:
     folder: SampleFolder
     settings: SamplesSection
     codec: TextCodec
-    sources: Mapping[str, str]
     truncated: Literal["keep", "mask"]
     last_look: Callable[[], None] = nothing_more
     _sizes: dict[int, int] | None = field(default=None, init=False)
@@ -75,7 +73,6 @@ class SampleSink:
         return Batch(
             iteration=iteration,
             kind=TRAIN,
-            source=self.sources.get(TRAIN, ""),
             generation=record.generation,
             scored=record.scored,
             advantages_PG=record.advantages_PG,
@@ -86,7 +83,6 @@ class SampleSink:
         return Batch(
             iteration=iteration,
             kind=evaluated.name,
-            source=self.sources.get(evaluated.name, ""),
             generation=evaluated.generation,
             scored=evaluated.scored,
             advantages_PG=None,

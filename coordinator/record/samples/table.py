@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from coordinator.flow import Completion, Generation, Group, Scored
+from coordinator.flow import Completion, Generation, Group, Prompt, Scored
 from tandem_files.samples.schema import SPAN, storable, table_of
 from tandem_files.tokenizer import TextCodec
 
@@ -22,14 +22,12 @@ class Batch:
     """What the samples of one kind have in common, and their arrays.
 
     Attributes:
-        source: the data file.
         advantages_PG: None: of an evaluation.
         uses_PG: what became of each sample in training (tandem_files.samples.schema).
     """
 
     iteration: int
     kind: str
-    source: str
     generation: Generation
     scored: Scored
     advantages_PG: NDArray[np.float64] | None
@@ -56,7 +54,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         kind=of_all(batch.kind),
         group_id=of_group([group.group_id for group in groups]),
         sample=np.concatenate([np.arange(len(group.completions)) for group in groups]),
-        source=of_all(storable(batch.source)),
+        source=of_group([storable(_source(group.prompt)) for group in groups]),
         row=of_group([group.prompt.row for group in groups]),
         prompt=of_group([storable(text) for text in prompts]),
         completion=codec.decode_all(completion.token_ids for completion in completions),
@@ -73,6 +71,12 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         version_spans=_spans(completions, codec),
         token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
     )
+
+
+def _source(prompt: Prompt) -> str:
+    """Name what a row's number counts in: the source, and its file if it has several."""
+    several = prompt.file_label not in ("", prompt.source)
+    return f"{prompt.source}/{prompt.file_label}" if several else prompt.source
 
 
 def _columns(group: Group) -> str:

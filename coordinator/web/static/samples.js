@@ -137,9 +137,7 @@ function drawGroup(found, group) {
     make("h2", group.group_id),
     make("span", `reward ${number(group.reward_mean)} on average`),
   );
-  const source = make("span", `row ${group.row} of ${fileName(group.source) || group.kind}`, "dim");
-  source.title = group.source;
-  head.append(source);
+  head.append(make("span", `row ${group.row} of ${group.source || group.kind}`, "dim"));
   const cards = make("div", undefined, "cards");
   cards.append(...group.samples.map((sample) => drawCard(found, group, sample, null)));
   const texts = make("div", undefined, "texts");
@@ -151,8 +149,6 @@ function drawGroup(found, group) {
   if (parameters.compare) compare(found, group, head, cards);
   return section;
 }
-
-const fileName = (path) => path.split("/").pop();
 
 function textBlock(title, text) {
   const block = make("div", undefined, "block");

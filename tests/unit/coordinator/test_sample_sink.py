@@ -19,7 +19,9 @@ from tandem_files.samples.schema import StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_model
 
-PROMPT = Prompt(row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
+PROMPT = Prompt(
+    row=7, source="sums", file_label="train-2", token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3}
+)
 
 
 def completion(text: str, *, truncated: bool = False, spans: tuple[tuple[int, int], ...] = ()) -> Completion:
@@ -73,7 +75,6 @@ def make_sink(tmp_path: Path) -> Any:
             folder=SampleFolder(tmp_path),
             settings=SamplesSection(**settings),
             codec=codec,
-            sources={"train": "train.jsonl"},
             truncated="mask",
             last_look=last_look,
         )
@@ -98,7 +99,7 @@ def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) 
     assert (first.prompt, first.answer, first.columns, first.row) == ("1+2=", "3", '{"level": 3}', 7)
     assert (first.reward, first.reward_parts, first.advantage) == (2.0, {"math": 1.0}, 0.7)
     assert (first.num_tokens, first.prompt_tokens, first.policy_version, first.token_ids) == (2, 4, 4, None)
-    assert (first.source, first.version_spans, first.sample_id) == ("train.jsonl", (), "i3.g0.row7#0")
+    assert (first.source, first.version_spans, first.sample_id) == ("sums/train-2", (), "i3.g0.row7#0")
     heldout = load(tmp_path, 3, "heldout")[0]
     assert (heldout.kind, heldout.use, heldout.advantage, heldout.reward_parts) == (
         "heldout",

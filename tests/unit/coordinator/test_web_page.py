@@ -14,8 +14,8 @@ import yaml
 from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
-from coordinator.data.prompts import DataCursor
-from coordinator.flow import Prompt, ReplicaOutcome, SyncResult
+from coordinator.data.cursor import CursorState
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
@@ -30,7 +30,6 @@ from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
-PROMPTS = [Prompt(row=1, token_ids=(1,), answer="1")]
 NASTY = "</script><img src=x onerror=alert(1)>"
 
 
@@ -176,7 +175,7 @@ def test_observed_rounds_say_what_became_of_the_replicas() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    state = RunState(cursor=DataCursor(PROMPTS, seed=0, shuffle=False).state(), batch_rng={}, model_fingerprint="x")
+    state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="x")
     state.iteration, state.policy_version = 5, 5
     observed = Observed()
     observed.sync(sync_result())
