@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
 from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator
-from coordinator.learn.rewards.base import Reward
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -56,7 +57,7 @@ class App:
     environment: ServiceEnvironment
     identity: Identity | None
     inputs: Inputs
-    reward: Reward
+    rewards: Sequence[Part]
     registry: Registry
     lead: CoordinatorLease
     lost: "asyncio.Future[None]"
@@ -78,7 +79,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights)
-    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
+    scorer = Scorer(parts=app.rewards, codec=inputs.codec)
     loop = GrpoLoop(
         grpo=config.grpo,
         sampling=_sampling(app, config.grpo.temperature),

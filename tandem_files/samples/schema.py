@@ -1,7 +1,7 @@
 """The columns of stored samples, as Parquet has them and as Python objects. Adding columns breaks no reader."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -10,8 +10,9 @@ import pyarrow as pa
 # Samples of the training data; other kinds are the names of evaluation sets.
 TRAIN = "train"
 # What became of a sample in training: its tokens count in the loss; its group was left out, since all of its rewards
-# were equal; it was cut off by the length limit and counts in no loss; it belongs to an evaluation.
-TRAINED, DROPPED, MASKED, EVALUATED = "trained", "dropped", "masked", "evaluated"
+# were equal; it was cut off by the length limit and counts in no loss; it has no reward, since scoring it failed; it
+# belongs to an evaluation.
+TRAINED, DROPPED, MASKED, UNSCORED, EVALUATED = "trained", "dropped", "masked", "unscored", "evaluated"
 
 # An element of version_spans: tokens of one version end before `end`, and in the text before `text_end`.
 SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
@@ -52,17 +53,18 @@ class SampleHead:
     group_id: str
     # Index in its group, from 0.
     sample: int
-    # The data source (and its file, if it has several), and the 1-based line or row in it.
+    # The data file, and the 1-based line or row in it.
     source: str
     row: int
-    reward: float
+    # None: unscored.
+    reward: float | None
     # None: of an evaluation.
     advantage: float | None
     # Of the completion, the stop token included.
     num_tokens: int
     # stop, or length: cut off by the length limit.
     finish_reason: str
-    # TRAINED, DROPPED, MASKED or EVALUATED.
+    # TRAINED, DROPPED, MASKED, UNSCORED or EVALUATED.
     use: str
 
 
@@ -99,6 +101,12 @@ class StoredSample(SampleHead):
     def sample_id(self) -> str:
         """Name of the sample, as in the trainer's errors: `i12.g3.row77#5`."""
         return f"{self.group_id}#{self.sample}"
+
+
+def mean_reward(heads: Iterable[SampleHead]) -> float | None:
+    """Average the rewards of those that have one; None: none has."""
+    rewards = [head.reward for head in heads if head.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 HEAD_COLUMNS = [column.name for column in fields(SampleHead)]

@@ -13,7 +13,7 @@ from coordinator.record.sinks import Evaluated, Finished
 from tandem_config.schema import SamplesSection
 from tandem_files.atomic import nothing_more
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import DROPPED, EVALUATED, MASKED, TRAIN, TRAINED
+from tandem_files.samples.schema import DROPPED, EVALUATED, MASKED, TRAIN, TRAINED, UNSCORED
 from tandem_files.tokenizer import TextCodec
 
 _MIB = 2**20
@@ -86,7 +86,7 @@ class SampleSink:
             generation=evaluated.generation,
             scored=evaluated.scored,
             advantages_PG=None,
-            uses_PG=np.full(evaluated.scored.rewards_PG.shape, EVALUATED),
+            uses_PG=np.where(evaluated.scored.present_PG, EVALUATED, UNSCORED),
         )
 
     def _write(self, batch: Batch) -> int:
@@ -100,7 +100,8 @@ def _uses(record: IterationRecord, truncated: str) -> NDArray[np.str_]:
         [[completion.truncated for completion in group.completions] for group in record.generation.groups]
     )
     trained_PG = np.where(cut_PG & (truncated == "mask"), MASKED, TRAINED)
-    return np.where(record.dropped_P[:, None], DROPPED, trained_PG)
+    uses_PG = np.where(record.dropped_P[:, None], DROPPED, trained_PG)
+    return np.where(record.scored.present_PG, uses_PG, UNSCORED)
 
 
 def surplus(sizes: Mapping[int, int], max_bytes: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.flow import Completion, Generation, Group, Scored
 from tandem_files.samples.schema import SPAN, storable, table_of
 from tandem_files.tokenizer import TextCodec
 
@@ -54,13 +54,13 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         kind=of_all(batch.kind),
         group_id=of_group([group.group_id for group in groups]),
         sample=np.concatenate([np.arange(len(group.completions)) for group in groups]),
-        source=of_group([storable(_source(group.prompt)) for group in groups]),
+        source=of_group([storable(group.prompt.file) for group in groups]),
         row=of_group([group.prompt.row for group in groups]),
         prompt=of_group([storable(text) for text in prompts]),
         completion=codec.decode_all(completion.token_ids for completion in completions),
         answer=of_group([storable(group.prompt.answer) for group in groups]),
         columns=of_group([_columns(group) for group in groups]),
-        reward=batch.scored.rewards_PG.ravel(),
+        reward=pa.array(batch.scored.rewards_PG.ravel(), mask=~batch.scored.present_PG.ravel()),
         reward_parts=_parts(batch.scored.parts, size),
         advantage=None if batch.advantages_PG is None else batch.advantages_PG.ravel(),
         prompt_tokens=of_group([len(group.prompt.token_ids) for group in groups]),
@@ -71,12 +71,6 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         version_spans=_spans(completions, codec),
         token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
     )
-
-
-def _source(prompt: Prompt) -> str:
-    """Name what a row's number counts in: the source, and its file if it has several."""
-    several = prompt.file_label not in ("", prompt.source)
-    return f"{prompt.source}/{prompt.file_label}" if several else prompt.source
 
 
 def _columns(group: Group) -> str:

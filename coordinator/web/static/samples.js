@@ -13,6 +13,7 @@ const SORTS = [
 const USES = {
   trained: "its tokens count in the loss",
   dropped: "its group was left out: all of its rewards were equal",
+  unscored: "it has no reward, since scoring it failed",
   masked: "cut off, so that it counts in no loss",
   evaluated: "of an evaluation",
 };
@@ -137,7 +138,9 @@ function drawGroup(found, group) {
     make("h2", group.group_id),
     make("span", `reward ${number(group.reward_mean)} on average`),
   );
-  head.append(make("span", `row ${group.row} of ${group.source || group.kind}`, "dim"));
+  const source = make("span", `row ${group.row} of ${fileName(group.source) || group.kind}`, "dim");
+  source.title = group.source;
+  head.append(source);
   const cards = make("div", undefined, "cards");
   cards.append(...group.samples.map((sample) => drawCard(found, group, sample, null)));
   const texts = make("div", undefined, "texts");
@@ -149,6 +152,8 @@ function drawGroup(found, group) {
   if (parameters.compare) compare(found, group, head, cards);
   return section;
 }
+
+const fileName = (path) => path.split("/").pop();
 
 function textBlock(title, text) {
   const block = make("div", undefined, "block");

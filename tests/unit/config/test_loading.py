@@ -147,7 +147,7 @@ BAD_FILES = [
     ("trainer: {tensor_parallel: [1, 2]}", "trainer.tensor_parallel", "[1, 2]", "whole number", ""),
     ("rollout: {replicas: 2, min_replicas: 3}", "rollout.min_replicas", "3", "could never start", "at most 2"),
     ("grpo: {old_logprobs: rollout, tis_cap: 2}", "grpo.tis_cap", "2.0", "recompute", "null"),
-    ("reward: {kind: regex}", "reward.pattern", "null", "needs a pattern", "group 1"),
+    ("reward: {kind: regex}", "reward.pattern", "", "is missing and has no default", "group 1 must equal"),
     ("reward: {kind: regex, pattern: '(a'}", "reward.pattern", "(a", "not a regular expression", "single quotes"),
     ("grpo: {updates_per_iteration: 7}", "grpo.updates_per_iteration", "7", "does not divide the 1024 samples", "8"),
     ("trainer: {sequence_parallel: true}", "trainer.sequence_parallel", "true", "tensor_parallel is 1", "false"),
@@ -302,18 +302,3 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     draft = draft_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"])
     assert [(problem.key, problem.severity) for problem in draft.problems] == [("grpo.logprob_diff_limit", "warning")]
     assert load_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"]).model.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("reward", "unread"),
-    [
-        ("{pattern: 'a(b)'}", ["reward.pattern"]),
-        ("{kind: math_verify, pattern: 'a(b)'}", ["reward.pattern"]),
-        ("{kind: regex, pattern: 'a(b)', find_answer: anchored, timeout_s: 9}", ["reward.find_answer"]),
-        ("{timeout_s: 9, workers: 4}", ["reward.timeout_s", "reward.workers"]),
-        ("{kind: math_verify, find_answer: anchored, timeout_s: 9, workers: 4}", []),
-    ],
-)
-def test_settings_that_the_reward_does_not_read_are_named(tmp_path: Path, reward: str, unread: list[str]) -> None:
-    draft = draft_config(write(tmp_path, MINIMAL + f"reward: {reward}\n"))
-    assert [(problem.key, problem.severity) for problem in draft.problems] == [(key, "warning") for key in unread]

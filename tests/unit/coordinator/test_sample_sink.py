@@ -19,9 +19,7 @@ from tandem_files.samples.schema import StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_model
 
-PROMPT = Prompt(
-    row=7, source="sums", file_label="train-2", token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3}
-)
+PROMPT = Prompt(file="train.jsonl", row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
 
 
 def completion(text: str, *, truncated: bool = False, spans: tuple[tuple[int, int], ...] = ()) -> Completion:
@@ -46,9 +44,12 @@ def generation(*completions: Completion) -> Generation:
 FOUR = generation(completion("3"), completion("4", truncated=True), completion("5"), completion("5"))
 
 
-def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR) -> Finished:
+def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, missing_PG: Any = None) -> Finished:
     scored = Scored(
-        rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]), accuracy=0.5, parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])}
+        rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]),
+        accuracy=0.5,
+        parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])},
+        missing_PG=missing_PG,
     )
     record = IterationRecord(
         iteration=number,
@@ -99,7 +100,7 @@ def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) 
     assert (first.prompt, first.answer, first.columns, first.row) == ("1+2=", "3", '{"level": 3}', 7)
     assert (first.reward, first.reward_parts, first.advantage) == (2.0, {"math": 1.0}, 0.7)
     assert (first.num_tokens, first.prompt_tokens, first.policy_version, first.token_ids) == (2, 4, 4, None)
-    assert (first.source, first.version_spans, first.sample_id) == ("sums/train-2", (), "i3.g0.row7#0")
+    assert (first.source, first.version_spans, first.sample_id) == ("train.jsonl", (), "i3.g0.row7#0")
     heldout = load(tmp_path, 3, "heldout")[0]
     assert (heldout.kind, heldout.use, heldout.advantage, heldout.reward_parts) == (
         "heldout",
@@ -107,6 +108,14 @@ def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) 
         None,
         {"math": 1.0},
     )
+
+
+def test_a_sample_whose_score_failed_has_no_reward(make_sink: Any, tmp_path: Path) -> None:
+    make_sink().take(finished(3, evaluated=True, missing_PG=np.array([[False, True], [False, False]])))
+    for kind in ("train", "heldout"):
+        samples = load(tmp_path, 3, kind)
+        assert (samples[0].reward, samples[1].reward) == (2.0, None)
+        assert [sample.use == "unscored" for sample in samples] == [False, True, False, False]
 
 
 def test_version_spans_end_in_the_text_where_they_end_in_the_tokens(make_sink: Any, tmp_path: Path) -> None:

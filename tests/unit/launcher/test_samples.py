@@ -125,6 +125,16 @@ def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
     assert "(math 1, format 0.5, length -0.25)" in " ".join(output.split())
 
 
+def test_a_sample_without_a_reward_is_shown_last(tmp_path: Path) -> None:
+    folder = SampleFolder(tmp_path)
+    rewards = [None, 0.5, 0.25]
+    write_samples(folder, 1, "train", [stored(0, k, reward=reward) for k, reward in enumerate(rewards)])
+    for order, first in (("worst", 2), ("best", 1)):
+        chosen = choose(folder, Wanted(ends=[(order, 3)]))
+        assert [sample.sample for sample in chosen.samples] == [first, 3 - first, 0]
+    assert "no reward" in shown(tmp_path, reward=None)
+
+
 def test_the_middle_of_a_long_text_is_left_out_unless_asked_for(tmp_path: Path) -> None:
     text = "a" * 800 + "b" * 5000 + "c" * 400
     output = shown(tmp_path, terminal=False, completion=text)
