@@ -23,7 +23,7 @@ from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
-from coordinator.record.samples import SampleSink
+from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
