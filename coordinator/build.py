@@ -13,7 +13,7 @@ from coordinator.generate.joiners import Patience
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead
+from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
@@ -21,6 +21,8 @@ from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.exporting import Exporter
+from coordinator.record.samples import SampleSink
+from coordinator.record.sinks import Sink
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -34,6 +36,7 @@ from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from tandem_config.schema import RunConfig
+from tandem_files.samples.folder import SampleFolder
 from weightsync.group.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
@@ -116,7 +119,25 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         checkpoint=inputs.checkpoint,
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
+        sinks=_sinks(app, lead),
     )
+
+
+def _sinks(app: App, lead: Lead) -> list[Sink]:
+    """Make what gets every finished iteration."""
+    config = app.config
+    if not config.samples.enabled:
+        return []
+    return [
+        SampleSink(
+            folder=SampleFolder(app.environment.run_dir),
+            settings=config.samples,
+            codec=app.inputs.codec,
+            sources={"train": str(config.data.train), "heldout": str(config.data.heldout)},
+            truncated=config.grpo.truncated,
+            last_look=partial(last_look, lead),
+        )
+    ]
 
 
 def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:
@@ -156,7 +177,7 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
 def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
     if app.inputs.heldout is None:
         return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+    return Evaluator(prompts=app.inputs.heldout, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
 
 
 def _sampling(app: App, temperature: float) -> Sampling:

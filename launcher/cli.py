@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.page import page
+from launcher.view.samples.cli import samples
 
 app = typer.Typer(
     name="tandem",
@@ -25,6 +27,8 @@ app = typer.Typer(
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem samples                   prompts, completions and rewards of a run
+    tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -34,8 +38,8 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
-        "in it are relative to the file."
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, "
+        "samples. Relative paths in it are relative to the file."
     ),
 )
 _Set = Annotated[
@@ -136,6 +140,8 @@ def check(
 
 
 app.command()(plan)
+app.command()(samples)
+app.command()(page)
 
 
 @app.command()

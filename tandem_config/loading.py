@@ -1,6 +1,5 @@
 """Turns a YAML file and `--set` options into a `RunConfig`, or reports everything that is wrong with them."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tandem_config import keys
+from tandem_config import keys, paths
 from tandem_config.cross_checks import cross_check
 from tandem_config.messages import place_of, translate
 from tandem_config.overrides import Override, parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
 from tandem_config.schema import LISTED, RunConfig
-from tandem_config.sections.reward import CodeReference, split_reference
 from tandem_config.yaml_source import YamlSource, read_yaml
 
 # Results must not go beside the file by default: an example's file can lie in a read-only folder.
@@ -107,10 +105,10 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
 def dump_resolved(config: RunConfig) -> str:
     """Dump the configuration as YAML, with every key and absolute paths; loading it gives an equal configuration."""
     data = config.model_dump(mode="python")
-    for key in keys.path_keys():
-        section, name = keys.split(key)
-        value = data[section][name]
-        data[section][name] = None if value is None else str(_absolute(value))
+    for section, content in data.items():
+        for entry in content if section in LISTED else [content]:
+            for name, value in entry.items():
+                entry[name] = paths.written(f"{section}.{name}", value)
     for name in LISTED:
         data[name] = data[name][0] if len(data[name]) == 1 else list(data[name])
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
@@ -185,15 +183,7 @@ def _with_absolute_paths(section: str, content: Any, base: Path) -> Any:
     result = dict(content)
     for name, value in content.items():
         key = f"{section}.{name}"
-        if not isinstance(value, str) or not value.strip():
-            continue
-        if keys.takes(key, Path):
-            start = Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base
-            result[name] = _absolute(start / Path(value).expanduser())
-        elif keys.takes(key, CodeReference):
-            place, function = split_reference(value)
-            if place.endswith(".py"):
-                result[name] = f"{_absolute(base / Path(place).expanduser())}:{function}"
+        result[name] = paths.anchored(key, value, Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base)
     return result
 
 
@@ -217,13 +207,8 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfi
 
 def _anchored(config: RunConfig) -> RunConfig:
     """Make `run.output_dir` absolute, so that a resolved file means the same in every working directory."""
-    output_dir = _absolute(config.run.output_dir)
+    output_dir = paths.absolute(config.run.output_dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
-
-
-def _absolute(path: Path) -> Path:
-    """Make a path absolute and without `..`; symbolic links are kept, since their target may move."""
-    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:

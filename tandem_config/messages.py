@@ -55,7 +55,8 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
     key = _key(detail, origins)
     given = detail["type"] != "missing"
     value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
-    message, suggestion = _explain(key, detail)
+    within = len(detail["loc"]) > 2 and not keys.kinds(str(detail["loc"][0]))
+    message, suggestion = _explain_within(key, detail) if within else _explain(key, detail)
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))
 
 
@@ -118,6 +119,21 @@ def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
             f"leave it out; it is a setting of kind: {' or '.join(readers)}",
         )
     return "unknown key", keys.did_you_mean(section, field)
+
+
+def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
+    """Explain an error inside a list or mapping: `entry 2: weight must be greater than 0`."""
+    *places, field = detail["loc"][2:]
+    entry = "".join(f"entry {place + 1}: " for place in places if isinstance(place, int))
+    name = f"entry {field + 1}" if isinstance(field, int) else str(field)
+    if detail["type"] == "extra_forbidden":
+        known = list(keys.entry_fields(key))
+        close = difflib.get_close_matches(name, known, 1)
+        return f"{entry}unknown key {name}", f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    if detail["type"] == "missing":
+        return f"{entry}{name} is missing", keys.entry_fields(key).get(name, "")
+    message, suggestion = _explain(key, detail)
+    return f"{entry}{name} {message}", keys.entry_fields(key).get(name, suggestion)
 
 
 def _shown(value: Any) -> str:

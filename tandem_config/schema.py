@@ -15,6 +15,7 @@ from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards, RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
+from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trainer import TrainerSection
 
@@ -31,6 +32,7 @@ __all__ = [
     "RolloutSection",
     "SyncSection",
     "FleetSection",
+    "SamplesSection",
 ]
 
 
@@ -46,6 +48,7 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
+    samples: SamplesSection = Field(default_factory=SamplesSection)
 
 
 # Sections that may be lists: name -> (the settings that every entry has, the models of its kinds).

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import kinds, note_of, sections
 from tandem_config.schema import Section
+from tandem_config.sections.data import DataSource
 from tandem_config.sections.reward import CodeReference
 
 REPO = Path(__file__).parents[1]
@@ -101,6 +102,8 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
+        return "path, glob, or list"
     if typing.get_origin(annotation) is dict:
         return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", CodeReference: "string"}
@@ -120,9 +123,7 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
-    if field.default_factory is not None:
-        return "empty"
-    value = field.default
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -46,6 +46,8 @@ class IterationRecord:
     policy_version: int
     generation: Generation
     scored: Scored
+    # Of each completion, [P, G].
+    advantages_PG: NDArray[np.float64]
     # [P] groups whose rewards are all equal, and those left out of training.
     zero_variance_P: NDArray[np.bool_]
     dropped_P: NDArray[np.bool_]
