@@ -20,9 +20,6 @@ from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
 
-# Rows of a file whose columns are looked at.
-_SEEN_ROWS = 1000
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:

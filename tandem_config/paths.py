@@ -1,7 +1,7 @@
 """Paths in the values of keys: made absolute when they are read, and written again as a user would write them.
 
 A path is the whole value (`model.path`) or lies within it (`data.train`: a list of sources; `data.chat_template`: a
-path or a text).
+path or a text; `reward.function`: a file and a name).
 """
 
 import os
@@ -89,9 +89,15 @@ def _written_sources(sources: tuple[dict[str, Any], ...]) -> Any:
     return short[0] if len(short) == 1 else short
 
 
+def _code(value: Any, base: Path) -> Any:
+    place, name = split_reference(value) if isinstance(value, str) else ("", "")
+    return f"{_text(place, base)}:{name}" if place.endswith(".py") else value
+
+
 _WITHIN: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _sources,
     "data.heldout": _sources,
     "evaluation.sets": _sets,
     "data.chat_template": _template,
+    "reward.function": _code,
 }

@@ -32,11 +32,13 @@ class CheckedData:
     Attributes:
         train: the passes over the sources of data.train, if all rows can be used.
         formats: which rendered and tokenized them.
+        columns: those of the rows; empty if none could be read.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
     train: list[Scan] = field(default_factory=list)
     formats: PromptFormat | None = None
+    columns: list[str] = field(default_factory=list)
 
 
 def check_data(
@@ -62,6 +64,7 @@ def check_data(
             continue
         scans, problems = _check_part(config, part, found.formats, read_answers=read_answers)
         found.problems += problems
+        found.columns += [name for scan in scans for name in scan.columns if name not in found.columns]
         longest = max([longest, *(scan.longest for scan in scans)])
         if part == "train" and usable("grpo.prompts_per_iteration"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans

@@ -441,6 +441,7 @@ OWN = ["reward.function=mine.py:score"]
         ("def score(completion): return 1", ""),
         ("def scor(completion): return 1", "mine.py has no score; did you mean scor?"),
         ("import missing_library", "No module named 'missing_library' (mine.py:1)"),
+        ("def score(completion, level): return 1", "takes 'level', which nothing fills"),
         ("def score(completions, answer): return 1", "takes both 'completions', a list, and 'answer'"),
     ],
 )
