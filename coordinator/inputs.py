@@ -54,8 +54,7 @@ class Inputs:
 
 def columns_of(sets: Sequence[PromptSet]) -> list[str]:
     """List the columns of the first rows of each source."""
-    rows = [row for prompts in sets for source in prompts.sources for row in source[:_SEEN_ROWS]]
-    return list(dict.fromkeys(name for row in rows for name in row.columns))
+    return list(dict.fromkeys(name for prompts in sets for scan in prompts.scans for name in scan.columns))
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

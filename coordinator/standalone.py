@@ -23,7 +23,7 @@ from coordinator.learn.evaluation import Evaluated
 from coordinator.learn.rewards.registry import build_rewards, close_rewards, start_rewards
 from coordinator.learn.scoring import Scorer
 from coordinator.record.evaluations import evaluation_row
-from coordinator.record.samples import SampleSink
+from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Finished
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError

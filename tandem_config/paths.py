@@ -89,15 +89,9 @@ def _written_sources(sources: tuple[dict[str, Any], ...]) -> Any:
     return short[0] if len(short) == 1 else short
 
 
-def _code(value: Any, base: Path) -> Any:
-    place, name = split_reference(value) if isinstance(value, str) else ("", "")
-    return f"{_text(place, base)}:{name}" if place.endswith(".py") else value
-
-
 _WITHIN: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _sources,
     "data.heldout": _sources,
     "evaluation.sets": _sets,
     "data.chat_template": _template,
-    "reward.function": _code,
 }

@@ -36,7 +36,7 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
         codec = None
     data = check_data(draft.config, draft.usable, spec, codec)
     problems += data.problems
-    problems += check_rewards(draft.config, draft.usable, None)
+    problems += check_rewards(draft.config, draft.usable, data.columns or None)
     problems += check_host(draft.config, redis_url)
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)
     return [*draft.problems, *draft.placed(problems)]

@@ -7,9 +7,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.learn.evaluation import Evaluated
 from coordinator.record.report import IterationRecord
 from coordinator.record.samples.table import Batch, table_of_batch
-from coordinator.record.sinks import Evaluated, Finished
+from coordinator.record.sinks import Finished
 from tandem_config.schema import SamplesSection
 from tandem_files.atomic import nothing_more
 from tandem_files.samples.folder import SampleFolder
