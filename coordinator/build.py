@@ -19,6 +19,8 @@ from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.trackers.base import Outcome
+from coordinator.record.trackers.registry import build_trackers
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -108,7 +110,15 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         checkpoint=inputs.checkpoint,
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
+        sinks=build_trackers(config, app.environment.run_dir, partial(_outcome, app)),
     )
+
+
+def _outcome(app: App) -> Outcome:
+    """Return how the run has ended, as it stands when its sinks are closed."""
+    if app.inputs.state.status == "finished":
+        return "finished"
+    return "interrupted" if app.leaving.asked.is_set() else "failed"
 
 
 def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:

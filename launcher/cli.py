@@ -33,7 +33,8 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet. Relative paths "
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, and the "
+        "list trackers. Relative paths "
         "in it are relative to the file."
     ),
 )

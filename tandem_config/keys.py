@@ -4,6 +4,8 @@ import difflib
 import typing
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from tandem_config.schema import RunConfig, Section
 
 # A typo of one or two letters in a word of six scores about 0.7; below 0.6 suggestions are noise.
@@ -51,7 +53,13 @@ _OTHER_NAMES: dict[str, str] = {
 
 def sections() -> dict[str, type[Section]]:
     """Return the model of every section, by name, in the order of the schema."""
-    return {name: typing.cast(type[Section], field.annotation) for name, field in RunConfig.model_fields.items()}
+    models = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, Section)}
+
+
+def lists() -> list[str]:
+    """List the names at the top of the file that hold a list of entries instead of keys."""
+    return [name for name in RunConfig.model_fields if name not in sections()]
 
 
 def fields_of(section: str) -> list[str]:
@@ -75,7 +83,12 @@ def description(key: str) -> str:
 def note(key: str, about: typing.Literal["unit", "why"]) -> str:
     """Return the unit of a dotted key's values, or the reason for its default; "" if its field states none."""
     section, _, field = key.partition(".")
-    extra = sections()[section].model_fields[field].json_schema_extra
+    return about_field(sections()[section].model_fields[field], about)
+
+
+def about_field(field: FieldInfo, about: typing.Literal["unit", "why"]) -> str:
+    """Return the unit of a setting's values, or the reason for its default; "" if it states none."""
+    extra = field.json_schema_extra
     return str(extra.get(about, "")) if isinstance(extra, dict) else ""
 
 
@@ -118,7 +131,7 @@ def did_you_mean(section: str, field: str) -> str:
     for candidates in _candidate_lists(section, field):
         if candidates:
             return f"did you mean {' or '.join(candidates)}?"
-    valid = fields_of(section) if section else list(sections())
+    valid = fields_of(section) if section else [*sections(), *lists()]
     return f"known keys here: {', '.join(valid)}" if valid else ""
 
 
@@ -126,7 +139,7 @@ def _candidate_lists(section: str, field: str) -> typing.Iterator[list[str]]:
     if section:
         yield [f"{section}.{name}" for name in difflib.get_close_matches(field, fields_of(section), 1, 0.75)]
     else:
-        yield difflib.get_close_matches(field, list(sections()), 1, _CLOSE_ENOUGH)
+        yield difflib.get_close_matches(field, [*sections(), *lists()], 1, _CLOSE_ENOUGH)
     by_name = {key.partition(".")[2]: key for key in all_keys()}
     yield [key for key in all_keys() if key.partition(".")[2] == field]
     if section:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tandem_config import keys
+from tandem_config import entries, keys
 from tandem_config.cross_checks import cross_check
 from tandem_config.messages import translate
 from tandem_config.overrides import Override, parse_overrides
@@ -84,7 +84,8 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
     draft = Draft(
         config=config,
         problems=[*source.problems, *problems, *invalid],
-        bad_keys=frozenset(rejected | {problem.key for problem in invalid}),
+        # An entry of a list (`trackers[1].mode`) makes the whole list unusable.
+        bad_keys=frozenset(rejected | {problem.key.partition("[")[0] for problem in invalid}),
         origins=origins,
     )
     if config is not None:
@@ -99,6 +100,8 @@ def dump_resolved(config: RunConfig) -> str:
         section, _, name = key.partition(".")
         value = data[section][name]
         data[section][name] = None if value is None else str(_absolute(value))
+    for name in keys.lists():
+        data[name] = config.model_dump(mode="json", include={name})[name]
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -114,7 +117,14 @@ def _merge(
         for section, content in source.values.items()
     }
     origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
+    for name in keys.lists():
+        if name in source.values:
+            values[name] = entries.with_absolute_paths(source.values[name], lambda text: _from(base, text))
     for override in overrides:
+        if override.field == "":
+            values[override.section] = entries.with_absolute_paths(override.value, lambda text: _from(Path.cwd(), text))
+            origins[override.section] = f"--set {override.text}"
+            continue
         section = values.setdefault(override.section, {})
         if isinstance(section, dict):
             section.update(_absolute_paths(override.section, {override.field: override.value}, Path.cwd()))
@@ -128,8 +138,12 @@ def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[A
         key = f"{section}.{name}"
         if isinstance(value, str) and value.strip() and keys.takes(key, Path):
             start = Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base
-            result[name] = _absolute(start / Path(value).expanduser())
+            result[name] = _from(start, value)
     return result
+
+
+def _from(start: Path, text: str) -> Path:
+    return _absolute(start / Path(text).expanduser())
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:

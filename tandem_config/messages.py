@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from tandem_config import keys
+from tandem_config import entries, keys
 from tandem_config.problems import ConfigProblem
 
 _BOUND = {
@@ -49,12 +49,27 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
     Args:
         origins: where a value was given, by dotted key.
     """
+    if detail["loc"][0] in keys.lists():
+        return _translate_entry(detail, origins)
     location = [str(part) for part in detail["loc"][:2]]
     key = ".".join(location)
     value = "" if detail["type"] == "missing" else _shown(detail["input"])
     message, suggestion = _explain(key, detail)
     where = origins.get(key, origins.get(location[0], ""))
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=where)
+
+
+def _translate_entry(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
+    """Translate an error in an entry of a list."""
+    key = entries.key_of(detail)
+    message, suggestion = entries.explain(detail) or _explain(key, detail)
+    return ConfigProblem(
+        key=key,
+        value=_shown(entries.shown(detail)),
+        message=message,
+        suggestion=suggestion,
+        where=origins.get(str(detail["loc"][0]), ""),
+    )
 
 
 def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from tandem_config.yaml_source import parse_scalar
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """A parsed `--set` option; `text` is the option as written."""
+    """A parsed `--set` option; `text` is the option as written, `field` is "" for a whole list (`trackers=...`)."""
 
     section: str
     field: str
@@ -46,6 +46,8 @@ def _parse(text: str) -> Override | ConfigProblem:
     if not equals:
         return _problem(text, key, "", "has no '='", f"write --set {key or 'section.key'}=VALUE")
     section, dot, field = key.partition(".")
+    if key in keys.lists():
+        return _override(text, key, "", raw)
     if not dot or not field:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
@@ -53,6 +55,11 @@ def _parse(text: str) -> Override | ConfigProblem:
         return _problem(text, key, raw, f"there is no section {section!r}", guess)
     if field not in keys.fields_of(section):
         return _problem(text, key, raw, "unknown key", keys.did_you_mean(section, field))
+    return _override(text, section, field, raw)
+
+
+def _override(text: str, section: str, field: str, raw: str) -> Override | ConfigProblem:
+    key = f"{section}.{field}" if field else section
     try:
         return Override(section=section, field=field, value=_value(key, raw), text=text)
     except yaml.YAMLError as error:

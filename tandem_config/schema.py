@@ -6,7 +6,7 @@ that the coordinator can load a configuration without torch: see `loading.py`.
 
 from pydantic import Field
 
-from tandem_config.sections.base import Section
+from tandem_config.sections.base import Section, about
 from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
@@ -14,6 +14,7 @@ from tandem_config.sections.reward import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.sync import SyncSection
+from tandem_config.sections.trackers import Trackers
 from tandem_config.sections.trainer import TrainerSection
 
 __all__ = [
@@ -43,3 +44,8 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
+    trackers: Trackers = Field(
+        default_factory=list,
+        description="Experiment trackers that get each iteration's figures.",
+        json_schema_extra=about("metrics.jsonl and the page need none"),
+    )

@@ -13,7 +13,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import note, sections
+from tandem_config.keys import about_field, sections
+from tandem_config.sections.base import Section
+from tandem_config.sections.trackers import TRACKER_KINDS
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
@@ -30,21 +32,23 @@ def rendered(page: str) -> str:
 
 def parts() -> dict[str, str]:
     """Generate the Markdown of each part, by the name in its markers."""
-    tables = [
-        f"### {name}\n\n{(model.__doc__ or '').strip()}\n\n{_section(name)}" for name, model in sections().items()
-    ]
-    return {"settings": "\n\n".join(tables), "environment": _environment()}
+    tables = [f"### {name}\n\n{_section(model)}" for name, model in sections().items()]
+    entries = [f"#### trackers: {kind}\n\n{_section(model)}" for kind, model in TRACKER_KINDS.items()]
+    return {"settings": "\n\n".join(tables), "trackers": "\n\n".join(entries), "environment": _environment()}
 
 
-def _section(name: str) -> str:
-    model = sections()[name]
+def _section(model: type[Section]) -> str:
     rows = [
-        f"| `{key}` | {type_text(field)} | {note(f'{name}.{key}', 'unit') or '-'} | {default_text(field)} "
-        f"| {_cell(field.description)} | {_cell(note(f'{name}.{key}', 'why'))} |"
+        f"| `{key}` | {type_text(field)} | {about_field(field, 'unit') or '-'} | {default_text(field)} "
+        f"| {_cell(field.description)} | {_cell(about_field(field, 'why'))} |"
         for key, field in model.model_fields.items()
     ]
-    return "\n".join(
-        ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
+    return (
+        (model.__doc__ or "").strip()
+        + "\n\n"
+        + "\n".join(
+            ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
+        )
     )
 
 
@@ -75,6 +79,8 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) is list:
+        return f"list of {_type(typing.get_args(annotation)[0], [])}s"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
 
@@ -92,7 +98,7 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
-    value = field.default
+    value = field.get_default(call_default_factory=True)
     if value in _EMPTY:
         return "null" if value is None else "unset"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

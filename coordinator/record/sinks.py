@@ -52,8 +52,11 @@ class Sink(Protocol):
     def name(self) -> str:
         """What the warning calls it when it fails."""
 
-    def take(self, finished: Finished) -> None:
-        """Store or send an iteration; it may block. Whatever it raises ends this sink, not the run."""
+    def take(self, finished: Finished) -> str | None:
+        """Store or send an iteration; it may block. Whatever it raises ends this sink, not the run.
+
+        Returns: a warning for the run's user, if there is one.
+        """
 
     def close(self) -> None:
         """Write what is held back."""
@@ -138,7 +141,8 @@ class _Feed:
     def _work(self) -> None:
         try:
             while (finished := self._waiting.get()) is not None:
-                self._sink.take(finished)
+                if remark := self._sink.take(finished):
+                    self._complaints.put(remark)
             self._sink.close()
         except Exception as error:
             self._failed = True

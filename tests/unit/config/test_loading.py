@@ -253,3 +253,34 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
 def test_settings_that_the_reward_does_not_read_are_named(tmp_path: Path, reward: str, unread: list[str]) -> None:
     draft = draft_config(write(tmp_path, MINIMAL + f"reward: {reward}\n"))
     assert [(problem.key, problem.severity) for problem in draft.problems] == [(key, "warning") for key in unread]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("[tensorbord]", "trackers[0].kind", "did you mean tensorboard?"),
+        ("[tensorboard, {kind: wandb, projct: x}]", "trackers[1].projct", "did you mean project?"),
+        ("[{kind: wandb, mode: offlin}]", "trackers[0].mode", "did you mean offline?"),
+        ("[{project: x}]", "trackers[0].kind", "add `kind:` with one of tensorboard, wandb, mlflow"),
+        ("[3]", "trackers[0]", "write e.g. `trackers: [tensorboard"),
+        ("[{kind: wandb, tags: [1]}]", "trackers[0].tags.0", 'quote it: "1"'),
+    ],
+)
+def test_an_entry_of_a_list_is_named_with_its_place(text: str, key: str, words: str, tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, f"{MINIMAL}trackers: {text}\n"))
+    assert problem.key == key
+    assert words in problem.suggestion
+    assert problem.where == f"{tmp_path / 'run.yaml'}:5"
+
+
+def test_a_list_is_set_as_a_whole_and_its_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, MINIMAL + "trackers: [{kind: wandb, dir: w}]\n")
+    monkeypatch.chdir(tmp_path.parent)
+    config = load_config(file)
+    assert config.model_dump()["trackers"][0]["dir"] == tmp_path / "w"
+    assert [entry.kind for entry in load_config(file, ["trackers=[tensorboard]"]).trackers] == ["tensorboard"]
+    assert load_config(file, ["trackers=tensorboard"]) == load_config(file, ["trackers=[tensorboard]"])
+    assert load_config(file, ["trackers=null"]).trackers == []
+    (problem,) = problems_of(file, ["trackers.wandb=1"])
+    assert problem.key == "trackers.wandb"
+    assert load_config(write(tmp_path, dump_resolved(config))) == config
