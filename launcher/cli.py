@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,10 +25,22 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem logs                      the logs of all its services, readable
+    tandem compare runs/a runs/b     curves and settings of several runs
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
 )
+
+
+class Level(StrEnum):
+    """Levels of log lines."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 _CONFIG = typer.Option(
     "--config",
@@ -170,6 +183,63 @@ def top(
     from launcher.commands import top_command
 
     raise typer.Exit(top_command(run_dir, once=once))
+
+
+@app.command()
+def logs(
+    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
+    service: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--service", metavar="NAME", help="Only this service, e.g. rollout-0, or rollout; repeat for more."
+        ),
+    ] = None,
+    level: Annotated[Level, typer.Option("--level", help="Lowest level.")] = Level.INFO,
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or 14:30.")
+    ] = "",
+    newest: Annotated[int | None, typer.Option("--newest", "-n", min=1, metavar="N", help="Only the newest N.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends.")
+    ] = False,
+) -> None:
+    """Print the logs of a run's services as readable lines, by time; tracebacks as such.
+
+    \b
+    Examples:
+        tandem logs runs/arithmetic --level warning
+        tandem logs --service rollout --since 10m --follow
+    """
+    from launcher.commands import logs_command
+
+    raise typer.Exit(logs_command(run_dir, service or [], level=level.value, since=since, newest=newest, follow=follow))
+
+
+@app.command()
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="The runs' folders.", metavar="RUN_DIR...")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="Figure of metrics.jsonl; repeat for more. Default: the reward."),
+    ] = None,
+    smooth: Annotated[
+        float, typer.Option("--smooth", min=0.0, max=0.999, help="Smoothing in the picture: weight of the past.")
+    ] = 0.6,
+    last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="Mean over the newest N values.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Also draw the curves: picture.png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Compare runs: first, final, best and mean figures, times, settings that differ; optionally a picture.
+
+    \b
+    Examples:
+        tandem compare runs/a runs/b --out curves.png
+        tandem compare runs/* --metric reward_mean --metric entropy
+    """
+    from launcher.commands import compare_command
+
+    raise typer.Exit(compare_command(run_dirs, metric or [], smooth=smooth, out=out, last=last))
 
 
 @app.command()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -17,8 +18,14 @@ _ROWS_PER_HEADING = 20
 class _PipeSafeConsole(Console):
     """A console that survives the end of its reader: `tandem run | head` must not end the training."""
 
+    def __init__(self, *, ends_with_reader: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._ends_with_reader = ends_with_reader
+
     def on_broken_pipe(self) -> None:
-        """Discard further output; rich's own method ends the process without a message."""
+        """Discard further output; end the process without a message where there is nothing but the output."""
+        if self._ends_with_reader:
+            super().on_broken_pipe()
         self.quiet = True
         stream = sys.stderr if self.stderr else sys.stdout
         with contextlib.suppress(OSError, ValueError):
@@ -29,9 +36,13 @@ class _PipeSafeConsole(Console):
                 print("output closed by its reader; the run continues (see: tandem status)", file=sys.stderr)
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping."""
-    return _PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=True)
+def make_console(*, stderr: bool = False, ends_with_reader: bool = False) -> Console:
+    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping.
+
+    Args:
+        ends_with_reader: end the process when whoever reads the output has ended, as `head` does; else go on.
+    """
+    return _PipeSafeConsole(ends_with_reader=ends_with_reader, stderr=stderr, highlight=False, soft_wrap=True)
 
 
 class RunView:

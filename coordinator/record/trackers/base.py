@@ -1,7 +1,7 @@
 """A tracker as a sink: figures of each iteration in order, caught up from metrics.jsonl, across resumes.
 
-`<run>/trackers/<kind>.json` keeps the id that the tracker gave the run, and the last iteration that it got. So a resumed
-run continues the one there, and a tracker that failed for a while, or was added on a resume, gets what it lacks.
+`<run>/trackers/<kind>.json` keeps the id that the tracker gave the run, and the last iteration that it got. So a
+resumed run continues that one, and a tracker that failed for a while, or was added later, gets what it lacks.
 """
 
 import json
