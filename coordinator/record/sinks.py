@@ -58,8 +58,8 @@ class Sink(Protocol):
         Returns: a warning for the run's user, if there is one.
         """
 
-    def close(self) -> None:
-        """Write what is held back."""
+    def close(self) -> str | None:
+        """Write what is held back. Returns: a warning for the run's user, if there is one."""
 
 
 class Sinks:
@@ -143,7 +143,8 @@ class _Feed:
             while (finished := self._waiting.get()) is not None:
                 if remark := self._sink.take(finished):
                     self._complaints.put(remark)
-            self._sink.close()
+            if remark := self._sink.close():
+                self._complaints.put(remark)
         except Exception as error:
             self._failed = True
             log.warning("sink failed", sink=self._sink.name, exc_info=True)

@@ -19,6 +19,8 @@ from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 
 # Between attempts at a tracker that fails, so that each iteration does not wait for its timeouts again.
 RETRY_S = 60.0
+# Of a library's message; the log has all of it.
+_CHARACTERS = 300
 ADVICE = "install it with: pip install 'tandem[trackers]'"
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -102,12 +104,20 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - the boundary of a foreign library: it must not end the sink
             return self._failed(error)
 
-    def close(self) -> None:
-        """Send what is missing, and say how the run ended. Raises: whatever the tracker's library raises."""
+    def close(self) -> str | None:
+        """Send what is missing, and say how the run ended. Returns: a warning for the user, if that fails."""
         if self._newest == 0:
-            return
-        self._send([])
-        self._backend.close(self._facts.outcome())
+            return None
+        try:
+            remark = self._send([])
+            self._backend.close(self._facts.outcome())
+        except Exception as error:  # noqa: BLE001 - as above
+            log.warning("tracker not closed", tracker=self.name, error=without_login(str(error)))
+            return (
+                f"{self.name} has the iterations up to {self._sent}, of {self._newest}, and not how the run ended: "
+                f"{_described(error)}; metrics.jsonl has all of them"
+            )
+        return remark or None
 
     def _send(self, rows: list[Row]) -> str:
         """Open the tracker if it is not, then send what it lacks. Returns: the tracker's remark, or ""."""
@@ -137,12 +147,15 @@ class Tracker:
         known, self._failing = self._failing, True
         if known:
             return None
-        why = without_login(f"{type(error).__name__}: {error}")
-        why += f": {ADVICE}" if isinstance(error, ImportError) else ""
         return (
-            f"{self.name} does not take the figures: {why}; the run goes on, and it gets what it lacks when it works "
-            f"again (tried every {RETRY_S:.0f} s, and at the end)"
+            f"{self.name} does not take the figures: {_described(error)}; the run goes on, and it gets what it lacks "
+            f"when it works again (tried every {RETRY_S:.0f} s, and at the end)"
         )
+
+
+def _described(error: Exception) -> str:
+    why = without_login(f"{type(error).__name__}: {error}")[:_CHARACTERS]
+    return f"{why}: {ADVICE}" if isinstance(error, ImportError) else why
 
 
 def values_of(row: Row) -> dict[str, float]:

@@ -76,6 +76,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert differing(runs) == {}
 
 
+@pytest.mark.timeout(60)  # imports matplotlib
 def test_the_picture_has_the_format_of_its_suffix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = write_run(tmp_path / "one", [0.1, 0.9]), tmp_path / "curves.svg"
     assert command(run, metrics=("loss", "reward_mean"), out=out) == 0
