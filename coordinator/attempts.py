@@ -9,7 +9,7 @@ from coordinator.build import App, build_run
 from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.lead import last_look, may_write
-from coordinator.leaving import exit_code_of, words_of
+from coordinator.leaving import exit_code_of, message_of
 from coordinator.record.checkpoint import marks
 from coordinator.record.reserve import release_reserve, take_reserve
 from coordinator.record.summary import build_summary
@@ -54,7 +54,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
         return EXIT_OK
     # The boundary of the run: any failure ends it, and is reported with its cause.
     await _make_room(app)
-    why = words_of(error)
+    why = message_of(error)
     log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
     await _end(app, State.FAILED, why)
     return exit_code_of(error)
@@ -102,7 +102,7 @@ async def _attempt(app: App) -> bool:
             await run.execute()
         except TandemError as error:
             if guard is None:
-                await services.blame(error)
+                await services.raise_if_trainer_lost(error)
                 raise
             await guard.wait_for_return(error)
             return False
@@ -157,6 +157,6 @@ async def _end(app: App, ended: State, why: str = "") -> None:
         try:
             state.save(app.environment.run_dir / STATE_FILE, lambda: last_look(app.lead))
         except (OSError, TandemError) as error:  # the log still says how the run ended
-            log.error("run state not written", error=words_of(error))
+            log.error("run state not written", error=message_of(error))
     app.control.enter(ended, why)
     log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)

@@ -145,7 +145,7 @@ def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
         timeout_s=config.rollout.generate_timeout_s,
         patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
         seed=weights.seed_late_joiners,
-        tell=partial(_warn_of_fleet, app.events),
+        warn=partial(_warn_of_fleet, app.events),
     )
 
 

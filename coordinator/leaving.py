@@ -68,7 +68,7 @@ class Leaving:
         return first.value if first.name == "action" else None
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Describe a failure to the user; one of a file with the file's name."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot write {error.filename}: {error.strerror}"

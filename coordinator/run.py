@@ -233,7 +233,7 @@ class Run:
         for kind, message in remarks(record, self.logprob_diff_limit):
             self._warn(kind, message)
         self._note_scores("train", record.scored)
-        self._look_at_the_training(row)
+        self._check_training(row)
         self._rows.append(row, self._last_look)
         self._save_state("running")
         if adopt_next(self.run_dir):
@@ -254,7 +254,7 @@ class Run:
                 "group were equal: set grpo.zero_variance=keep, or look at the reward and the task's difficulty"
             )
 
-    def _look_at_the_training(self, row: Row) -> None:
+    def _check_training(self, row: Row) -> None:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
         now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)

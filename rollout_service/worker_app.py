@@ -30,7 +30,7 @@ log = get_logger(__name__)
 # After a stop: how long to wait for the leader, which drains first, to release this host.
 LET_GO_S = DRAIN_S + 10.0
 # After our ranks have failed: how long to wait to learn whether the leader's end caused it.
-LAST_WORD_S = 4.0
+LAST_BEAT_S = 4.0
 _FULL_NAME = worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"].full_name
 
 MakeProcesses = Callable[[RunConfig, str, ServiceEnvironment, HostRanks], EngineProcesses]
@@ -168,18 +168,18 @@ class _Worker:
         if first.name == DEADLINE:
             raise DeadlineExceeded(f"the leader of {self._name} did not release this host within {LET_GO_S:g} s")
         if first.name == "ranks":
-            await self._tell_failure(membership, processes)
+            await self._report_failure(membership, processes)
 
-    async def _tell_failure(self, membership: WorkerMembership, processes: EngineProcesses) -> None:
+    async def _report_failure(self, membership: WorkerMembership, processes: EngineProcesses) -> None:
         """Report to the leader that our ranks have failed. Raises: Unavailable: why, as far as both sides know."""
         error = processes.failed.exception()
         membership.failure = str(error)
-        await asyncio.wait({membership.over}, timeout=LAST_WORD_S)
+        await asyncio.wait({membership.over}, timeout=LAST_BEAT_S)
         if membership.over.done():
-            last_word = membership.over.exception()
-            if last_word is None:
+            ending = membership.over.exception()
+            if ending is None:
                 return
-            raise Unavailable(f"{error}; {last_word}")
+            raise Unavailable(f"{error}; {ending}")
         if membership.silent_s > 2 * beat_s(self._config.sync.lease_ttl_s):
             silent = f"silent for {membership.silent_s:.1f} s"
             raise Unavailable(f"the leader of {self._name} is lost ({silent}); seen here as: {error}")

@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Hostile:
     def payloads(self, method: MethodDescriptor) -> list[bytes]:
         """Messages of one call."""
         if self._near is not None and self.random.random() < 0.5:
-            return self._nearly(self._near.requests(method.name, self.random))
+            return self._nearly(self._near.requests(method, self.random))
         kind = self.random.random()
         if kind < 0.15:
             return [self.random.randbytes(self.random.choice([1, 10, 1000, 100_000]))]
@@ -139,13 +139,10 @@ class Hostile:
 class Attack:
     """Sends requests to a service, and to others at its address (`also`), and keeps what they answered."""
 
-    def __init__(
-        self, address: str, service: Any, *, also: Sequence[Any] = (), leave_out: Sequence[str] = (), metadata: Any = ()
-    ) -> None:
+    def __init__(self, address: str, service: Any, *, also: Sequence[Any] = (), leave_out: Sequence[str] = ()) -> None:
         self.answers: Counter[str] = Counter()  # by "method status"
         self.untyped: Counter[str] = Counter()
         self._address = address
-        self._metadata = tuple(metadata)
         methods = [method for each in (service, *also) for method in each.methods]
         self._methods = [method for method in methods if method.name not in leave_out]
         self._prefix = f"/{service.full_name}/"
@@ -158,24 +155,12 @@ class Attack:
             timeout_s = 0.001 if hostile.random.random() < 0.05 else CALL_S
             big = [("x-big", "A" * 7000)] if hostile.random.random() < 0.02 else []
             try:
-                for _reply in self._call(method, hostile.payloads(method), timeout_s, [*self._metadata, *big]):
-                    pass
+                # On the wire a single message is a stream of one.
+                call = self._channel.stream_stream(f"/{method.containing_service.full_name}/{method.name}")
+                list(call(iter(hostile.payloads(method)), timeout=timeout_s, metadata=big))
                 self.answers[f"{method.name} OK"] += 1
             except grpc.RpcError as error:
                 self._note(method, error)
-
-    def _call(self, method: MethodDescriptor, payloads: list[bytes], timeout_s: float, metadata: Any) -> Iterator[Any]:
-        path, ways = (
-            f"/{method.containing_service.full_name}/{method.name}",
-            {"timeout": timeout_s, "metadata": metadata},
-        )
-        if method.client_streaming and method.server_streaming:
-            return iter(self._channel.stream_stream(path)(iter(payloads), **ways))
-        if method.client_streaming:
-            return iter([self._channel.stream_unary(path)(iter(payloads), **ways)])
-        if method.server_streaming:
-            return iter(self._channel.unary_stream(path)(payloads[0], **ways))
-        return iter([self._channel.unary_unary(path)(payloads[0], **ways)])
 
     def _note(self, method: MethodDescriptor, error: grpc.RpcError) -> None:
         call: Any = error
@@ -185,20 +170,10 @@ class Attack:
         if code in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") or (reason is None and code not in OF_GRPC):
             self.untyped[f"{method.name} {code}: {(call.details() or '')[:200]}"] += 1
 
-    def shares(self) -> dict[str, tuple[float, float]]:
-        """Of each method's calls: how many got past the checks of the request itself, and how many were done."""
-        shares = {}
-        for method in (each.name for each in self._methods):
-            of_it = {answer.split()[1]: many for answer, many in self.answers.items() if answer.split()[0] == method}
-            calls = max(1, sum(of_it.values()))
-            past = calls - sum(of_it.get(code, 0) for code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"))
-            shares[method] = (past / calls, of_it.get("OK", 0) / calls)
-        return shares
-
     def status(self) -> None:
         """GetStatus answers, with odd connections beside it."""
         path = f"{self._prefix}GetStatus"
-        self._channel.unary_unary(path)(b"", timeout=CALL_S, metadata=self._metadata)
+        self._channel.unary_unary(path)(b"", timeout=CALL_S)
 
     def odd_connections(self, many: int) -> list[socket.socket]:
         """Connections that say nothing, half of HTTP/2, HTTP/1, or a header of 16 MB. They stay open."""

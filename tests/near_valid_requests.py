@@ -11,25 +11,29 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
-from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tandem_api.weights.v1 import weights_pb2_grpc
-from weightsync.layouts.layout import Parallel
-from weightsync.round.phases import PHASES
+from tests.kit.round import RunPhase
+from tests.unit.trainer.batches import message
+from weightsync.round.phases import PHASES, Phase
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
 CALL_S = 10.0
 TRANSPORTS = (pb.SYNC_TRANSPORT_AUTO, pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_DISK)
+INSTALLS = (pb.INSTALL_MODE_STAGED, pb.INSTALL_MODE_IN_PLACE)
 PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE)
 # Longer than the other side of a phase needs when both do it; what takes longer waits for somebody.
 PARTNER_S = 1.0
-Partner = Callable[[pb.RoundPhase.ValueType, pb.Round], object]
 NewValue = Callable[[FieldDescriptor], Any]
+SAMPLES = message()
+GROUPS = [rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)]
+SAMPLING = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
 
 
 def changed(message: Message, chance: random.Random, new_value: NewValue) -> Message:
@@ -71,38 +75,30 @@ class Rounds:
     """One sync round after the other, phase by phase.
 
     Args:
-        group, epoch: of the weight group, the latter as it is now.
+        new_round: makes a round in which group, epoch and participants are as they are now.
         folder: where rounds of the transport disk write.
-        replicas: who takes part beside the trainer.
         partner: the other side, which does each phase as it should be done, beside the service that is asked.
     """
 
     def __init__(
-        self,
-        group: str,
-        epoch: Callable[[], int],
-        folder: Path,
-        replicas: tuple[pb.ReplicaSpec, ...],
-        partner: Partner = lambda phase, round_: None,
+        self, new_round: Callable[..., pb.Round], folder: Path, partner: RunPhase = lambda phase, round_: None
     ) -> None:
-        self._group, self._epoch, self._folder, self._replicas = group, epoch, folder, replicas
-        self._partner = partner
+        self._new_round, self._folder, self._partner = new_round, folder, partner
         self._beside = ThreadPoolExecutor(1)
         self._doing: Future[object] = Future()
         self._doing.set_result(None)
-        self._left: list[pb.RoundPhase.ValueType] = []
+        self._left: list[Phase] = []
         self._count = 0
         self._round = pb.Round()
 
-    def next(self, version: int, chance: random.Random) -> tuple[pb.RoundPhase.ValueType, pb.Round]:
+    def next(self, version: int, chance: random.Random) -> tuple[Phase, pb.Round]:
         """The phase that is next, and its round; the partner has begun it."""
         if self._given_up() or not self._left:
             self._left = list(PHASES)
             if chance.random() < 0.3:
                 self._left[chance.randrange(1, len(PHASES)) :] = [pb.ROUND_PHASE_ABORT]
             self._round = self.begun(version, chance.choice(TRANSPORTS))
-            self._round.install_mode = chance.choice([pb.INSTALL_MODE_STAGED, pb.INSTALL_MODE_IN_PLACE])
-            self._round.pause_mode = chance.choice(PAUSES)
+            self._round.install_mode, self._round.pause_mode = chance.choice(INSTALLS), chance.choice(PAUSES)
         phase = self._left.pop(0)
         self._doing = self._beside.submit(self._partner, phase, self._round)
         return phase, self._round
@@ -115,25 +111,13 @@ class Rounds:
             wait([self._doing], CALL_S)
         return self._doing.exception() is not None
 
-    def run(self, round_: pb.Round, own: Partner) -> None:
-        """Every phase on both sides. Raises: grpc.RpcError"""
-        for phase in PHASES:
-            theirs = self._beside.submit(self._partner, phase, round_)
-            own(phase, round_)
-            theirs.result(timeout=CALL_S)
-
     def begun(self, version: int, transport: pb.SyncTransport.ValueType) -> pb.Round:
         """Another round."""
         self._count += 1
-        return pb.Round(
-            round_id=f"{self._folder.name}-{self._count}",
+        return self._new_round(
             policy_version=version,
-            group=self._group,
-            epoch=self._epoch(),
-            trainer=Parallel(tensor=2).to_proto(),
-            replicas=self._replicas,
+            round_id=f"{self._folder.name}-{self._count}",
             install_mode=pb.INSTALL_MODE_STAGED,
-            pause_mode=pb.PAUSE_MODE_DRAIN,
             formation_timeout_s=5.0,
             transfer_timeout_s=5.0,
             transport=transport,
@@ -144,103 +128,46 @@ class Rounds:
 
 
 class Near:
-    """Right requests of a service, which asks it for its policy version first."""
-
-    published_version = 0
-
-    def __init__(self, stub: Any, status: Message, rounds: Rounds) -> None:
-        self._stub, self._status, self._rounds = stub, status, rounds
-
-    def requests(self, method: str, chance: random.Random) -> list[Message]:
-        """The messages of one call."""
-        version = self._stub.GetStatus(self._status, timeout=CALL_S).policy_version
-        if method == "GetStatus":
-            return [self._status]
-        if method == "RunPhase":
-            phase, round_ = self._rounds.next(max(version, self.published_version), chance)
-            return [pb.RunPhaseRequest(phase=phase, round=round_)]
-        return self.own(method, version, chance)
-
-    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
-        """Of a method that only this service has."""
-        raise NotImplementedError
-
-
-class ForTrainer(Near):
-    """Requests of a TrainerService at this address. run_dir: where it may write."""
-
-    def __init__(self, address: str, run_dir: Path, rounds: Rounds) -> None:
-        stub = trainer_pb2_grpc.TrainerServiceStub(grpc.insecure_channel(address))
-        super().__init__(stub, trainer_pb2.GetStatusRequest(), rounds)
-        self._run_dir, self._count = run_dir, 0
-
-    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
-        path = str(self._run_dir / f"near-{method}-{chance.randrange(2)}")
-        if method == "TrainStep":
-            self._count += 1
-            header = trainer_pb2.TrainStepHeader(
-                step_id=f"near-{self._count}", policy_version=version, num_updates=1, num_samples=2, fence=FENCE
-            )
-            batch = trainer_pb2.TrainStepRequest(chunk=_samples())
-            return [trainer_pb2.TrainStepRequest(header=header), batch]
-        saved = self._run_dir / "near-SaveCheckpoint-0"
-        others: dict[str, Message] = {
-            "TakeOver": trainer_pb2.TakeOverRequest(fence=FENCE),
-            "ComputeLogprobs": trainer_pb2.ComputeLogprobsRequest(chunk=_samples()),
-            "SaveCheckpoint": trainer_pb2.SaveCheckpointRequest(path=path, fence=FENCE),
-            "ExportModel": trainer_pb2.ExportModelRequest(path=path, fence=FENCE),
-            "RestorePolicy": trainer_pb2.RestorePolicyRequest(
-                path=str(saved) if saved.exists() else "", policy_version=version, fence=FENCE
-            ),
-        }
-        return [others[method]]
-
-
-def _samples() -> trainer_pb2.SampleChunk:
-    return trainer_pb2.SampleChunk(
-        sample_ids=["a", "b"],
-        prompt_lengths=[2, 1],
-        completion_lengths=[1, 2],
-        token_ids=[1, 2, 3, 4, 5, 6],
-        rollout_logprobs=[-0.1, -0.2, -0.3],
-        advantages=[1.0, -1.0],
-        trainable=[True, True],
-    )
-
-
-class ForRollout(Near):
-    """Requests of a RolloutService at this address.
+    """Right requests of a service, which is asked for its policy version first.
 
     Args:
-        published: folder, version and round of what lies on disk for a replica without weights.
+        run_dir: where a trainer may write.
+        published: the round that lies on disk for a replica without weights.
     """
 
-    def __init__(
-        self, address: str, rounds: Rounds, published: tuple[Path, int, str] = (Path("/nowhere"), 1, "r-1")
-    ) -> None:
-        stub = rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(address))
-        super().__init__(stub, rollout_pb2.GetStatusRequest(), rounds)
-        self._folder, self.published_version, self._round_id = published
+    def __init__(self, address: str, service: Any, rounds: Rounds, run_dir: Path, published: pb.Round) -> None:
+        status = service.methods_by_name["GetStatus"]
+        self._status = grpc.insecure_channel(address).unary_unary(
+            f"/{service.full_name}/GetStatus", response_deserializer=GetMessageClass(status.output_type).FromString
+        )
+        self._rounds, self._run_dir, self._published = rounds, run_dir, published
+        self._steps = 0
 
-    def own(self, method: str, version: int, chance: random.Random) -> list[Message]:
-        groups = [rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)]
-        sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
-        others: dict[str, Message] = {
-            "TakeOver": rollout_pb2.TakeOverRequest(fence=FENCE),
-            "GenerateGroups": rollout_pb2.GenerateGroupsRequest(
-                groups=groups, sampling=sampling, policy_version=version
-            ),
-            "LoadPublishedWeights": rollout_pb2.LoadPublishedWeightsRequest(
-                folder=str(self._folder), policy_version=self.published_version, round_id=self._round_id, fence=FENCE
-            ),
-            "PauseGeneration": rollout_pb2.PauseGenerationRequest(mode=chance.choice(PAUSES), fence=FENCE),
-            "ResumeGeneration": rollout_pb2.ResumeGenerationRequest(fence=FENCE),
-            "GetChecksums": rollout_pb2.GetChecksumsRequest(),
-        }
-        return [others[method]]
+    def requests(self, method: MethodDescriptor, chance: random.Random) -> list[Message]:
+        """The messages of one call."""
+        version = self._status(b"", timeout=CALL_S).policy_version
+        right: dict[str, Any] = {"fence": FENCE, "policy_version": version, "chunk": SAMPLES}
+        right |= {"groups": GROUPS, "sampling": SAMPLING, "mode": chance.choice(PAUSES)}
+        match method.name:
+            case "TrainStep":
+                return [
+                    trainer_pb2.TrainStepRequest(header=self._step(version)),
+                    trainer_pb2.TrainStepRequest(chunk=SAMPLES),
+                ]
+            case "RunPhase":
+                right["phase"], right["round"] = self._rounds.next(max(version, self._published.policy_version), chance)
+            case "SaveCheckpoint" | "ExportModel":
+                right["path"] = str(self._run_dir / f"near-{method.name}-{chance.randrange(2)}")
+            case "RestorePolicy":
+                saved = self._run_dir / "near-SaveCheckpoint-0"
+                right["path"] = str(saved) if saved.exists() else ""
+            case "LoadPublishedWeights":
+                right |= {"folder": self._published.disk_folder, "round_id": self._published.round_id}
+                right["policy_version"] = self._published.policy_version
+        given = {name: right[name] for name in method.input_type.fields_by_name if name in right}
+        return [GetMessageClass(method.input_type)(**given)]
 
-
-def taking_part(address: str) -> Partner:
-    """A trainer's or a replica's part in rounds."""
-    stub = weights_pb2_grpc.RoundServiceStub(grpc.insecure_channel(address))
-    return lambda phase, round_: stub.RunPhase(pb.RunPhaseRequest(phase=phase, round=round_), timeout=CALL_S)
+    def _step(self, version: int) -> trainer_pb2.TrainStepHeader:
+        self._steps += 1
+        numbers = {"policy_version": version, "num_updates": 1, "num_samples": 2}
+        return trainer_pb2.TrainStepHeader(step_id=f"near-{self._steps}", fence=FENCE, **numbers)

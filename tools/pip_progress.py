@@ -25,38 +25,38 @@ _INSTALLS = re.compile(r"Installing collected packages: (.*)")
 
 
 class Progress:
-    """Condenses pip's output into a few lines, printed with `say`."""
+    """Condenses pip's output into a few lines, printed with `report`."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._packages: set[str] = set()
         self._doing = "asking the package index"
         self._silences = 0
 
-    def heard(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         """Process one line of pip's output."""
         self._silences = 0
         if found := _FETCHED.match(line):
             self._fetches(found[1].rpartition("/")[2], float(found[2] or 0) * _MEGABYTES.get(found[3], 0.0))
         elif found := _INSTALLS.match(line):
             self._doing = f"unpacking {len(found[1].split(','))} packages"
-            self._say(self._doing)
+            self._report(self._doing)
 
     def _fetches(self, wheel: str, size_mb: float) -> None:
         name = "-".join(wheel.split("-")[:2])
         if name not in self._packages:
             self._packages.add(name)
             if len(self._packages) % PACKAGES == 0 and size_mb < LARGE_MB:
-                self._say(f"{len(self._packages)} packages fetched")
+                self._report(f"{len(self._packages)} packages fetched")
         if size_mb >= LARGE_MB:
-            self._say(f"fetching {name}, {size_mb:.0f} MB")
+            self._report(f"fetching {name}, {size_mb:.0f} MB")
         self._doing = f"fetching {name}"
 
     def silent(self, seconds: float) -> None:
         """Count another `seconds` without output, and report 1, 2, 4, 8, ... of them."""
         self._silences += 1
         if self._silences.bit_count() == 1:
-            self._say(f"still {self._doing} ({self._silences * seconds:.0f} s)")
+            self._report(f"still {self._doing} ({self._silences * seconds:.0f} s)")
 
 
 def lines_or_silence(source: Iterable[str], silence_s: float) -> Iterator[str | None]:
@@ -80,16 +80,16 @@ def lines_or_silence(source: Iterable[str], silence_s: float) -> Iterator[str | 
         yield line
 
 
-def follow(source: Iterable[str], log: TextIO, say: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
-    """Copy what pip prints into `log`, and report its progress with `say`."""
-    progress = Progress(say)
+def follow(source: Iterable[str], log: TextIO, report: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
+    """Copy what pip prints into `log`, and report its progress with `report`."""
+    progress = Progress(report)
     for line in lines_or_silence(source, silence_s):
         if line is None:
             progress.silent(silence_s)
         else:
             log.write(line)
             log.flush()
-            progress.heard(line)
+            progress.read_line(line)
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
-from servicekit.redis.failures import tell_failure
+from servicekit.redis.failures import record_failure
 from tandem_config.loading import load_config
 from trainer_service import app
 from trainer_service.ranks.liveness import failure_name
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         get_logger(__name__).error("bad configuration", error=str(error))
         rank = os.environ.get("RANK", "0")
-        tell_failure("trainer", failure_name(int(rank) if rank.isdigit() else 0), str(error))
+        record_failure("trainer", failure_name(int(rank) if rank.isdigit() else 0), str(error))
         return EXIT_BAD_CONFIG
     settings = WorkerSettings(config=config, environment=environment, place=place, resume=options.resume)
     return app.run(settings)

@@ -45,7 +45,7 @@ class Services:
             return False
         return True
 
-    async def blame(self, error: TandemError) -> None:
+    async def raise_if_trainer_lost(self, error: TandemError) -> None:
         """Find out whether a lost trainer caused `error`. Raises: TrainerLost: the trainer does not answer."""
         if not await self.trainer_answers():
             raise TrainerLost(f"{error}; the trainer does not answer") from error

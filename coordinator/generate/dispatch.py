@@ -31,7 +31,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 MAX_FAILURES = 2
 
 # Gets warnings for the operator, as text.
-Tell = Callable[[str], None]
+Warn = Callable[[str], None]
 
 log = get_logger(__name__)
 
@@ -48,16 +48,16 @@ class Dispatch:
         timeout_s: float,
         patience: Patience,
         seed: Seed | None,
-        tell: Tell,
+        warn: Warn,
     ) -> None:
         self._fleet = fleet
         self._prompts = prompts
         self._order = order
         self._timeout_s = timeout_s
         self._patience = patience
-        self._tell = tell
+        self._warn = warn
         self._sampling = order.sampling.to_proto()
-        self._joiners = Joiners(seed, order.policy_version, self._somebody_is_free, interval_s=patience.look_s)
+        self._joiners = Joiners(seed, order.policy_version, self._any_free, interval_s=patience.look_s)
         self._replicas = list(fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[list[str]] = deque()
         self._running: dict[asyncio.Task[list[str]], Replica] = {}
@@ -93,7 +93,7 @@ class Dispatch:
             if not self._pending:
                 return
             if replica not in self._replicas:
-                self._welcome(replica)
+                self._add_joiner(replica)
             task = asyncio.create_task(self._call(replica, self._pending.popleft()), name=f"generate-{replica.name}")
             self._running[task] = replica
 
@@ -106,13 +106,13 @@ class Dispatch:
             if replica not in busy and self._failures[replica] < MAX_FAILURES
         ]
 
-    def _somebody_is_free(self) -> bool:
+    def _any_free(self) -> bool:
         return bool(self._free())
 
-    def _welcome(self, joiner: Replica) -> None:
+    def _add_joiner(self, joiner: Replica) -> None:
         self._replicas.append(joiner)
         metrics.DISPATCH_JOINERS.inc()
-        self._tell(f"{joiner.name} joined and is seeded: it generates groups that were waiting")
+        self._warn(f"{joiner.name} joined and is seeded: it generates groups that were waiting")
 
     async def _wait(self) -> None:
         """Wait until a call has ended or a replica has joined; only briefly if no replica works."""
@@ -135,11 +135,11 @@ class Dispatch:
         try:
             joining.result()
         except DeadlineExceeded as error:
-            raise Unavailable(f"{self._whats_missing()}; {error}") from error
+            raise Unavailable(f"{self._describe_missing()}; {error}") from error
 
     async def _check_patience(self) -> None:
         """Called while no replica works. Raises: Unavailable: none has worked for too long."""
-        if not self._pending or self._somebody_is_free():
+        if not self._pending or self._any_free():
             return
         now_s = time.monotonic()
         if self._stalled_since_s is None:
@@ -148,7 +148,7 @@ class Dispatch:
             stalled = (
                 f"no replica is left: waiting for one to join (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
             )
-            self._tell(f"{stalled}; {self._whats_missing()}")
+            self._warn(f"{stalled}; {self._describe_missing()}")
         self._one_is_lost = self._one_is_lost or await self._is_one_lost()
         patience_s = self._patience.rejoin_s
         if not self._one_is_lost:
@@ -217,9 +217,9 @@ class Dispatch:
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"
-        return Unavailable(self._whats_missing() + (waited if self._one_is_lost else ""))
+        return Unavailable(self._describe_missing() + (waited if self._one_is_lost else ""))
 
-    def _whats_missing(self) -> str:
+    def _describe_missing(self) -> str:
         """Return how many groups are missing, and the last error of each replica."""
         missing = len(self._prompts) - len(self._groups)
         errors = [self._errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]

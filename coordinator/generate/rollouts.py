@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from coordinator.fleet.base import Fleet
 from coordinator.flow import Generation, Prompt
-from coordinator.generate.dispatch import Dispatch, Tell
+from coordinator.generate.dispatch import Dispatch, Warn
 from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Order
 from servicekit.logs import get_logger
@@ -21,7 +21,7 @@ class Rollouts:
         timeout_s: deadline of one call.
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
         seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
-        tell: gets a message when no replica is left, and when one joins; None: the messages are logged.
+        warn: gets a message when no replica is left, and when one joins; None: the messages are logged.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Rollouts:
         timeout_s: float,
         patience: Patience | None = None,
         seed: Seed | None = None,
-        tell: Tell | None = None,
+        warn: Warn | None = None,
     ) -> None:
         self._fleet = fleet
         self._max_groups_per_call = max_groups_per_call
         self._timeout_s = timeout_s
         self._patience = Patience() if patience is None else patience
         self._seed = seed
-        self._tell = log.warning if tell is None else tell
+        self._warn = log.warning if warn is None else warn
 
     async def generate(self, prompts: Mapping[str, Prompt], order: Order) -> Generation:
         """Sample `order.num_completions` completions for each prompt.
@@ -64,6 +64,6 @@ class Rollouts:
             timeout_s=self._timeout_s,
             patience=self._patience,
             seed=self._seed,
-            tell=self._tell,
+            warn=self._warn,
         )
         return await dispatch.run(chunks)

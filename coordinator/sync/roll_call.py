@@ -24,7 +24,9 @@ from weightsync.plans.participants import rollout_slot, trainer_slot
 # A poll of the group that is running when the run is cancelled can delay the exit by this long.
 _WAIT_SLICE_S = 0.5
 # What to do when the versions of trainer or replicas contradict the run's.
-GO_ON = "end the run and resume from its newest checkpoint (--resume), which gets a version that no service has had"
+RESUME_ADVICE = (
+    "end the run and resume from its newest checkpoint (--resume), which gets a version that no service has had"
+)
 
 log = get_logger(__name__)
 
@@ -112,14 +114,14 @@ class RollCall:
         while True:
             left_s = start_s + timeout_s - time.monotonic()
             look = await self._look()
-            ahead = _leave_out_newer(look, policy_version)
+            ahead = _exclude_newer(look, policy_version)
             if ahead and len(look.replicas) < self._min_replicas:
-                raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {GO_ON}")
+                raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {RESUME_ADVICE}")
             present = await self._with_slots(look, max(left_s, 0.0))
             if present is not None and present.trainer.policy_version != policy_version:
                 raise WrongVersion(
                     f"the trainer is at policy version {present.trainer.policy_version}, not at {policy_version}: "
-                    f"it was restarted from a checkpoint; {GO_ON}"
+                    f"it was restarted from a checkpoint; {RESUME_ADVICE}"
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 if look.absent:
@@ -128,7 +130,7 @@ class RollCall:
             trainer_is_present = look.trainer is not None and self._trainer.name not in look.absent
             timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_present else 0.0)
             if time.monotonic() - start_s >= timeout_s:
-                raise DeadlineExceeded(self._complaint(look, timeout_s))
+                raise DeadlineExceeded(self._timeout_message(look, timeout_s))
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _look(self) -> _Look:
@@ -188,7 +190,7 @@ class RollCall:
             if set(slots) <= set(group.members) or time.monotonic() >= deadline_s:
                 return group
 
-    def _complaint(self, look: _Look, timeout_s: float) -> str:
+    def _timeout_message(self, look: _Look, timeout_s: float) -> str:
         absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "no other service is announced"
         present = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
         return (
@@ -197,7 +199,7 @@ class RollCall:
         )
 
 
-def _leave_out_newer(look: _Look, policy_version: int) -> list[str]:
+def _exclude_newer(look: _Look, policy_version: int) -> list[str]:
     """Mark replicas that have had a newer version as absent: they must not go back to an older one.
 
     Returns: a sentence for each of them.

@@ -96,7 +96,7 @@ class _Publication:
         self.slot_taken_s = now_s if self.slot_taken_s is None else self.slot_taken_s
         return now_s - self.slot_taken_s < patience_s
 
-    def goes_on_after(self, error: TandemError) -> bool:
+    def may_retry_after(self, error: TandemError) -> bool:
         """Whether another round may help."""
         return is_retriable(error) and not self.is_over
 
@@ -166,7 +166,7 @@ class WeightSync:
         Raises: TandemError: the last round's, if the budget is spent, another round would not help, or too few replicas
             are present; the message names them. The round has been aborted on all participants.
         """
-        return await self._bring(policy_version, serving=())
+        return await self._run_rounds(policy_version, serving=())
 
     async def take_over(self) -> None:
         """Make trainer and replicas refuse earlier coordinators, and wait for the work that those started.
@@ -228,7 +228,7 @@ class WeightSync:
             if len(serving) == len(announced):
                 return None
         try:
-            return await self._bring(policy_version, serving=serving)
+            return await self._run_rounds(policy_version, serving=serving)
         except TandemError as error:
             if not self._fleet.serving():
                 raise
@@ -267,7 +267,7 @@ class WeightSync:
                 loaded.append(joiner)
         return loaded
 
-    async def _bring(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
+    async def _run_rounds(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
         """Run rounds until every replica that is present serves `policy_version`, as those of `serving` do already."""
         work = _Publication(
             policy_version=policy_version,
@@ -287,7 +287,7 @@ class WeightSync:
                     await asyncio.sleep(SLOT_INTERVAL_S)
                     continue
                 work.failures.append(error)
-                if not work.goes_on_after(error):
+                if not work.may_retry_after(error):
                     break
         # A replica that stopped serving meanwhile (its pod leaves, or is not ready) is not admitted again here.
         staying = self._fleet.serving()

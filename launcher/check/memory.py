@@ -124,7 +124,7 @@ def _trainer_problems(
     yield ConfigProblem(
         key="trainer.max_tokens_per_micro_batch",
         value=str(config.trainer.max_tokens_per_micro_batch),
-        message=f"a trainer rank needs {_gib(trainer.peak)} of a GPU's {gib:g} {trainer.moment}{_besides(over)}",
+        message=f"a trainer rank needs {_gib(trainer.peak)} of a GPU's {gib:g} {trainer.moment}{_overhead_note(over)}",
         suggestion=f"{fits}{split}",
         severity=_severity(over),
     )
@@ -157,14 +157,14 @@ def _rollout_problems(config: RunConfig, rollout: RolloutMemory, gib: float) -> 
         yield ConfigProblem(
             key="rollout.mem_fraction_static",
             value=str(config.rollout.mem_fraction_static),
-            message=f"a rollout rank needs {_gib(peak)} of a GPU's {gib:g} in a weight sync{_besides(over)}",
+            message=f"a rollout rank needs {_gib(peak)} of a GPU's {gib:g} in a weight sync{_overhead_note(over)}",
             suggestion="lower rollout.mem_fraction_static, rollout.max_total_tokens or sync.bucket_mib"
             + (", or set sync.install: in_place" if rollout.spare else ""),
             severity=_severity(over),
         )
 
 
-def _besides(over: bool) -> str:
+def _overhead_note(over: bool) -> str:
     return "" if over else "; CUDA, NCCL and fragments take 1 to 3 GiB besides"
 
 

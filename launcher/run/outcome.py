@@ -42,7 +42,7 @@ def failed(run_dir: Path, culprit: ProcessExit) -> LaunchOutcome:
     """Describe a process that ended before the run was over, or a coordinator that ended with an error."""
     early = " before the run was over" if culprit.code == 0 else ""
     text = f"failed: {culprit.describe()}{early}; log: {_shown(culprit.log)}; {_how_to_resume(run_dir)}"
-    return LaunchOutcome(code=EXIT_FAILED, text=text + _aside(run_dir))
+    return LaunchOutcome(code=EXIT_FAILED, text=text + _training_troubles(run_dir))
 
 
 def broken(run_dir: Path, error: Exception) -> LaunchOutcome:
@@ -61,14 +61,14 @@ def stopped(run_dir: Path, number: signal.Signals) -> LaunchOutcome:
         else "before its first iteration ended"
     )
     text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_resume(run_dir)}"
-    return LaunchOutcome(code=128 + number, text=text + _aside(run_dir))
+    return LaunchOutcome(code=128 + number, text=text + _training_troubles(run_dir))
 
 
 def _status(run_dir: Path) -> str:
     return str(read_state(run_dir).get("status", ""))
 
 
-def _aside(run_dir: Path) -> str:
+def _training_troubles(run_dir: Path) -> str:
     troubles = noted_troubles(run_dir)
     return f"; the training before: {' '.join(troubles)}" if troubles else ""
 

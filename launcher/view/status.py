@@ -61,7 +61,7 @@ def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> 
     Returns: its address, empty if none runs; the state of the run without its answer; failures that services reported.
     Raises: ConfigError: the folder is not a run's, or the environment is not a service's.
     """
-    if _is_a_services(run_dir, environ):
+    if _is_service_of(run_dir, environ):
         return _announced(ServiceEnvironment.from_env(environ))
     if not (run_dir / RESOLVED_CONFIG).is_file():
         raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
@@ -74,7 +74,7 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     """Describe the run as (name, text) pairs. Raises: ConfigError: as find_coordinator."""
     address, state, failures = find_coordinator(run_dir, environ)
     answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
-    if not address and (words := last_words(run_dir)):
+    if not address and (words := last_outcome(run_dir)):
         answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
     newest = newest_iteration(run_dir)
@@ -90,13 +90,13 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     return lines + _last_row(rows)
 
 
-def last_words(run_dir: Path) -> str:
+def last_outcome(run_dir: Path) -> str:
     """Read how the coordinator ended, e.g. `failed: why`, from the run's folder; "" if it recorded nothing."""
     state = read_state(run_dir)
     return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
 
 
-def _is_a_services(run_dir: Path, environ: Mapping[str, str]) -> bool:
+def _is_service_of(run_dir: Path, environ: Mapping[str, str]) -> bool:
     """Whether this process has the environment of a service of the run."""
     own = environ.get(_RUN_DIR, "")
     return own != "" and Path(own).absolute() == run_dir.absolute()

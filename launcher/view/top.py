@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from launcher.view.status import find_coordinator, last_words
+from launcher.view.status import find_coordinator, last_outcome
 from launcher.view.top_view import draw
 from servicekit.errors import TandemError, Unavailable, rpc_errors
 from servicekit.redis.records import COORDINATOR
@@ -50,7 +50,7 @@ def show(run_dir: Path, console: Console, *, once: bool) -> None:
         console.print(draw(asyncio.run(overview_at(*find()))))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        last = asyncio.run(_follow(find, partial(live.update, refresh=True), lambda: last_words(run_dir)))
+        last = asyncio.run(_follow(find, partial(live.update, refresh=True), lambda: last_outcome(run_dir)))
     console.print(last)
 
 
@@ -71,7 +71,7 @@ async def overview_at(address: str, token: str) -> dict[str, Any]:
 
 
 async def _follow(
-    find: Find, update: Callable[[RenderableType], None], last_words: Callable[[], str]
+    find: Find, update: Callable[[RenderableType], None], last_outcome: Callable[[], str]
 ) -> RenderableType:
     """Draw until the run is over, by the coordinator's answer or by its last words in the folder.
 
@@ -87,7 +87,7 @@ async def _follow(
         except TandemError as error:
             if picture is None or loop.time() - answered_s > _PATIENCE_S:
                 raise
-            if (words := last_words()).partition(":")[0] in _OVER:
+            if (words := last_outcome()).partition(":")[0] in _OVER:
                 return Group(picture, Text(f"the run has ended: {words}", "bold"))
             update(Group(Text(f"no answer for {loop.time() - answered_s:.0f} s: {error}\n", "bold yellow"), picture))
         else:

@@ -80,17 +80,17 @@ class WorkerConnection:
         Raises: Unavailable: it is lost, was restarted, or can no longer serve.
         """
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        last_beat_s = loop.time()
         while True:
             try:
                 reply = await self._beat(min(CALL_S, self._ttl_s / 3))
             except Aborted as error:
                 raise Unavailable(str(error)) from None
             except TandemError as error:
-                if loop.time() - heard_s > self._ttl_s:
+                if loop.time() - last_beat_s > self._ttl_s:
                     raise Unavailable(f"{self.title} is lost: no answer for {self._ttl_s:g} s ({error})") from None
             else:
-                heard_s = loop.time()
+                last_beat_s = loop.time()
                 if reply.failure:
                     raise Unavailable(f"{self.title}: {reply.failure}")
                 if reply.asked_to_stop:

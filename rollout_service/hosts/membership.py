@@ -40,13 +40,13 @@ class WorkerMembership:
         self._share = share
         self._ttl_s = ttl_s
         self._leader_id = ""
-        self._heard_s = loop.time()
-        self._silence: asyncio.TimerHandle | None = None
+        self._last_beat_s = loop.time()
+        self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def silent_s(self) -> float:
         """Seconds since the leader's last call."""
-        return asyncio.get_running_loop().time() - self._heard_s
+        return asyncio.get_running_loop().time() - self._last_beat_s
 
     def join(self, request: wpb.JoinRequest) -> None:
         """Join a leader. Raises: InvalidRequest: it asks for another host or engine; Aborted: there is another one."""
@@ -65,12 +65,12 @@ class WorkerMembership:
             self._leader_id = request.leader_id
             self.joined.set_result(share.meeting_at(request.store_address))
             log.info("joined", replica=self._replica, host=share.host, store=request.store_address)
-        self._hear()
+        self._note_beat()
 
     def beat(self, leader_id: str) -> None:
         """Note a beat. Raises: Aborted: it is not our leader's."""
         self.check(leader_id)
-        self._hear()
+        self._note_beat()
 
     def check(self, leader_id: str) -> None:
         """Raise Aborted unless this process belongs to that leader."""
@@ -85,19 +85,19 @@ class WorkerMembership:
         self.check(leader_id)
         self._end(Unavailable(f"the leader of {self._replica} ended: {reason}") if failed else None)
 
-    def _hear(self) -> None:
+    def _note_beat(self) -> None:
         loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
-        if self._silence is not None:
-            self._silence.cancel()
-        self._silence = loop.call_later(self._ttl_s, self._fall_silent)
+        self._last_beat_s = loop.time()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = loop.call_later(self._ttl_s, self._expire)
 
-    def _fall_silent(self) -> None:
+    def _expire(self) -> None:
         self._end(Unavailable(f"the leader of {self._replica} is lost: no beat for {self._ttl_s:g} s"))
 
     def _end(self, error: TandemError | None) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         if self.over.done():
             return
         if error is None:

@@ -164,9 +164,9 @@ class SglangEngine:
 
     async def shutdown(self) -> None:
         """End SGLang and its processes."""
-        await self._processes.shutdown(self._ask_to_leave)
+        await self._processes.shutdown(self._request_shutdown)
 
-    async def _ask_to_leave(self) -> None:
+    async def _request_shutdown(self) -> None:
         """Ask all ranks to leave; SGLang forwards it to those of other hosts."""
         from sglang.srt.managers.io_struct import ShutdownReq
 

@@ -33,7 +33,7 @@ def read_last_result(result: Any, scheduler: Any, pause: Any) -> None:
     scheduler.result_queue.append((ScheduleBatch(reqs=[], batch_is_full=False), _STAND_IN))
 
 
-def pass_over_stand_in(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+def skip_stand_in(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
     """Skip the stand-in, around Scheduler.process_batch_result."""
     return None if result is _STAND_IN else process(scheduler, batch, result)
 

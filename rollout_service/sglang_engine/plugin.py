@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.sglang_cpu.experts import leave_out_foreign_experts
-from rollout_service.sglang_engine.flips import pass_over_stand_in, read_last_result, rekey_waiting
+from rollout_service.sglang_engine.flips import read_last_result, rekey_waiting, skip_stand_in
 from rollout_service.sglang_engine.processes import bind_to_service
 from rollout_service.sglang_engine.rank_errors import remember_errors
 from rollout_service.sglang_engine.receiver import ReceiverSettings
@@ -39,7 +39,7 @@ def register() -> None:
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", _finish_reading, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.pause_generation", read_last_result, HookType.AFTER)
-    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", pass_over_stand_in, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", skip_stand_in, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", rekey_waiting, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _leave, HookType.AFTER)

@@ -50,7 +50,7 @@ class ChildWatch:
 
     def _died(self, descriptor: int, pid: int, on_death: Callable[[int, str], None]) -> None:
         self._loop.remove_reader(descriptor)
-        on_death(pid, _how(descriptor))
+        on_death(pid, _exit_reason(descriptor))
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ class ChildWatch:
             os.close(descriptor)
 
 
-def _how(descriptor: int) -> str:
+def _exit_reason(descriptor: int) -> str:
     """Describe how a child ended, e.g. "SIGKILL" or "exit code 1", without reaping it."""
     with contextlib.suppress(ChildProcessError):  # reaped already
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)

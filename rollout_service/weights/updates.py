@@ -93,14 +93,14 @@ class WeightUpdates(RunsPhases):
         if self._guard.current is not None:
             await self.run_phase(ABORT, self._guard.current.message)
         async with self._lock:
-            self._tell()
+            self._report_state()
 
     @to_its_end
     async def pause(self, mode: pb.PauseMode.ValueType) -> None:
         """Pause generation for PauseGeneration, outside of a round."""
         async with self._lock:
             await self._pauses.pause(mode)
-            self._tell()
+            self._report_state()
 
     @to_its_end
     async def resume(self) -> None:
@@ -112,7 +112,7 @@ class WeightUpdates(RunsPhases):
             if self._rest != SERVING:
                 self.check_can_generate()
             await self._pauses.resume()
-            self._tell()
+            self._report_state()
 
     @to_its_end
     async def load_published(self, published: pb.LoadPublishedRequest) -> None:
@@ -131,7 +131,7 @@ class WeightUpdates(RunsPhases):
             await self._steps.load(published)
             self._rest, self.policy_version = SERVING, published.policy_version
             await self._pauses.resume()
-            self._tell()
+            self._report_state()
         log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
 
     @to_its_end
@@ -158,7 +158,7 @@ class WeightUpdates(RunsPhases):
                 report.seconds["pause"] = time.monotonic() - start_s
             report.state, report.policy_version = self.state, self.policy_version
         self._on_reports(reports)
-        self._tell()
+        self._report_state()
         return reports
 
     def _watch_round(self) -> None:
@@ -178,7 +178,7 @@ class WeightUpdates(RunsPhases):
 
     async def _advance(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         if phase == PREPARE:
-            await self._make_way(round_)
+            await self._end_older_round(round_)
         with self._guard.running(phase, round_) as current:
             try:
                 return await (self._commit(current) if phase == COMMIT else self._steps.run(phase, current))
@@ -186,7 +186,7 @@ class WeightUpdates(RunsPhases):
                 self._on_outcome("mismatch", round_.epoch)
                 raise
 
-    async def _make_way(self, round_: pb.Round) -> None:
+    async def _end_older_round(self, round_: pb.Round) -> None:
         """Give up an older round that is open, for the PREPARE of a new one.
 
         Raises: StaleVersion: the new round has an older version; PhaseOrder: it is over; Aborted: it is of an older
@@ -240,5 +240,5 @@ class WeightUpdates(RunsPhases):
             Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
         )
 
-    def _tell(self) -> None:
+    def _report_state(self) -> None:
         self._on_state(self.state, self.policy_version)

@@ -9,7 +9,7 @@ from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import Wait, first_of
 from servicekit.logs import configure_logging, get_logger
-from servicekit.redis.failures import tell_failure
+from servicekit.redis.failures import record_failure
 from servicekit.tracing import start_tracing, stop_tracing
 
 log = get_logger(__name__)
@@ -74,15 +74,15 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
         code = asyncio.run(with_signals())
     except ConfigError as error:
         log.error("bad configuration", error=str(error))
-        tell_failure(service, name or service, str(error))
+        record_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
     except (Unavailable, ReleaseSkew) as error:  # no bug: the message says more than a traceback
         log.error("service failed", error=str(error))
-        tell_failure(service, name or service, str(error))
+        record_failure(service, name or service, str(error))
         return EXIT_FAILED
     except Exception as error:  # the boundary of the process
         log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-        tell_failure(service, name or service, f"{type(error).__name__}: {error}")
+        record_failure(service, name or service, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     finally:
         stop_tracing()

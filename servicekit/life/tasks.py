@@ -33,7 +33,7 @@ async def first_of(waits: Mapping[str, Wait], *, timeout_s: float | None = None)
     | given            | ends when            | while another is first                          |
     |------------------|----------------------|-------------------------------------------------|
     | a coroutine      | it returns or fails  | is cancelled, and has ended when this returns   |
-    | a task, a future | it is done           | goes on: it is the caller's                     |
+    | a task, a future | it is done           | continues: it is the caller's                   |
     | an event         | it is set            | stays as it is                                  |
 
     Of several that have ended, the one listed first counts; errors of the others begun here are logged.
@@ -52,7 +52,9 @@ async def first_of(waits: Mapping[str, Wait], *, timeout_s: float | None = None)
         await cancel(*ours.values())
         for name, task in ours.items():
             if name != first and not task.cancelled() and (error := task.exception()) is not None:
-                log.warning("task failed beside another", task=name, error=f"{type(error).__name__}: {error}")
+                log.warning(
+                    "task failed while another ended first", task=name, error=f"{type(error).__name__}: {error}"
+                )
     return First(name=DEADLINE) if first is None else First(name=first, value=waiting[first].result())
 
 
@@ -98,10 +100,10 @@ def failing(future: "asyncio.Future[None]") -> Callable[[str], None]:
             future.set_exception(error)
             future.exception()  # asyncio would log it if the process ends for another reason
 
-    def tell(why: str) -> None:
+    def report(why: str) -> None:
         loop.call_soon_threadsafe(fail, Aborted(why))
 
-    return tell
+    return report
 
 
 def to_its_end(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:

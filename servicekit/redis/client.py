@@ -73,7 +73,7 @@ def _connect(url: str, decode_responses: bool) -> redis.Redis:
             f"Redis URL {shown} is malformed: {error}; expected redis://[user:password@]host:port"
         ) from None
     except redis.RedisError as error:
-        kind = Unavailable if _may_pass(error) else ConfigError
+        kind = Unavailable if _is_transient(error) else ConfigError
         raise kind(f"Redis at {shown} {_explain(error, has_password=has_password)}") from error
     return client
 
@@ -150,7 +150,7 @@ def _check_files(url: str) -> None:
             raise ConfigError(f"{variable}={options[option]} cannot be read: {error.strerror}") from None
 
 
-def _may_pass(error: redis.RedisError) -> bool:
+def _is_transient(error: redis.RedisError) -> bool:
     """Whether the same attempt may succeed later: an unreachable server may, a bad certificate may not."""
     if isinstance(error, redis.AuthenticationError) or "SSL" in str(error):
         return False

@@ -11,7 +11,7 @@ from servicekit.redis.registry import Registry
 log = get_logger(__name__)
 
 
-def tell_failure(role: str, name: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
+def record_failure(role: str, name: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
     """Record why this process ends; if Redis does not answer, only its log says so. Raises nothing.
 
     It reads the environment by itself, since the reason may be that another variable is wrong.

@@ -170,7 +170,7 @@ class Lines:
 _lines = Lines(_LINES, _LINES_S)
 
 
-def _not_of_gone_callers(record: logging.LogRecord) -> bool:
+def _is_of_present_caller(record: logging.LogRecord) -> bool:
     """Suppress gRPC's error, with a traceback, about a reply whose caller has disconnected.
 
     gRPC logs none if it knows of that before the reply fails, so impatient callers cause a few in ten thousand calls.
@@ -183,7 +183,7 @@ def _not_of_gone_callers(record: logging.LogRecord) -> bool:
     return False
 
 
-logging.getLogger("grpc._cython.cygrpc").addFilter(_not_of_gone_callers)
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_present_caller)
 
 
 @contextlib.asynccontextmanager

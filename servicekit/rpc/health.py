@@ -67,12 +67,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Stream the status of a name, now and whenever it changes."""
-        told = None
+        sent = None
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             elif self._closed:
                 return

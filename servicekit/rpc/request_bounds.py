@@ -14,7 +14,7 @@ from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Rules, Sub
 # Of all ranks of a round: the largest runs that are known have a tenth.
 MAX_RANKS = 2**16
 # As sync.formation_timeout_s, transfer_timeout_s, bucket_mib (tandem_config/sections/base.py).
-# Not nearer to what this service's own configuration says: a coordinator that goes on with longer ones commands
+# Not nearer to what this service's own configuration says: a coordinator that resumes with longer ones commands
 # services that were started with shorter ones. A wait that is too long ends with ABORT, which passes the queue.
 TIMEOUT_S = Number(low=0.001, high=86_400)
 BUCKET_BYTES = Number(low=2**12, high=2**36, or_zero=True)

@@ -56,7 +56,7 @@ class Identity:
         self._looked_s = clock()
         self._stamp = _stamp(files)
         self._material = read_material(files, role, now())
-        self._told_expired = False
+        self._expiry_logged = False
         TLS_EXPIRY.set_function(lambda: self.material().expires.timestamp())
 
     def material(self, *, at_once: bool = False) -> Material:
@@ -72,8 +72,8 @@ class Identity:
         if stamp is not None and stamp != self._stamp:
             self._stamp = stamp
             self._read_again()
-        if self._now() > self._material.expires and not self._told_expired:
-            self._told_expired = True
+        if self._now() > self._material.expires and not self._expiry_logged:
+            self._expiry_logged = True
             log.error(
                 "certificate expired, peers refuse it",
                 file=f"{CERT}={self._files.certificate}",
@@ -88,24 +88,24 @@ class Identity:
             log.error("new certificate refused, the old one stays in use", error=str(error))
             return
         if found.fingerprint != self._material.fingerprint:
-            self._material, self._told_expired = found, False
+            self._material, self._expiry_logged = found, False
             log.info("certificate changed", subject=found.subject, expires=found.expires.isoformat())
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Make credentials that require a certificate of every client; each handshake uses the newest files."""
-        told = self.material()
+        configured = self.material()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal told
+            nonlocal configured
             # Handshakes are rare, and a peer that has renewed its own certificate makes no second one soon.
             newest = self.material(at_once=True)
-            if newest is told:
+            if newest is configured:
                 return None
-            told = newest
+            configured = newest
             return _server_configuration(newest)
 
         return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(told), changed, require_client_authentication=True
+            _server_configuration(configured), changed, require_client_authentication=True
         )
 
 

@@ -16,6 +16,7 @@ from servicekit.errors import TandemError
 from servicekit.life.lifecycle import run_main
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
+from tandem_files.atomic import write_bytes_atomic
 from tests.chaos.members import begin, leave
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
@@ -40,10 +41,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _say(file: Path, said: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(said))
-    draft.rename(file)
+    write_bytes_atomic(file, json.dumps(said).encode(), durable=False)
 
 
 async def _publish(config: RunConfig, environment: ServiceEnvironment, settings: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.chaos.policy import expected_checksums
 from tests.kit.processes import fork_server
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
+from tests.unit.trainer.batches import message
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 
@@ -61,7 +62,7 @@ class ChaosFleet:
         self._sync = sync
         self._first_sync = sync
         self._serial = 0
-        self._registry: Registry | None = None
+        self.registry = Registry(redis.url, RUN_ID)
         self._channels: dict[str, grpc.Channel] = {}
         self._addresses: dict[str, str] = {}
 
@@ -185,8 +186,7 @@ class ChaosFleet:
             self.end(name)
         for channel in self._channels.values():
             channel.close()
-        if self._registry is not None:
-            self._registry.close()
+        self.registry.close()
 
     # ---- harm ----
 
@@ -220,12 +220,6 @@ class ChaosFleet:
             return False
         return True
 
-    @property
-    def registry(self) -> Registry:
-        if self._registry is None:
-            self._registry = Registry(self.redis.url, RUN_ID)
-        return self._registry
-
     def _channel(self, name: str) -> grpc.Channel:
         """To where the service was announced when wait_announced() last looked; Redis may be away now."""
         address = self._addresses[name]
@@ -248,18 +242,9 @@ class ChaosFleet:
         lease = CoordinatorLease(Rendezvous(self.redis.url, f"tandem:{RUN_ID}"), CALL_S)
         lease.claim(START_S)  # ranks do as the newest coordinator says only
         header = trainer_pb2.TrainStepHeader(
-            step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=1, fence=lease.fence
+            step_id=uuid.uuid4().hex, policy_version=self.version, num_updates=1, num_samples=2, fence=lease.fence
         )
-        batch = trainer_pb2.SampleChunk(
-            sample_ids=["s"],
-            prompt_lengths=[1],
-            completion_lengths=[1],
-            token_ids=[1, 2],
-            rollout_logprobs=[-1.0],
-            advantages=[1.0],
-            trainable=[True],
-        )
-        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(chunk=batch)]
+        requests = [trainer_pb2.TrainStepRequest(header=header), trainer_pb2.TrainStepRequest(chunk=message())]
         stub = trainer_pb2_grpc.TrainerServiceStub(self._channel("trainer"))
         try:
             reply = _call(stub.TrainStep, iter(requests))
@@ -268,9 +253,9 @@ class ChaosFleet:
         self.version += 1
         assert reply.policy_version == self.version
 
-    def publish(self, *, serving: list[str] | None = None) -> dict[str, Any]:
-        """A publication from its beginning to its end."""
-        return self.result_of(self.start_coordinator(serving=serving))
+    def publish(self, name: str = "coordinator", **options: Any) -> dict[str, Any]:
+        """A publication from its beginning to its end; arguments as start_coordinator()'s."""
+        return self.result_of(self.start_coordinator(name, **options))
 
     def save(self) -> Path:
         """A "checkpoint" of the current version."""
@@ -282,15 +267,11 @@ class ChaosFleet:
     def take_over(self, checkpoint: Path) -> dict[str, Any]:
         """A publication by the coordinator of a run that goes on from a checkpoint of the current version."""
         content = self._contents.get(self.version, self.version)
-        said = self.result_of(self.start_coordinator(checkpoint=checkpoint))
+        said = self.publish(checkpoint=checkpoint)
         if "policy_version" in said:
             self.version = said["policy_version"]
             self._contents[self.version] = content
         return said
-
-    def publish_by(self, name: str) -> dict[str, Any]:
-        """The same, by a coordinator process of this name."""
-        return self.result_of(self.start_coordinator(name))
 
     def is_in_transfer(self, name: str) -> bool:
         """Whether a rank is in TRANSFER (as its process says in a file)."""

@@ -8,6 +8,7 @@ likes, the holder included.
 import contextlib
 from pathlib import Path
 
+from tandem_files.atomic import write_bytes_atomic
 from tests.kit.waiting import until
 
 HOLD_S = 30.0
@@ -33,9 +34,7 @@ class Gate:
 
     def arm(self, phase: str, message: int) -> None:
         """Whole or not at all: the holder may look at any moment."""
-        draft = self._armed.with_suffix(".draft")
-        draft.write_text(f"{phase} {message}")
-        draft.rename(self._armed)
+        write_bytes_atomic(self._armed, f"{phase} {message}".encode(), durable=False)
 
     def wait_reached(self, timeout_s: float) -> None:
         until(self._reached.exists, timeout_s)

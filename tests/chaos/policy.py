@@ -12,7 +12,6 @@ from tests.kit.stores import canonical_tensors, cut, medium_spec, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model.spec import ModelSpec
 from weightsync.transfer.tensors import tensor_checksums
 
 TRAINER = Parallel(tensor=2)
@@ -54,11 +53,6 @@ def weights_of(version: int, size: str = "tiny") -> dict[str, torch.Tensor]:
 def shard_of(layout: Layout, rank: int, version: int, size: str) -> dict[str, torch.Tensor]:
     """What a rank holds at a version."""
     return cut(layout, rank, weights_of(version, size), dtype_of(size))
-
-
-def spec_of(size: str) -> ModelSpec:
-    """The model."""
-    return SPECS[size]
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from servicekit.life.lifecycle import run_main
 from servicekit.rpc.sync_server import start_sync_server
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates
-from tests.chaos.policy import ROLLOUT, dtype_of, spec_of
+from tests.chaos.policy import ROLLOUT, SPECS, dtype_of
 from tests.kit.stores import empty_like_rank
 from tests.unit.rollout.fake_engine import FakeEngine
 from weightsync.layouts.sglang import sglang_layout
@@ -47,7 +47,7 @@ def main(settings: dict[str, Any]) -> None:
     config, environment = begin(settings)
     name, folder = str(settings["name"]), Path(settings["folder"])
     gate = set_up_gates(folder, name)
-    spec = spec_of(settings["size"])
+    spec = SPECS[settings["size"]]
     member = GatedMember(
         spec=spec,
         slot=f"{name}/0",

@@ -36,7 +36,7 @@ class Dispatcher:
     """The coordinator's part, in this process."""
 
     rollouts: Rollouts
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def start(self, version: int) -> "asyncio.Task[Generation]":
         sampling = Sampling(temperature=1.0, max_new_tokens=NUM_TOKENS, stop_token_ids=())
@@ -65,18 +65,18 @@ async def dispatcher_of(fleet: ChaosFleet) -> AsyncIterator[Dispatcher]:
     weights = WeightSync(
         trainer=trainer, fleet=watched, group=group, settings=settings, lead=lead, rejoin_timeout_s=WAIT_S
     )
-    told: list[str] = []
+    warnings: list[str] = []
     rollouts = Rollouts(
         watched,
         max_groups_per_call=1024,
         timeout_s=WAIT_S,
         patience=Patience(probe_s=2.0, rejoin_s=WAIT_S, look_s=0.1),
         seed=weights.seed_late_joiners,
-        tell=told.append,
+        warn=warnings.append,
     )
     try:
         watched.admit(await watched.look())
-        yield Dispatcher(rollouts, told)
+        yield Dispatcher(rollouts, warnings)
     finally:
         await watched.close()
         await trainer.close()
@@ -113,7 +113,7 @@ async def test_all_replicas_are_killed_and_others_finish_what_they_left(fleets: 
                 await asyncio.to_thread(fleet.start_replica, name)
             generation = await asyncio.wait_for(generating, 2 * WAIT_S)
         await asyncio.to_thread(fleet.wait_announced)
-        assert dispatcher.told[0].startswith("no replica is left: waiting for one to join")
+        assert dispatcher.warnings[0].startswith("no replica is left: waiting for one to join")
         kept = len(PROMPTS) - groups_generated_by(fleet, *REPLICAS)
         assert 0 < kept <= 6
         check(fleet, generation)
@@ -142,7 +142,7 @@ async def test_a_killed_replica_s_next_process_does_its_groups_while_others_work
             for gate in gates.values():
                 gate.open()
             generation = await asyncio.wait_for(generating, WAIT_S)
-        assert dispatcher.told == ["rollout-0 joined and is seeded: it generates groups that were waiting"]
+        assert dispatcher.warnings == ["rollout-0 joined and is seeded: it generates groups that were waiting"]
         await asyncio.to_thread(fleet.wait_announced)
         assert groups_generated_by(fleet, "rollout-0") == 4
         check(fleet, generation)

@@ -248,7 +248,7 @@ def come_back(cell: Cell, fleet: ChaosFleet) -> None:
         return
     if cell.process == "coordinator":
         # Another one takes over while the first is frozen, and only then does that one wake.
-        said = fleet.publish_by("successor")
+        said = fleet.publish("successor")
         assert said.get("serving") == list(REPLICAS), said
     fleet.send_signal(cell.process, signal.SIGCONT)
     if cell.harms_trainer:

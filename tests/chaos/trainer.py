@@ -11,14 +11,13 @@ import torch
 import trainer_service.app as trainer_app
 import trainer_service.worker as trainer_worker
 from tests.chaos.members import GatedMember, begin, set_up_gates
-from tests.chaos.policy import TRAINER, shard_of, spec_of
+from tests.chaos.policy import SPECS, TRAINER, shard_of
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
 from trainer_service.ranks.world import Place
 from trainer_service.worker import WorkerSettings
 from weightsync.layouts.megatron import megatron_layout
-from weightsync.model.spec import ModelSpec
 
 
 class FakeTrainerEngine:
@@ -26,7 +25,7 @@ class FakeTrainerEngine:
 
     def __init__(self, rank: int, policy_version: int, size: str) -> None:
         self.policy_version = policy_version
-        self.spec: ModelSpec = spec_of(size)
+        self.spec = SPECS[size]
         self.parallel = TRAINER
         self.limits = Limits(vocab_size=100, max_positions=64, max_tokens=1024)
         self._rank = rank

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -18,18 +17,15 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
-from servicekit.rpc.server import GrpcServer
-from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
-from tests.fakes.fake_fleet import announced_fleet, fake_fleet
+from tests.fakes.fake_fleet import announced_fleet, fake_fleet, served
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.kit.folders import EOS, encode
 from tests.kit.waiting import until
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
-from weightsync.round.client import SERVICE
 
 DEADLINE_S = 20.0
 TTL_S = 30.0
@@ -130,18 +126,6 @@ async def test_a_restarted_coordinator_waits_until_the_record_of_a_killed_traine
         assert await services.trainer_answers()
 
 
-@asynccontextmanager
-async def served(service: FakeRollout) -> AsyncIterator[str]:
-    """The service's address."""
-    server = GrpcServer("rollout")
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService")
-    server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
-    try:
-        yield await server.start()
-    finally:
-        await server.drain(0.0)
-
-
 async def test_a_run_goes_on_without_a_replica_and_takes_it_back(
     config: RunConfig, environment: ServiceEnvironment, announcer: list[Registry]
 ) -> None:
@@ -152,7 +136,7 @@ async def test_a_run_goes_on_without_a_replica_and_takes_it_back(
         await services.servers["rollout-1"].drain(0.0)  # killed: its record outlives it
         lost = dict(services.addresses)["rollout-1"]
         back = FakeRollout(name="rollout-1")
-        async with served(back) as address:
+        async with served(back) as (_, address):
             assert address != lost
             services.registries["rollout-1"].withdraw()
             announcer[0].announce(record("rollout-1", address, "another process"), TTL_S)
@@ -170,7 +154,7 @@ async def test_a_run_outlives_all_of_its_replicas(
     config = with_settings(config, run={"iterations": 4}, sync={"probe_timeout_s": 5.0, "lease_ttl_s": 1.0})
     back = FakeRollout(name="rollout-1")
     told = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "replicas"}) or 0.0
-    async with announced_fleet(environment.redis_url, environment.run_id) as services, served(back) as address:
+    async with announced_fleet(environment.redis_url, environment.run_id) as services, served(back) as (_, address):
         for service in services.rollout_services:
             # The first call is the evaluation; of the first iteration's groups, each finishes two and fails then.
             killed = GenerateFault(2, Unavailable("killed"))

@@ -56,8 +56,8 @@ class Scene:
     services: FakeFleet
     fleet: ChangingFleet
     patience: Patience
-    told: list[str] = field(default_factory=list)
-    on_told: Callable[[], None] = lambda: None
+    warnings: list[str] = field(default_factory=list)
+    on_warning: Callable[[], None] = lambda: None
     seed: Seed | None = None
 
     def generate(self, *, max_groups_per_call: int = 1024) -> "asyncio.Task[Generation]":
@@ -67,7 +67,7 @@ class Scene:
             timeout_s=5.0,
             patience=self.patience,
             seed=self.weights().seed_late_joiners if self.seed is None else self.seed,
-            tell=self._tell,
+            warn=self._warn,
         )
         work = rollouts.generate(PROMPTS, ORDER)
         return asyncio.create_task(asyncio.wait_for(work, DEADLINE_S))
@@ -85,9 +85,9 @@ class Scene:
             rejoin_timeout_s=600.0,
         )
 
-    def _tell(self, text: str) -> None:
-        self.told.append(text)
-        self.on_told()
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.on_warning()
 
     def joins(self, index: int) -> None:
         """Announced from now on."""
@@ -126,7 +126,7 @@ async def test_when_all_die_one_that_comes_is_seeded_and_does_what_was_left() ->
         for service in (first, second):
             service.hold.clear()
             service.faults.append(GenerateFault(4, Unavailable("killed")))
-        scene.on_told = lambda: scene.joins(2) if services.replicas[2] not in scene.fleet.announced else None
+        scene.on_warning = lambda: scene.joins(2) if services.replicas[2] not in scene.fleet.announced else None
         generating = scene.generate()
         for service in (first, second):
             await asyncio.wait_for(service.asked.wait(), DEADLINE_S)
@@ -145,8 +145,8 @@ async def test_when_all_die_one_that_comes_is_seeded_and_does_what_was_left() ->
     # Those who were there have had no part in its round.
     assert first.sync.seen == second.sync.seen == []
     stalled = "no replica is left: waiting for one to join (rollout.rejoin_timeout_s, 600 s); 12 of 20"
-    assert scene.told[0].startswith(stalled)
-    assert scene.told[1] == "rollout-2 joined and is seeded: it generates groups that were waiting"
+    assert scene.warnings[0].startswith(stalled)
+    assert scene.warnings[1] == "rollout-2 joined and is seeded: it generates groups that were waiting"
     assert counted("tandem_dispatch_stalls_total") == stalls + 1
     assert counted("tandem_dispatch_joiners_total") == joiners + 1
 
@@ -166,7 +166,7 @@ async def test_one_that_comes_while_others_work_takes_what_waits() -> None:
     assert [group.group_id for group in generation.groups] == list(PROMPTS)
     assert sorted(asked(working) + asked(joiner)) == sorted(PROMPTS)
     assert working.sync.seen == []
-    assert scene.told == ["rollout-2 joined and is seeded: it generates groups that were waiting"]
+    assert scene.warnings == ["rollout-2 joined and is seeded: it generates groups that were waiting"]
 
 
 async def test_nobody_is_looked_for_while_no_group_waits() -> None:
@@ -185,7 +185,7 @@ async def test_nobody_is_looked_for_while_no_group_waits() -> None:
 async def test_a_dispatch_without_any_replica_waits_for_the_first() -> None:
     async with fake_fleet(num_replicas=1) as services:
         scene = scene_of(services, 0)
-        scene.on_told = lambda: scene.joins(0) if not scene.fleet.announced else None
+        scene.on_warning = lambda: scene.joins(0) if not scene.fleet.announced else None
         generation = await scene.generate()
     assert len(generation.groups) == 20
 

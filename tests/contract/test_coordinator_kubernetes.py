@@ -15,22 +15,18 @@ import pytest
 
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
-from servicekit.redis.records import ServiceRecord
-from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status
-from tests.fakes.fake_fleet import fake_fleet
+from tests.fakes.fake_fleet import announced, fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0
-TTL_S = 60.0
 
 
 @pytest.fixture
@@ -109,15 +105,10 @@ class TrainerPod:
         environment = self._environment
         self.service = FakeTrainer()
         services = await self._stack.enter_async_context(fake_fleet(num_replicas=0, trainer=self.service))
-        group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
-        for rank in range(2):
-            lease = SlotLease(group, f"trainer/{rank}", TTL_S)
-            lease.start()
-            self._stack.push_async_callback(asyncio.to_thread, lease.close)
-        registry = Registry(environment.redis_url, environment.run_id)
-        self._stack.push_async_callback(asyncio.to_thread, registry.close)
-        record = ServiceRecord(role="trainer", name="trainer", address=services.addresses["trainer"], worker_id="t")
-        registry.announce(record, TTL_S)
+        slots = ["trainer/0", "trainer/1"]
+        address = services.addresses["trainer"]
+        there = announced(environment.redis_url, environment.run_id, "trainer", address, slots)
+        await self._stack.enter_async_context(there)
         self.show()
 
     async def stop(self) -> None:

@@ -25,7 +25,6 @@ from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.schema import RunConfig
-from tests.fakes.refusal import refuse_in_thread
 from tests.kit.certificates import Authority, files_of, variables
 from tests.unit.rollout.fake_engine import FakeEngine
 
@@ -54,10 +53,10 @@ class Receiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_grpc.R
         return pb.GetChecksumsResponse(checksums={"rank": str(self.rank)})
 
     def LoadFolder(self, request: pb.LoadFolderRequest, context: Any) -> pb.LoadFolderResponse:
-        refuse_in_thread(context)
+        raise NotImplementedError
 
     def PoisonWeights(self, request: pb.PoisonWeightsRequest, context: Any) -> pb.PoisonWeightsResponse:
-        refuse_in_thread(context)
+        raise NotImplementedError
 
 
 class Rig:

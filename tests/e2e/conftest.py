@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.kit.waiting import until
@@ -17,6 +18,7 @@ from tests.kit.waiting import until
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.yaml"
 # Engines import for 20 s when the machine is idle; tests share it.
 STARTED_S, ENDED_S = 150.0, 60.0
+MARK = "TANDEM_TEST_MARK"
 # Two iterations of the demo's task with one process per service: the smallest run that goes all the way.
 SMALL = {
     "run.iterations": 2,
@@ -39,12 +41,11 @@ class Tandem:
         environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
         environment |= {"REDIS_URL": redis_url} if redis_url else {}
         # Everything that the command starts carries this mark, however far it moves from its parents.
-        self._mark = f"TANDEM_TEST_MARK={folder}-{os.urandom(8).hex()}"
-        name, _, value = self._mark.partition("=")
+        self._mark = f"{folder}-{os.urandom(8).hex()}"
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**environment, name: value},
+            env={**environment, MARK: self._mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -92,29 +93,21 @@ class Tandem:
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
         return "\n".join([*self.lines, *tails])
 
-    def started(self, process: Path) -> bool:
-        """Whether this command, or what it has started, has started a process (its folder in /proc)."""
-        try:
-            return self._mark.encode() in (process / "environ").read_bytes().split(b"\0")
-        except OSError:
+    def processes(self) -> list[psutil.Process]:
+        """Processes that this command, or what it has started, has started and that still run."""
+
+        def is_ours(process: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                return bool(process.environ().get(MARK) == self._mark)
             return False
 
-    def survivors(self) -> list[str]:
-        """Command lines of processes that this command has started and that still run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.started(entry):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            except OSError:
-                continue
-        return [command for command in found if command]
+        return [process for process in psutil.process_iter() if is_ours(process)]
 
     def assert_nothing_left(self) -> None:
         """Polls for 20 s: after SIGKILL of the launcher the guards need a moment."""
         with contextlib.suppress(AssertionError):
-            until(lambda: not self.survivors(), 20.0, interval_s=0.05)
-        assert not (survivors := self.survivors()), "still running: " + "\n".join(survivors)
+            until(lambda: not self.processes(), 20.0, interval_s=0.05)
+        assert not (survivors := self.processes()), f"still running: {survivors}"
 
 
 @pytest.fixture

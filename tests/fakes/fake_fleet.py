@@ -6,6 +6,7 @@
 import asyncio
 import os
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,20 @@ class FakeFleet:
 
 
 @asynccontextmanager
+async def served(
+    service: FakeTrainer | FakeRollout, role: str = "rollout", tls: TlsFiles | None = None
+) -> AsyncIterator[tuple[GrpcServer, str]]:
+    """Serve a service and its rounds. Returns: the server and its address."""
+    server = GrpcServer(role, identity=None if tls is None else Identity(tls, role))
+    server.add(_ADD[role], service, f"tandem_api.{role}.v1.{role.capitalize()}Service")
+    server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
+    try:
+        yield server, await server.start()
+    finally:
+        await server.drain(0.0)
+
+
+@asynccontextmanager
 async def fake_fleet(
     *,
     num_replicas: int = 2,
@@ -82,19 +97,34 @@ async def fake_fleet(
     rollouts = [FakeRollout(name=f"rollout-{i}", tensor_parallel=tensor_parallel) for i in range(num_replicas)]
     async with AsyncExitStack() as stack:
         servers: dict[str, GrpcServer] = {}
-        for name, service in {"trainer": trainer_service, **{each.name: each for each in rollouts}}.items():
-            role = name.partition("-")[0]
-            server = servers[name] = GrpcServer(role, identity=None if tls is None else Identity(tls, role))
-            server.add(_ADD[role], service, f"tandem_api.{role}.v1.{role.capitalize()}Service")
-            server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
-        addresses = {name: await server.start() for name, server in servers.items()}
-        for server in servers.values():
-            stack.push_async_callback(server.drain, 0.0)
+        addresses: dict[str, str] = {}
+        services: dict[str, FakeTrainer | FakeRollout] = {"trainer": trainer_service}
+        for name, service in (services | {each.name: each for each in rollouts}).items():
+            serving = served(service, name.partition("-")[0], tls)
+            servers[name], addresses[name] = await stack.enter_async_context(serving)
         client = Trainer(addresses["trainer"])
         replicas = [Replica(each.name, addresses[each.name]) for each in rollouts]
         for close in (client.close, *(replica.close for replica in replicas)):
             stack.push_async_callback(close)
         yield FakeFleet(trainer_service, rollouts, addresses, servers, client, replicas)
+
+
+@asynccontextmanager
+async def announced(
+    redis_url: str, run_id: str, name: str, address: str, slots: Sequence[str] = (), ttl_s: float = _TTL_S
+) -> AsyncIterator[Registry]:
+    """Announce a service in the registry, and hold its slots of the weight group."""
+    group = Rendezvous(redis_url, f"tandem:{run_id}")
+    async with AsyncExitStack() as stack:
+        for slot in slots:
+            lease = SlotLease(group, slot, ttl_s)
+            await asyncio.to_thread(lease.start)
+            stack.push_async_callback(asyncio.to_thread, lease.close)
+        registry = await asyncio.to_thread(Registry, redis_url, run_id)
+        stack.push_async_callback(asyncio.to_thread, registry.close)
+        record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=uuid.uuid4().hex)
+        await asyncio.to_thread(registry.announce, record, ttl_s)
+        yield registry
 
 
 @asynccontextmanager
@@ -107,17 +137,11 @@ async def announced_fleet(
     slots: Sequence[str] = SLOTS,
 ) -> AsyncIterator[FakeFleet]:
     """Trainer TP 2 and two replicas, which the registry and the weight group know."""
-    group = Rendezvous(redis_url, f"tandem:{run_id}")
     async with fake_fleet(trainer=trainer, tls=tls) as fleet, AsyncExitStack() as stack:
-        for slot in slots:
-            lease = SlotLease(group, slot, ttl_s)
-            lease.start()
-            stack.push_async_callback(asyncio.to_thread, lease.close)
         for name, address in fleet.addresses.items():
-            registry = fleet.registries[name] = Registry(redis_url, run_id)
-            stack.push_async_callback(asyncio.to_thread, registry.close)
-            record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=name)
-            registry.announce(record, ttl_s)
+            own = [slot for slot in slots if slot.startswith(f"{name}/")]
+            there = announced(redis_url, run_id, name, address, own, ttl_s)
+            fleet.registries[name] = await stack.enter_async_context(there)
         yield fleet
 
 

@@ -6,26 +6,17 @@ LeaderWorkerSet each such pod leads a worker, in which nothing runs; a group end
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.redis.records import ServiceRecord
-from servicekit.redis.registry import Registry
-from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2 as pb
-from tandem_api.rollout.v1 import rollout_pb2_grpc
-from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_api.weights.v1 import weights_pb2
 from tests.contract.kube_objects import NAMESPACE, pod, worker
+from tests.fakes.fake_fleet import announced, served
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
-from weightsync.group.rendezvous import Rendezvous, SlotLease
-from weightsync.round.client import SERVICE
-
-# Longer than a test: what ends a record is the end of its pod.
-_TTL_S = 60.0
 
 
 @dataclass
@@ -53,17 +44,6 @@ class PodRollout(FakeRollout):
 
 
 @dataclass
-class _Process:
-    """What runs in a pod."""
-
-    uid: str
-    service: PodRollout
-    server: GrpcServer
-    registry: Registry
-    lease: SlotLease
-
-
-@dataclass
 class FakeRolloutSet:
     """Runs the pods of the set `rollout`."""
 
@@ -72,7 +52,8 @@ class FakeRolloutSet:
     run_id: str
     # "statefulsets" or "leaderworkersets".
     plural: str = "statefulsets"
-    _running: dict[str, _Process] = field(default_factory=dict)
+    # Service, and what ends it, by pod name.
+    _running: dict[str, tuple[PodRollout, AsyncExitStack]] = field(default_factory=dict)
     # Every service that ever ran, by pod name, in the order of their starts.
     history: dict[str, list[PodRollout]] = field(default_factory=dict)
 
@@ -116,7 +97,7 @@ class FakeRolloutSet:
             self.api.put("pods", told)
 
     async def _tend(self, obj: dict[str, Any]) -> None:
-        name, uid = obj["metadata"]["name"], obj["metadata"]["uid"]
+        name = obj["metadata"]["name"]
         if "deletionTimestamp" in obj["metadata"]:
             await self._end(name)
             for each in self.api.list("pods"):
@@ -124,34 +105,23 @@ class FakeRolloutSet:
                     self.api.delete("pods", each["metadata"]["name"], NAMESPACE)
             return
         if name not in self._running:
-            await self._start(name, uid)
-        ready = self._running[name].service.state == weights_pb2.REPLICA_STATE_SERVING
+            await self._start(name)
+        ready = self._running[name][0].state == weights_pb2.REPLICA_STATE_SERVING
         condition = {"type": "Ready", "status": "True" if ready else "False"}
         if obj["status"]["conditions"] != [condition]:
             self.api.put("pods", {**obj, "status": {**obj["status"], "conditions": [condition]}})
 
-    async def _start(self, name: str, uid: str) -> None:
-        service = PodRollout(name=name)
-        server = GrpcServer("rollout")
-        server.add(
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service, "tandem_api.rollout.v1.RolloutService"
-        )
-        server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, service, SERVICE)
-        address = await server.start()
-        lease = SlotLease(Rendezvous(self.redis_url, f"tandem:{self.run_id}"), f"{name}/0", _TTL_S)
-        await asyncio.to_thread(lease.start)
-        registry = await asyncio.to_thread(Registry, self.redis_url, self.run_id)
-        record = ServiceRecord(role="rollout", name=name, address=address, worker_id=uuid.uuid4().hex)
-        await asyncio.to_thread(registry.announce, record, _TTL_S)
-        self._running[name] = _Process(uid=uid, service=service, server=server, registry=registry, lease=lease)
+    async def _start(self, name: str) -> None:
+        service, stack = PodRollout(name=name), AsyncExitStack()
+        _, address = await stack.enter_async_context(served(service))
+        slot = announced(self.redis_url, self.run_id, name, address, [f"{name}/0"])
+        await stack.enter_async_context(slot)
+        self._running[name] = service, stack
         self.history.setdefault(name, []).append(service)
 
     async def _end(self, name: str) -> None:
-        process = self._running.pop(name, None)
-        if process is not None:
-            await process.server.drain(0.0)
-            await asyncio.to_thread(process.registry.close)
-            await asyncio.to_thread(process.lease.close)
+        if name in self._running:
+            await self._running.pop(name)[1].aclose()
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.plans.participants import Participants
 from weightsync.round.guard import OpenRound, PhaseGuard
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, Role, name_of
 
@@ -108,7 +107,3 @@ class FakeGroup:
         self.epoch += 1
         self.asked.append(tuple(slots))
         return FakeMembership(self.epoch, {slot: "worker" for slot in slots if slot not in self.empty})
-
-
-def slots_of(sync_round: pb.Round) -> tuple[str, ...]:
-    return Participants.of_round(sync_round).slots

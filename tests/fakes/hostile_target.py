@@ -9,6 +9,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,24 +60,10 @@ def run_phase(phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
     return weights_pb2.PhaseReport()
 
 
-class Wire:
-    """A single rank."""
-
-    rank, world_size = 0, 1
-
-    def broadcast(self, command: Any, parts: Any) -> None: ...
-
-
-class Fleet:
-    def serving(self) -> list[str]:
-        return ["rollout-0"]
-
-    troubles = serving
-
-
-class Progress:
-    iteration, policy_version, last_progress_s = 0, 0, 0.0
-    troubles: tuple[str, ...] = ()
+# A single rank; a fleet of one replica, of which there is nothing to say; a run that has not begun.
+WIRE: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda command, parts: None)
+FLEET: Any = SimpleNamespace(serving=lambda: ["rollout-0"], troubles=lambda: ["rollout-0"])
+PROGRESS: Any = SimpleNamespace(iteration=0, policy_version=0, last_progress_s=0.0, troubles=())
 
 
 def trainer(folder: Path, server: GrpcServer) -> None:
@@ -90,7 +77,7 @@ def trainer(folder: Path, server: GrpcServer) -> None:
 
     commander, engine = Commander(), Engine()
     handlers = CommandHandlers(engine, Publisher(run_phase), folder).table()  # type: ignore[arg-type]
-    threading.Thread(target=commander.run, args=(Wire(), handlers), daemon=True).start()
+    threading.Thread(target=commander.run, args=(WIRE, handlers), daemon=True).start()
     servicer = TrainerServicer(commander, max_samples=8, run_dir=folder)
     servicer.serve_engine(engine)  # type: ignore[arg-type]
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
@@ -111,8 +98,8 @@ def coordinator(folder: Path, server: GrpcServer) -> None:
         total_iterations=3,
         control=RunControl(events),
         events=events,
-        progress=Progress(),  # type: ignore[arg-type]
-        fleet=Fleet(),  # type: ignore[arg-type]
+        progress=PROGRESS,
+        fleet=FLEET,
         overview=dict,
     )
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)

@@ -36,7 +36,16 @@ DIALECT = {
     r"at once": "immediately; concurrently; together",
     r"(?:is|are|was|were|be|been) away": "unreachable, lost",
     r"without a word": "without a message",
+    r"(?:go|goes|going|went) on": "continues, resumes",
 }
+# The same in names of functions, classes, arguments and variables, as parts of a snake_case name: `_tell_failure`.
+DIALECT_NAMES = re.compile(
+    r"(?:^|_)(?:tells?|told|hears?|heard|talks?|nobody|somebody|anybody|everybody|whats|hop(?:e[sd]?|ing)"
+    r"|welcomes?|goes_on|go_on|(?:last|leave)_words?|words_of)(?:_|$)"
+)
+
+# Files beside Python and Markdown whose comments and texts people read.
+CONFIGURATION = (".yaml", ".yml", ".conf", ".lua", ".proto", ".sh", ".Dockerfile")
 
 # Docstrings of functions begin with an imperative, those of properties may with a noun. Nouns that end as verbs do:
 PLURALS = {"Arguments", "Bytes", "Seconds"}
@@ -52,6 +61,13 @@ def texts(path: Path) -> list[tuple[int, str]]:
     source = io.StringIO(path.read_text(encoding="utf-8"))
     comments = [token for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.COMMENT]
     return found + [(comment.start[0], comment.string) for comment in comments]
+
+
+def wrapped_lines(path: Path) -> list[tuple[int, str]]:
+    """Each line of a file together with the next one, since sentences are wrapped; with its number."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    following = [re.sub(r"^\s*(?:#|//|--|\*)+ ?", "", line) for line in [*lines[1:], ""]]
+    return [(number, f"{line} {after}") for number, (line, after) in enumerate(zip(lines, following, strict=True), 1)]
 
 
 def dialect(text: str) -> list[str]:
@@ -112,6 +128,24 @@ def nameless(tree: ast.AST) -> list[str]:
     return [f"{node.lineno}: {node.id}" for node in names if node.id == "each"]
 
 
+def odd_names(tree: ast.AST) -> list[str]:
+    """Functions, classes, arguments and variables of a file that are named in dialect."""
+    named = [
+        (node.lineno, node.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    named += [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    named += [(node.lineno, node.id) for node in stored if isinstance(node, ast.Name)]
+    named += [(node.lineno, node.attr) for node in stored if isinstance(node, ast.Attribute)]
+    return [f"{line}: {name}" for line, name in sorted(set(named)) if DIALECT_NAMES.search(_snake_case(name))]
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
 def followers() -> list[Path]:
     missing = [name for name in FOLLOWS if not (REPO / name).exists()]
     assert missing == [], f"these do not exist: {missing}"
@@ -138,9 +172,25 @@ def test_documents_use_the_terms_of_the_field() -> None:
     assert [
         f"{name_of(path)}:{line}: {what}"
         for path in pages
-        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for line, text in wrapped_lines(path)
         for what in dialect(text)
     ] == []
+
+
+def test_configuration_uses_the_terms_of_the_field() -> None:
+    """Manifests, the compose file, Dockerfiles, scripts, protos and Lua; tests of them are not looked at."""
+    own = [path for path in files() if path.suffix in CONFIGURATION and not name_of(path).startswith("tests/")]
+    assert {path.suffix for path in own} == set(CONFIGURATION)
+    assert [
+        f"{name_of(path)}:{line}: {what}"
+        for path in own
+        for line, text in wrapped_lines(path)
+        for what in dialect(text)
+    ] == []
+
+
+def test_names_use_the_terms_of_the_field() -> None:
+    assert [f"{name_of(path)}:{what}" for path in followers() for what in odd_names(parse(path))] == []
 
 
 def test_docstrings_of_functions_are_imperative() -> None:
@@ -174,6 +224,19 @@ def test_a_bad_file_is_recognised() -> None:
     )
     assert (mood(bad), silent(bad)) == (["2: Returns it."], ["1: A", "4: c"])
     assert nameless(ast.parse("for each in []: ...")) == ["1: each"]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def _tell_failure(): ...", ["1: _tell_failure"]),
+        ("class Tell: ...", ["1: Tell"]),
+        ("def f(tell): self.last_heard = told = tell", ["1: last_heard", "1: tell", "1: told"]),
+        ("def f(tie_word_embeddings, shopping): heartbeat = len(last_words)", []),
+    ],
+)
+def test_a_name_in_dialect_is_recognised(source: str, found: list[str]) -> None:
+    assert odd_names(ast.parse(source)) == found
 
 
 @pytest.mark.parametrize(

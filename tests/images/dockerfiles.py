@@ -1,9 +1,7 @@
 """A Dockerfile as stages of instructions: enough of the language for our own files."""
 
-import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.house.repository import REPO
 
@@ -82,30 +80,9 @@ def read(image: str) -> Dockerfile:
     return parse((FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8"))
 
 
-def is_exec_form(text: str) -> bool:
-    """Whether it is a JSON list of words, which no shell comes in front of: the program itself gets SIGTERM."""
-    try:
-        words = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(words, list) and all(isinstance(word, str) for word in words)
-
-
 def copied(text: str) -> tuple[list[str], bool]:
     """Sources of a COPY, and whether they come from the checkout (not from another stage)."""
     words = text.split()
     options = [word for word in words if word.startswith("--")]
     sources = [word for word in words if not word.startswith("--")][:-1]
     return sources, not any(option.startswith("--from=") for option in options)
-
-
-def is_sent(path: Path) -> bool:
-    """Whether .dockerignore lets a file or folder of the checkout into a build: our file lists what it lets in."""
-    allowed = [line[1:].rstrip("/") for line in ignore_lines() if line.startswith("!")]
-    name = path.relative_to(REPO).as_posix()
-    return any(name == each or name.startswith(f"{each}/") for each in allowed)
-
-
-def ignore_lines() -> list[str]:
-    """The lines of .dockerignore."""
-    return [line for line in (REPO / ".dockerignore").read_text(encoding="utf-8").splitlines() if line]

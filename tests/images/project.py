@@ -1,13 +1,10 @@
 """A compose project of the repository's file, over the images of this checkout, with a job of its own."""
 
-import contextlib
 import json
 import re
-import shutil
 import subprocess
 import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,36 +93,3 @@ class Project:
     def remove(self) -> None:
         """Containers, network and volumes."""
         self.compose("down", "--volumes", "--remove-orphans")
-
-
-@contextlib.contextmanager
-def project_of(engine: Engine, command: Sequence[str], folder: Path, iterations: int) -> Iterator[Project]:
-    """A project of the example with so many iterations; goes away with its volumes."""
-    name = f"tandemtest{uuid.uuid4().hex[:8]}"
-    made = Project(engine=engine, command=command, name=name, job=make_job(folder, iterations))
-    try:
-        yield made
-    finally:
-        made.remove()
-
-
-def make_job(folder: Path, iterations: int) -> Path:
-    """The arithmetic example with a checkpoint after each of fewer iterations, for any user to read."""
-    job = folder / "job"
-    shutil.copytree(REPO / "examples" / "arithmetic", job, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    set_iterations(job, iterations)
-    for path in (job, *job.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    return job
-
-
-def set_iterations(job: Path, iterations: int) -> None:
-    """Changes run.iterations of a job, and run.checkpoint_every to 1."""
-    text = (REPO / "examples" / "arithmetic" / "arithmetic.yaml").read_text(encoding="utf-8")
-    for key, value in (
-        ("iterations: 40", f"iterations: {iterations}"),
-        ("checkpoint_every: 10", "checkpoint_every: 1"),
-    ):
-        assert text.count(f"  {key}\n") == 1, key
-        text = text.replace(f"  {key}\n", f"  {value}\n")
-    (job / "arithmetic.yaml").write_text(text, encoding="utf-8")

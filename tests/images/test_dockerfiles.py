@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.repository import REPO
-from tests.images.dockerfiles import FOLDER, Dockerfile, copied, ignore_lines, is_exec_form, is_sent, parse, read
+from tests.images.dockerfiles import FOLDER, Dockerfile, copied, parse, read
 from tools.check_venv import read_pins
 from tools.image_requirements import IMAGES
 
@@ -33,6 +33,27 @@ def unpinned(file: Dockerfile) -> list[str]:
         if name not in known and "@sha256:" not in name and (not re.search(r"\d", tag) or "latest" in tag):
             found.append(stage.parent)
     return found
+
+
+def is_exec_form(text: str) -> bool:
+    """Whether it is a JSON list of words, which no shell comes in front of: the program itself gets SIGTERM."""
+    try:
+        words = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(words, list) and all(isinstance(word, str) for word in words)
+
+
+def is_sent(path: Path) -> bool:
+    """Whether .dockerignore lets a file or folder of the checkout into a build: our file lists what it lets in."""
+    allowed = [line[1:].rstrip("/") for line in ignore_lines() if line.startswith("!")]
+    name = path.relative_to(REPO).as_posix()
+    return any(name == each or name.startswith(f"{each}/") for each in allowed)
+
+
+def ignore_lines() -> list[str]:
+    """The lines of .dockerignore."""
+    return [line for line in (REPO / ".dockerignore").read_text(encoding="utf-8").splitlines() if line]
 
 
 def loose_installs(file: Dockerfile) -> list[str]:

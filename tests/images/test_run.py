@@ -1,17 +1,21 @@
 """The CPU images, built on a real Docker engine, run the example through compose: to its end, and on after a stop."""
 
+import contextlib
 import json
+import shutil
 import subprocess
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.house.repository import REPO
 from tests.images.compose import resolved, service
 from tests.images.conftest import BASE, BUILD_S, KINDS
 from tests.images.engine import Engine, Unavailable
-from tests.images.project import LOOK_S, UP_S, Project, project_of, set_iterations
+from tests.images.project import LOOK_S, UP_S, Project
 from tests.images.stand_ins import provide_prometheus
 from tests.kit.waiting import until
 from tests.monitoring.live import PrometheusApi
@@ -69,6 +73,39 @@ def test_a_wrong_setting_is_named_and_exit_code_2(docker: Engine, images: dict[s
     assert "/nowhere.yaml" in (done.stdout + done.stderr).splitlines()[0]
 
 
+@contextlib.contextmanager
+def project_of(engine: Engine, command: Sequence[str], folder: Path, iterations: int) -> Iterator[Project]:
+    """A project of the example with so many iterations; goes away with its volumes."""
+    name = f"tandemtest{uuid.uuid4().hex[:8]}"
+    made = Project(engine=engine, command=command, name=name, job=make_job(folder, iterations))
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def make_job(folder: Path, iterations: int) -> Path:
+    """The arithmetic example with a checkpoint after each of fewer iterations, for any user to read."""
+    job = folder / "job"
+    shutil.copytree(REPO / "examples" / "arithmetic", job, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    set_iterations(job, iterations)
+    for path in (job, *job.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return job
+
+
+def set_iterations(job: Path, iterations: int) -> None:
+    """Changes run.iterations of a job, and run.checkpoint_every to 1."""
+    text = (REPO / "examples" / "arithmetic" / "arithmetic.yaml").read_text(encoding="utf-8")
+    for key, value in (
+        ("iterations: 40", f"iterations: {iterations}"),
+        ("checkpoint_every: 10", "checkpoint_every: 1"),
+    ):
+        assert text.count(f"  {key}\n") == 1, key
+        text = text.replace(f"  {key}\n", f"  {value}\n")
+    (job / "arithmetic.yaml").write_text(text, encoding="utf-8")
+
+
 @pytest.mark.runs("docker compose")
 def test_the_example_runs_to_its_end(
     docker: Engine, redis_image: str, composes: list[list[str]], tmp_path: Path
@@ -110,7 +147,7 @@ def test_prometheus_watches_every_service_of_a_run(endless: Project) -> None:
     until(lambda: set(api.rules().values()) == {"ok"}, SCRAPED_S, interval_s=LOOK_S)
     assert set(api.rules()) == {rule.get("alert") or rule["record"] for rule in ALL_RULES}
     for recorded in ("tandem:reward:mean30m", "tandem:weight_sync_seconds:p95", "tandem:entropy:mean15m"):
-        until(partial(api.has_data, recorded), SCRAPED_S, interval_s=LOOK_S)
+        until(partial(api.now, recorded), SCRAPED_S, interval_s=LOOK_S)
         assert min(api.now(recorded)) > 0, recorded
 
 

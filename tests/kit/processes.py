@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,12 +24,19 @@ from tests.kit.waiting import until
 
 START_S = 240.0  # engines import for 10 to 20 s on two idle cores, several times that on busy ones
 END_S = 60.0
+FREE_PORTS = (20_000, 32_768)
+CHILDREN_END_S = 10.0  # after the process that started them
 
 
 def free_port() -> int:
-    """Find a free port for a program that cannot report one chosen by the system; another process may take it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Find a free port for a program that cannot report one chosen by the system.
+
+    It is below the range from which the system takes ports for others, so that no other process is given it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*FREE_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 _preloaded: list[str] = []
@@ -179,15 +187,25 @@ class Services:
         process.wait(timeout=30)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """End the remaining processes; with patience, SIGTERM comes first, so that they remove temporary files."""
+        """End the remaining processes; with patience, SIGTERM comes first, so that they remove temporary files.
+
+        What they have started ends with them. It is not killed beside them: one of those processes, multiprocessing's
+        resource tracker, removes what the others have left in /dev/shm.
+        """
+        started = [
+            child for name, process in self.processes.items() if process.poll() is None for child in self.family(name)
+        ]
         for process in self.processes.values() if patience_s else ():
             process.terminate()
-        for name, process in list(self.processes.items()):
-            try:
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=patience_s)
-            except subprocess.TimeoutExpired:
-                self.kill(name)
+            process.kill()
+            process.wait(timeout=30)
         self.processes.clear()
+        for child in psutil.wait_procs(started, timeout=CHILDREN_END_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def __enter__(self) -> Self:
         return self

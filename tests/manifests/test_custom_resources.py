@@ -4,8 +4,12 @@ kind                                  checked against
 Certificate, Issuer                   npm: @kubernetes-models/cert-manager (slow: the test installs it)
 PodMonitor, PrometheusRule            npm: @kubernetes-models/prometheus-operator (slow)
 JobSet                                PyPI: kubeflow-trainer-api, whose models are made from JobSet's definition
-LeaderWorkerSet, Kueue's              custom_schemas.py: read off their definitions, which no registry has
+LeaderWorkerSet, Kueue's              SCHEMAS: read off their definitions, which no registry has, on 2026-11-20
 Jobs and pods inside of these         Kubernetes' own schemas
+
+The definitions are, of LeaderWorkerSet v1, api/leaderworkerset/v1 of kubernetes-sigs/lws at 024af084; of ClusterQueue,
+LocalQueue and ResourceFlavor v1beta1 (still served beside v1beta2, but deprecated), config/components/crd/bases
+of kubernetes-sigs/kueue at 00b014c1, 014868ba, 01ed66fd.
 """
 
 import copy
@@ -13,14 +17,14 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.manifests import custom_schemas
-from tests.manifests.custom_schemas import SCHEMAS
 from tests.manifests.kustomize import (
     DEPLOY,
     VARIANTS,
@@ -41,6 +45,88 @@ PUBLISHED = {
 PACKAGES = ("@kubernetes-models/cert-manager@6.0.0", "@kubernetes-models/prometheus-operator@6.0.0", "typescript@5.9.3")
 INSTALL_S, CHECK_S = 240.0, 120.0
 NODE = Path(__file__).parent / "node"
+
+
+# SCHEMAS says which fields there are at each level that we use, of which type and with which values, so that an
+# unknown, misplaced or misspelt field fails; levels that we do not use end as OBJECT. `metadata` is checked as that of
+# a ConfigMap; pod templates as those of a pod.
+Schema = Mapping[str, Any]
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "integer", "minimum": 0}
+OBJECT: Schema = {"type": "object"}
+LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
+QUANTITY: Schema = {"type": ["integer", "string"], "pattern": r"^[0-9.]+([KMGTPE]i?|m)?$"}
+
+
+def one_of(*values: str) -> Schema:
+    """One of these texts."""
+    return {"enum": list(values)}
+
+
+def items(schema: Schema) -> Schema:
+    """A list of these."""
+    return {"type": "array", "items": schema}
+
+
+def fields(*required: str, **properties: Schema) -> Schema:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def document(spec: Schema) -> Schema:
+    """A whole object."""
+    return fields("apiVersion", "kind", "metadata", "spec", apiVersion=TEXT, kind=TEXT, metadata=OBJECT, spec=spec)
+
+
+LEADER_WORKERS = fields(
+    "workerTemplate",
+    leaderTemplate=OBJECT,
+    workerTemplate=OBJECT,
+    size={"type": "integer", "minimum": 1},
+    restartPolicy=one_of("RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),  # "Default" is deprecated
+    subGroupPolicy=fields(subGroupPolicyType=one_of("LeaderWorker", "LeaderExcluded"), subGroupSize=NUMBER),
+    volumeClaimTemplates=items(OBJECT),
+    persistentVolumeClaimRetentionPolicy=OBJECT,
+)
+ROLLING_UPDATE = fields(partition=NUMBER, maxUnavailable=QUANTITY, maxSurge=QUANTITY)
+LIMITS: Mapping[str, Schema] = {"borrowingLimit": QUANTITY, "lendingLimit": QUANTITY}
+QUOTA = fields("name", "nominalQuota", name=TEXT, nominalQuota=QUANTITY, **LIMITS)
+FLAVOR = fields("name", "resources", name=TEXT, resources=items(QUOTA))
+STOP_POLICY = one_of("None", "Hold", "HoldAndDrain")
+SCHEMAS: Mapping[tuple[str, str], Schema] = {
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): document(
+        fields(
+            "leaderWorkerTemplate",
+            replicas=NUMBER,
+            leaderWorkerTemplate=LEADER_WORKERS,
+            rolloutStrategy=fields("type", type=one_of("RollingUpdate"), rollingUpdateConfiguration=ROLLING_UPDATE),
+            startupPolicy=one_of("LeaderCreated", "LeaderReady"),
+            networkConfig=fields("subdomainPolicy", subdomainPolicy=one_of("Shared", "UniquePerReplica")),
+        )
+    ),
+    ("kueue.x-k8s.io/v1beta1", "ClusterQueue"): document(
+        fields(
+            admissionChecks=items(TEXT),
+            admissionChecksStrategy=OBJECT,
+            admissionScope=OBJECT,
+            cohort=TEXT,
+            excludeResourcePrefixes=items(TEXT),
+            fairSharing=OBJECT,
+            flavorFungibility=OBJECT,
+            namespaceSelector=fields(matchLabels=LABELS, matchExpressions=items(OBJECT)),
+            preemption=OBJECT,
+            queueingStrategy=one_of("StrictFIFO", "BestEffortFIFO"),
+            resourceGroups=items(
+                fields("coveredResources", "flavors", coveredResources=items(TEXT), flavors=items(FLAVOR))
+            ),
+            stopPolicy=STOP_POLICY,
+        )
+    ),
+    ("kueue.x-k8s.io/v1beta1", "LocalQueue"): document(fields(clusterQueue=TEXT, stopPolicy=STOP_POLICY)),
+    ("kueue.x-k8s.io/v1beta1", "ResourceFlavor"): document(
+        fields(nodeLabels=LABELS, nodeTaints=items(OBJECT), tolerations=items(OBJECT), topologyName=TEXT)
+    ),
+}
 
 
 def custom_resources() -> list[Manifest]:
@@ -155,7 +241,7 @@ def test_the_readme_says_what_they_were_checked_against() -> None:
         assert f"{name} {version}" in text
     assert f"kubeflow-trainer-api {metadata.version('kubeflow-trainer-api')}" in text
     assert f"(kubernetes-validate {metadata.version('kubernetes-validate').rpartition('.')[0]})" in text
-    commits = re.findall(r"\b[0-9a-f]{8}\b", custom_schemas.__doc__ or "")
+    commits = re.findall(r"\b[0-9a-f]{8}\b", __doc__ or "")
     assert len(commits) == 4
     assert all(commit in text for commit in commits)
 

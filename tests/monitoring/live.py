@@ -46,10 +46,6 @@ class PrometheusApi:
         values = [float(series["value"][1]) for series in self._instant(expression)]
         return [value for value in values if math.isfinite(value)]
 
-    def has_data(self, expression: str) -> bool:
-        """Whether a query returns a finite value now."""
-        return self.now(expression) != []
-
     def _instant(self, expression: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.get("/api/v1/query", query=expression))["data"]["result"]
         return found

@@ -18,9 +18,9 @@ from typing import Any
 
 from servicekit.versions import software_versions
 from tools.bench_sync.cases import measure, merged
-from tools.bench_sync.definitions import DEFINITIONS
-from tools.bench_sync.methods import BUSY, METHODS
-from tools.bench_sync.report import write
+from tools.bench_sync.methods.registry import BUSY, METHODS
+from tools.bench_sync.report.definitions import DEFINITIONS
+from tools.bench_sync.report.page import write
 from tools.bench_sync.shapes import CASES, DEFAULT_SHAPES, SHAPES, config_of, write_model
 
 HEADLINE = "TP2 -> TP2"

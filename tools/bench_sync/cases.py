@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.bench_sync.figures import Samples, medians, more_ratios, ratios
-from tools.bench_sync.methods import BUSY, METHODS, WRITING
-from tools.bench_sync.rig import running
-from tools.bench_sync.session import Session, session
+from tools.bench_sync.methods.registry import BUSY, METHODS, WRITING
+from tools.bench_sync.methods.session import Session, session
+from tools.bench_sync.methods.stock import join_groups
+from tools.bench_sync.processes.rig import running
+from tools.bench_sync.report.figures import Samples, medians, more_ratios, ratios
 from tools.bench_sync.shapes import Case
-from tools.bench_sync.stock import join_groups
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.spec import ModelSpec
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from servicekit.life.exit_codes import EXIT_FAILED
 from servicekit.logs import get_logger
-from servicekit.redis.failures import tell_failure
+from servicekit.redis.failures import record_failure
 
 BEAT_S = 0.5
 # A rank whose counter has not changed for so long is lost or frozen; a busy host delays a thread by less.
@@ -76,13 +76,13 @@ class Liveness:
         """Report why this rank ends. Raises: RuntimeError: rank 0 is lost, or does not answer within GRACE_S."""
         left: Future[None] = Future()
         # In a thread of its own: calls to the store of a frozen rank 0 have no deadline.
-        threading.Thread(target=self._leave_word, args=(error, left), name="failure report", daemon=True).start()
+        threading.Thread(target=self._write_report, args=(error, left), name="failure report", daemon=True).start()
         try:
             left.result(GRACE_S)
         except TimeoutError:
             raise RuntimeError(f"rank 0 has not answered for {GRACE_S:g} s") from None
 
-    def _leave_word(self, error: BaseException, left: Future[None]) -> None:
+    def _write_report(self, error: BaseException, left: Future[None]) -> None:
         try:
             order = self._store.add("failures", 1)
             text = {"order": order, "error": f"{type(error).__name__}: {error}"}
@@ -133,16 +133,16 @@ class Liveness:
                 if self._rank == 0 and self._store.check(["stop"]):
                     self._on_stop(self._store.get("stop").decode())
                     self._on_stop = lambda _: None
-                self._hear_of_interrupts()
+                self._poll_interrupt()
                 failed = self._store.add("failures", 0) > 0
             except RuntimeError as error:
-                self._die(f"rank 0 is lost: {error}")
+                self._end_process(f"rank 0 is lost: {error}")
                 return
             if failed:
-                self._die("a rank has failed")
+                self._end_process("a rank has failed")
                 return
 
-    def _hear_of_interrupts(self) -> None:
+    def _poll_interrupt(self) -> None:
         if self._rank == 0 or not self._store.check(["interrupt"]):
             return
         round_id = self._store.get("interrupt").decode()
@@ -150,7 +150,7 @@ class Liveness:
             self._interrupted = round_id
             self.on_interrupt(round_id)
 
-    def _die(self, why: str) -> None:
+    def _end_process(self, why: str) -> None:
         """End this process after GRACE_S, in which the torch thread may fail by itself with a better error."""
         if self._ended.wait(GRACE_S):
             return
@@ -158,6 +158,6 @@ class Liveness:
             reports = self._reports(list(range(self._world_size)))
             first = min(reports, key=lambda rank: reports[rank][0], default=None)
             why = why if first is None else f"rank {first}: {reports[first][1]}"
-            tell_failure(ROLE, failure_name(0), why)
+            record_failure(ROLE, failure_name(0), why)
         log.error("trainer rank ends", rank=self._rank, error=why)
         os._exit(EXIT_FAILED)

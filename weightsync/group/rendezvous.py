@@ -271,7 +271,7 @@ class SlotLease:
         with self._beating:
             status = self.rendezvous.heartbeat(self.slot, self.worker_id, self._ttl_s)
             if status == "unknown":
-                status = self._come_back()
+                status = self._rejoin()
             if status == "evicted" and not self.evicted:
                 self._evicted_s = time.monotonic()
                 if self.patience_ttls:  # else it is lost for good, which its Lease counts
@@ -279,7 +279,7 @@ class SlotLease:
                 log.error("evicted from weight group", slot=self.slot)
             self.evicted = status == "evicted"
 
-    def _come_back(self) -> str:
+    def _rejoin(self) -> str:
         """After a long stop, or when Redis lost its data: under a new epoch, unless another has come meanwhile."""
         try:
             self._take_again()

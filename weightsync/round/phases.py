@@ -121,7 +121,7 @@ ROUND: tuple[PhaseRule, ...] = (
         needs=frozenset({VERIFY}),
         wait=Wait.TRANSFER,
         trainer="the round is over",
-        replica="the version flips, caches are flushed, generation goes on",
+        replica="the version flips, caches are flushed, generation resumes",
         failure="poisoned",
     ),
 )

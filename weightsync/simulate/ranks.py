@@ -25,7 +25,7 @@ class MessageInFlight:
     ends_ready: int = 0
     arrived: bool = False
     signed: bool = False  # the sender has sent the digest with the header
-    landed: bool = False
+    delivered: bool = False
     waiters: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ class RankTraffic:
     """A rank's messages in flight.
 
     Attributes:
-        outgoing: with the number of buffers that are free again when the message has landed.
+        outgoing: with the number of buffers that are free again when the message has delivered.
     """
 
     free_buffers: int
@@ -108,7 +108,7 @@ class Walk:
         """Run a rank until it must wait, or has finished."""
         for wait in process:
             if isinstance(wait, MessageInFlight):
-                if wait.landed:
+                if wait.delivered:
                     continue
                 wait.waiters.append(partial(self._continue, rank, process))
             else:
@@ -191,7 +191,7 @@ class Walk:
     def _sign(self, rank: int, flight: MessageInFlight) -> None:
         """Note that the sender has finished its part."""
         flight.signed = True
-        self._land(flight)
+        self._deliver(flight)
         self.ranks[rank].sent_bytes += self.weights.num_bytes[flight.index]
 
     def _ready(self, index: int, sender: int, receiver: int) -> MessageInFlight:
@@ -200,17 +200,17 @@ class Walk:
         flight.ends_ready += 1
         if flight.ends_ready == 2:
             del self.flights[index, receiver]
-            self.clock.after(self.speeds.latency_s, lambda: self._take_off(flight, sender, receiver))
+            self.clock.after(self.speeds.latency_s, lambda: self._enqueue(flight, sender, receiver))
         return flight
 
-    def _take_off(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
+    def _enqueue(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
         """Send a message after the earlier ones of the same sender to the same receiver."""
         line = self.lines.setdefault((sender, receiver), deque())
         line.append(flight)
         if len(line) == 1:
-            self._fly(flight, sender, receiver)
+            self._transmit(flight, sender, receiver)
 
-    def _fly(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
+    def _transmit(self, flight: MessageInFlight, sender: int, receiver: int) -> None:
         self.machine.send(
             self.weights.num_bytes[flight.index],
             self.ranks[sender].out,
@@ -224,15 +224,15 @@ class Walk:
         line = self.lines[sender, receiver]
         line.popleft()
         if line:
-            self._fly(line[0], sender, receiver)
+            self._transmit(line[0], sender, receiver)
         else:
             del self.lines[sender, receiver]
-        self._land(flight)
+        self._deliver(flight)
 
-    def _land(self, flight: MessageInFlight) -> None:
+    def _deliver(self, flight: MessageInFlight) -> None:
         """Wake both ends when payload and header have arrived."""
         if not (flight.arrived and flight.signed):
             return
-        flight.landed = True
+        flight.delivered = True
         for waiter in flight.waiters:
             waiter()

@@ -74,7 +74,7 @@ async def wait_for_services(config: RunConfig, registry: Registry, cluster: Clus
         if not announced.trainers and cluster.pods.is_current:
             timeout_s = max(timeout_s, _patience_s(config, cluster.pods.pods))
         if time.monotonic() - start_s >= timeout_s:
-            raise DeadlineExceeded(_complaint(config, announced, cluster, timeout_s))
+            raise DeadlineExceeded(_timeout_message(config, announced, cluster, timeout_s))
         await asyncio.sleep(LOOK_INTERVAL_S)
 
 
@@ -99,7 +99,7 @@ def _patience_s(config: RunConfig, pods: Sequence[Pod]) -> float:
     return config.fleet.reschedule_timeout_s if fate is Fate.COMING else 0.0
 
 
-def _complaint(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:
+def _timeout_message(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:
     names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
     wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
     pods = trainer_fate(cluster.pods.pods)[1] if not announced.trainers and cluster.pods.is_current else ""

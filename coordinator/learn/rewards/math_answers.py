@@ -100,9 +100,9 @@ def read_reference(answer: str) -> Reference:
             )
     if not _DELIMITED.search(text):
         gold = _parse_bare(text)
-        return Reference(gold=gold, problem=_doubt(gold) or _words(text))
+        return Reference(gold=gold, problem=_problem(gold) or _words(text))
     gold = _parse(text)
-    return Reference(gold=gold, problem=_doubt(gold) or _several(text))
+    return Reference(gold=gold, problem=_problem(gold) or _several(text))
 
 
 def _parse_bare(text: str) -> list[Any]:
@@ -140,7 +140,7 @@ def _join_digits(text: str) -> str:
     return _GROUPED.sub(lambda match: _SEPARATOR.sub("", match[0]), text)
 
 
-def _doubt(gold: list[Any]) -> str:
+def _problem(gold: list[Any]) -> str:
     """Return why what was read is no value; "" if it is one."""
     if not gold:
         return "holds nothing that can be read as mathematics"

@@ -87,16 +87,16 @@ def main() -> None:
     try:
         work = tasks.TASKS[task](**json.loads(settings))
     except Exception as error:  # noqa: BLE001 - no completion is in it yet
-        _say({"error": f"{type(error).__name__}: {error}"})
+        _write_answer({"error": f"{type(error).__name__}: {error}"})
         return
     timer = _Timer(float(timeout_s))
-    _say({"ready": True})
+    _write_answer({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        _say(timer.run(lambda: work(job)))  # noqa: B023 (called in this iteration)
+        _write_answer(timer.run(lambda: work(job)))  # noqa: B023 (called in this iteration)
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _write_answer(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 

@@ -102,7 +102,7 @@ class RewardWorkers:
             try:
                 if process is None:
                     process = await _start(self._arguments)
-                await self._converse(process, mine, answers)
+                await self._exchange(process, mine, answers)
                 self._idle[slot] = process
             except _Lost as lost:
                 place, _ = mine.popleft()
@@ -113,7 +113,7 @@ class RewardWorkers:
                 if self._idle[slot] is None and process is not None and process.returncode is None:
                     await _end(process)
 
-    async def _converse(
+    async def _exchange(
         self, process: Process, mine: deque[tuple[int, Mapping[str, Any]]], answers: list[Answer | None]
     ) -> None:
         """Send the jobs, record their answers and remove them from `mine`.
@@ -124,9 +124,9 @@ class RewardWorkers:
         # Not drained: a frozen worker must not block us, and the jobs are in our memory anyway.
         process.stdin.write("".join(json.dumps(job) + "\n" for _, job in mine).encode())
         while mine:
-            said = await _read(process, self._silence_s)
+            answer = await _read(process, self._silence_s)
             place, _ = mine.popleft()
-            answers[place] = Answer(**said)
+            answers[place] = Answer(**answer)
 
 
 class _Lost(Exception):
@@ -145,9 +145,9 @@ async def _start(arguments: Sequence[str]) -> Process:
         stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environ,
     )  # fmt: skip
     try:
-        said = await _read(process, _START_TIMEOUT_S)
-        if "error" in said:
-            raise _Lost(Answer(error=said["error"]), f"did not start: {said['error']}")
+        answer = await _read(process, _START_TIMEOUT_S)
+        if "error" in answer:
+            raise _Lost(Answer(error=answer["error"]), f"did not start: {answer['error']}")
     except BaseException:
         await _end(process)
         raise
@@ -164,22 +164,22 @@ async def _read(process: Process, timeout_s: float) -> dict[str, Any]:
         raise _Lost(Answer(late=True), f"no answer within {timeout_s:g} s") from None
     if not line:
         # Not killed: that would take its exit status away from asyncio, which is about to collect it.
-        await _gone(process)
+        await _wait_ended(process)
         if process.returncode == -signal.SIGXCPU:
             raise _Lost(Answer(late=True), "did not react to its CPU limit and was ended by the kernel")
         raise _Lost(Answer(error=f"a reward worker died (exit status {process.returncode})"), "died")
-    said: dict[str, Any] = json.loads(line)
-    return said
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 async def _end(process: Process) -> None:
     """Kill a worker, if it has not ended, and wait until it has."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    await _gone(process)
+    await _wait_ended(process)
 
 
-async def _gone(process: Process) -> None:
+async def _wait_ended(process: Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             await process.wait()

@@ -111,7 +111,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """Goes on. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded.
+        """Resumes generation. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ class RolloutServiceStub:
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
     """Stops generation at a token boundary. Idempotent. Longest deadline: 60 s."""
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]
-    """Goes on. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
+    """Resumes generation. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
     """Idempotent. Longest deadline: 10 s."""
     GetChecksums: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetChecksumsRequest, _rollout_pb2.GetChecksumsResponse]
@@ -80,7 +80,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
     """Stops generation at a token boundary. Idempotent. Longest deadline: 60 s."""
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """Goes on. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
+    """Resumes generation. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Idempotent. Longest deadline: 10 s."""
     GetChecksums: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetChecksumsRequest, _rollout_pb2.GetChecksumsResponse]  # type: ignore[assignment]
@@ -136,7 +136,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ResumeGenerationResponse, _abc.Awaitable[_rollout_pb2.ResumeGenerationResponse]]:
-        """Goes on. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
+        """Resumes generation. Idempotent. Longest deadline: 30 s. FAILED_PRECONDITION: poisoned or unseeded."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -429,7 +429,7 @@ class TransportCard(_message.Message):
     host_id: _builtins.bytes
     """Equal on two ranks only if they share a kernel and a network namespace."""
     memory_generation: _builtins.int
-    """Counts how often this trainer rank's memory has moved since it was laid open."""
+    """Counts how often this trainer rank's memory has moved since it was first exposed."""
     memory_socket: _builtins.str
     """Abstract Unix socket on which this trainer rank shares its memory, and the secret for it."""
     memory_key: _builtins.bytes

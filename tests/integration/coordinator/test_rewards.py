@@ -188,7 +188,7 @@ async def test_workers_end_with_their_owner() -> None:
 async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process that was gone had the ends of the others interrupted: they were killed, and not waited for."""
     reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=4, timeout_s=300)
-    gone, until_gone, start = list[int | None](), workers._gone, workers._start
+    gone, until_gone, start = list[int | None](), workers._wait_ended, workers._start
     started = asyncio.Semaphore(0)
 
     async def noted_start(arguments: Sequence[str]) -> asyncio.subprocess.Process:
@@ -202,7 +202,7 @@ async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monk
         gone.append(process.returncode)
 
     monkeypatch.setattr(workers, "_start", noted_start)
-    monkeypatch.setattr(workers, "_gone", noted_end)
+    monkeypatch.setattr(workers, "_wait_ended", noted_end)
     scoring = asyncio.create_task(reward.score([text("1" * 60)] * 4))
     for _ in range(4):
         await asyncio.wait_for(started.acquire(), 60)
@@ -216,8 +216,8 @@ async def test_nothing_of_a_completion_is_said_anywhere(capfd: pytest.CaptureFix
     secret = "SECRET" + "9" * 50
     items = [text(rf"\boxed{{{secret}^{{9^{{9^9}}}}}}", "3"), text(f"${secret}$", "\\frac{")]
     found = await scores(MathVerify(num_workers=1, timeout_s=0.5), *items)
-    said = capfd.readouterr()
-    assert "SECRET" not in said.out + said.err + repr(found)
+    printed = capfd.readouterr()
+    assert "SECRET" not in printed.out + printed.err + repr(found)
 
 
 async def test_math_verify_knows_equal_values() -> None:

@@ -1,5 +1,6 @@
 """A launch from start to end with real Redis and real, tiny processes in place of the services."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,15 @@ import pytest
 
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
-from tests.integration.launcher.processes import alive, read_pid
+from tests.integration.launcher.processes import (
+    FAILS,
+    FOREVER,
+    HAS_GRANDCHILD,
+    IGNORES_SIGTERM,
+    WAITS,
+    alive,
+    read_pid,
+)
 from tests.kit.folders import write_config
 from tests.kit.waiting import until
 
@@ -20,23 +29,79 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[3]
 
-# argv: configuration, run folder, then name=script pairs; prints what the launcher prints.
+# What the tiny processes do, beside those of processes.py. Each start adds a line to the process's pid file.
+_COUNTED = """
+import os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[1]).parent
+
+def starts(name):
+    file = folder / f"{name}.pid"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+def wait(condition):
+    while not condition():
+        pass
+
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+start = starts(Path(sys.argv[1]).stem)
+"""
+SCRIPTS = {
+    "WAITS": WAITS,
+    "IGNORES_SIGTERM": IGNORES_SIGTERM,
+    "FAILS": FAILS,
+    "HAS_GRANDCHILD": HAS_GRANDCHILD,
+    "SUCCEEDS": "pass",
+    "COUNTS": _COUNTED + FOREVER,
+    # A trainer or replica that fails at its first start, or at each, as soon as the coordinator runs.
+    "FAILS_ONCE": _COUNTED + "if start == 1:\n    wait(lambda: starts('coordinator'))\n    sys.exit(3)\n" + FOREVER,
+    "FAILS_ALWAYS": _COUNTED + "if start == 1:\n    wait(lambda: starts('coordinator'))\nsys.exit(3)\n",
+    # Coordinators. One that succeeds once trainer-0 has written its pid: a test can then ask what became of that one.
+    "SUCCEEDS_AFTER_TRAINER": _COUNTED + "wait(lambda: starts('trainer-0'))",
+    # One that succeeds at its second start, when all trainers have had theirs.
+    "SUCCEEDS_THE_SECOND_TIME": _COUNTED
+    + "trainers = [file.stem for file in folder.glob('trainer-*.pid')]\n"
+    + "if start == 2:\n    wait(lambda: all(starts(each) > 1 for each in trainers))\n    sys.exit()\n"
+    + FOREVER,
+    "SUCCEEDS_WHEN_THE_REPLICA_IS_BACK": _COUNTED + "wait(lambda: starts('rollout-0') > 1 and starts('trainer-0'))",
+    # One that is killed at its first start, once the others have had theirs, and ends well at its second.
+    "KILLED_ONCE": _COUNTED
+    + "wait(lambda: starts('trainer-0') and starts('rollout-0'))\n"
+    + "if start == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+    "SAYS_THAT_THE_RUN_FAILED": _COUNTED + "print('ValueError: loss is nan', file=sys.stderr)\nsys.exit(1)\n",
+    # One that ends well half a second after rollout-0 is gone.
+    "SUCCEEDS_WITHOUT_THE_REPLICA": _COUNTED
+    + "wait(lambda: starts('rollout-0'))\n"
+    + "pid = (folder / 'rollout-0.pid').read_text().strip()\n"
+    + "wait(lambda: not os.path.exists(f'/proc/{pid}'))\n"
+    + "import select\nselect.select([], [], [], 0.5)\n",
+    # One that leaves a checkpoint when it is asked to end.
+    "SAVES_WHEN_STOPPED": "import site\nsite.main()\n"
+    + "from tandem_files.checkpoints import mark_complete, step_folder\n"
+    + "def save(*_):\n"
+    + "    step = step_folder(folder, 7)\n"
+    + "    step.mkdir(parents=True)\n    mark_complete(step)\n    sys.exit(0)\n"
+    + "import signal, sys\nsignal.signal(signal.SIGTERM, save)\n"
+    + _COUNTED
+    + FOREVER,
+}
+# argv: configuration, run folder, {name: [script, grace_s]} as JSON; prints what the launcher prints.
 _PROGRAM = """
-import sys
+import json, sys
 from pathlib import Path
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest, launch
 from launcher.view.run_view import RunView, make_console
 from tandem_config.loading import load_config
-from tests.integration.launcher import processes
+from tests.integration.launcher.processes import spec
 
 config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
 
 def plan(config, shared, devices):
     (folder / "redis_url").write_text(shared.redis_url)
-    return [processes.spec(folder, name, getattr(processes, script.removesuffix("_LONG")),
-                           grace_s=60.0 if script.endswith("_LONG") else 0.5)
-            for name, _, script in (pair.partition("=") for pair in sys.argv[3:])]
+    services = json.loads(sys.argv[3]).items()
+    return [spec(folder, name, script, grace_s=grace_s) for name, (script, grace_s) in services]
 
 view = RunView(make_console(), config.run.iterations)
 outcome = launch(RunRequest(config=config, run_dir=folder, redis_url=None, resume=False, plan=plan), view)
@@ -51,7 +116,13 @@ class Launched:
     def __init__(self, folder: Path, *services: str, **sections: dict[str, Any]) -> None:
         self.folder = folder / "runs" / "tiny"
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _PROGRAM, str(write_config(folder, **sections)), str(self.folder), *services]
+        scripts = dict(service.split("=") for service in services)
+        asked = {
+            name: (SCRIPTS[script.removesuffix("_LONG")], 60.0 if script.endswith("_LONG") else 0.5)
+            for name, script in scripts.items()
+        }
+        config = write_config(folder, **sections)
+        command = [sys.executable, "-c", _PROGRAM, str(config), str(self.folder), json.dumps(asked)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 

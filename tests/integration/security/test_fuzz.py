@@ -21,15 +21,8 @@ from tests.hostile_requests import Attack, Hostile, Usage
 from tests.kit.models import make_model
 from tests.kit.processes import Services
 from tests.kit.replicas import configuration
-from tests.near_valid_requests import (
-    CALL_S,
-    ForRollout,
-    ForTrainer,
-    Near,
-    Partner,
-    Rounds,
-    taking_part,
-)
+from tests.kit.round import RunPhase, new_round, run_round, service_at
+from tests.near_valid_requests import CALL_S, Near, Rounds
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 
@@ -71,8 +64,6 @@ def under_attack(
         connection.close()
     attack.status()
     print(service.name, dict(attack.answers))
-    for method, (past, carried_out) in attack.shares().items():
-        print(f"{service.name}.{method}: {past:.0%} past the edge, {carried_out:.0%} done")
     assert attack.untyped == {}
     assert max(asked) < 10
     after = [Usage.of(pid) for pid in pids]
@@ -104,16 +95,6 @@ def _storm(address: str, service: Any) -> None:
         list(pool.map(calls, range(STORM_CHANNELS)))
 
 
-def published(trainer: str, rounds: Rounds) -> tuple[Path, int, str]:
-    """Has the trainer write its policy to disk, for a replica that has weights. Returns: folder, version and round."""
-    with grpc.insecure_channel(trainer) as channel:
-        status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus
-        version = status(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
-    round_ = rounds.begun(version, weights_pb2.SYNC_TRANSPORT_DISK)
-    rounds.run(round_, taking_part(trainer))
-    return Path(round_.disk_folder), version, round_.round_id
-
-
 def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     config = configuration(model, services.run_id, trainer={"tensor_parallel": 2})
@@ -122,17 +103,24 @@ def test_trainer_and_replica_outlive_it(services: Services, tmp_path: Path) -> N
     trainer = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
     rollout = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
     trainer_at, rollout_at = services.address_of("trainer", "trainer"), services.address_of("rollout", "rollout-0")
+    trainer_part, rollout_part = (service_at(grpc.insecure_channel(at)) for at in (trainer_at, rollout_at))
     group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
     run_dir = services.folder / "run"
-    replica = weights_pb2.ReplicaSpec(name="rollout-0", parallel=Parallel().to_proto())
 
-    def rounds(name: str, partner: Partner) -> Rounds:
-        return Rounds(group.group, lambda: group.snapshot().epoch, run_dir / "weights" / name, (replica,), partner)
+    def rounds(name: str, partner: RunPhase) -> Rounds:
+        def new(policy_version: int, **fields: Any) -> weights_pb2.Round:
+            return new_round(group, policy_version, Parallel(tensor=2), {"rollout-0": Parallel()}, **fields)
 
-    near_trainer = ForTrainer(trainer_at, run_dir, rounds("of-the-trainer", taking_part(rollout_at)))
+        return Rounds(new, run_dir / "weights" / name, partner)
+
+    near_trainer = Near(trainer_at, trainer, rounds("of-the-trainer", rollout_part), run_dir, weights_pb2.Round())
     under_attack(trainer_at, trainer, [services.processes[rank].pid for rank in ranks], near_trainer)
-    found = published(trainer_at, rounds("published", taking_part(rollout_at)))
-    near_rollout = ForRollout(rollout_at, rounds("of-the-replica", taking_part(trainer_at)), found)
+    status = trainer_pb2_grpc.TrainerServiceStub(grpc.insecure_channel(trainer_at)).GetStatus
+    version = status(trainer_pb2.GetStatusRequest(), timeout=CALL_S).policy_version
+    # What the trainer has on disk, for a replica that has weights.
+    published = rounds("published", rollout_part).begun(version, weights_pb2.SYNC_TRANSPORT_DISK)
+    run_round({"trainer": trainer_part, "rollout-0": rollout_part}, published)
+    near_rollout = Near(rollout_at, rollout, rounds("of-the-replica", trainer_part), run_dir, published)
     under_attack(rollout_at, rollout, [services.processes["rollout-0"].pid], near_rollout)
     assert [process.poll() for process in services.processes.values()] == [None] * 3
     for name in (*ranks, "rollout-0"):

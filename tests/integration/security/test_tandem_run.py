@@ -1,13 +1,13 @@
 """`tandem run` with the real engines: over certificates, and closed to others on the same machine without them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from servicekit.errors import REASON_KEY
@@ -46,7 +46,7 @@ SERVICES: dict[str, Any] = {
     "rollout-0": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
 }
 ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
-LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
 
 
 def test_another_user_of_the_machine_can_command_nothing(tmp_path: Path) -> None:
@@ -97,21 +97,8 @@ def refused(channel: grpc.Channel, path: str, method: Any) -> str:
 
 
 def listening(run: Tandem) -> set[str]:
-    """Addresses that the run's processes listen on, as /proc/net/tcp writes them."""
-    inodes = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or not run.started(entry):
-            continue
-        for descriptor in (entry / "fd").iterdir():
-            try:
-                target = os.readlink(descriptor)  # noqa: PTH115
-            except OSError:
-                continue
-            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for fields in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()):
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].rsplit(":", 1)[0])
+    """Addresses that the run's processes listen on."""
+    connections = [each for process in run.processes() for each in process.net_connections("tcp")]
+    found = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
     assert found
     return found

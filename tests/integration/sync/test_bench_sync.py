@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tools.test_bench_sync import CONTRACT
-from tools.bench_sync.methods import BUSY, METHODS
+from tools.bench_sync.methods.registry import BUSY, METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -1,6 +1,5 @@
 """The ranks of a trainer as real processes, the steps that tests ask of them, and who takes their weights."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,11 @@ class TrainerProcesses(Services):
         """Waits for the announcement."""
         return self.record_of("trainer", "trainer")
 
-    async def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+    def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
         """A whole round to a rollout rank without an engine.
 
         Returns: what arrived, and the trainer ranks' reports of TRANSFER.
         """
-        return await asyncio.to_thread(self._receive, layout)
-
-    def _receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
         spec, group = ModelSpec.from_folder(self.config.model.path), f"tandem:{RUN_ID}"
         with grpc.insecure_channel(self.ready().address) as channel:
             status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
@@ -99,26 +95,6 @@ def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) 
         "trainable": [True] * num_samples,
     }
     return pb.SampleChunk(**{**fields, **changes})
-
-
-def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
-    """The same samples, a chunk each."""
-    chunks, first, completed = [], 0, 0
-    for i, (prompt, completion) in enumerate(zip(whole.prompt_lengths, whole.completion_lengths, strict=True)):
-        chunks.append(
-            pb.SampleChunk(
-                update_index=whole.update_index,
-                sample_ids=[whole.sample_ids[i]],
-                prompt_lengths=[prompt],
-                completion_lengths=[completion],
-                token_ids=whole.token_ids[first : first + prompt + completion],
-                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
-                advantages=[whole.advantages[i]],
-                trainable=[whole.trainable[i]],
-            )
-        )
-        first, completed = first + prompt + completion, completed + completion
-    return chunks
 
 
 def step_requests(step_id: str, version: int, chunks: Sequence[pb.SampleChunk]) -> list[pb.TrainStepRequest]:

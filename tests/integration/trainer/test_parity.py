@@ -1,7 +1,8 @@
 """Megatron against transformers: import, export, log-probs and a whole GRPO step, at every layout a CPU can show."""
 
 import json
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from transformers import AutoModelForCausalLM
 from tandem_config.schema import TrainerSection
 from tests.integration.trainer.reference import (
     CONFIG,
+    NUM_UPDATES,
     TIMEOUT_S,
     TRAINER_VARIANTS,
     VARIANTS,
     launch,
     make_samples,
-    reference_step,
-    saved_tensors,
     token_logprobs,
-    with_noisy_rollout,
     write_samples,
 )
 from tests.kit.models import ROPE, save_model, trained_model
@@ -147,6 +146,60 @@ class Reference:
     entropies: FloatArray
     metrics: dict[str, float]
     after: dict[str, torch.Tensor]
+
+
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors as it writes them: by expert, where transformers keeps those of a layer as one tensor."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def with_noisy_rollout(samples: Samples, model: Any) -> Samples:
+    """The samples with log-probs near the model's own, as an engine with other rounding would return them."""
+    with torch.no_grad():
+        exact, _ = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
+    noise = np.random.default_rng(2).normal(0, 0.2, exact.shape).astype(np.float32)
+    return replace(samples, rollout_logprobs=exact.numpy() + noise)
+
+
+def reference_step(model: Any, samples: Samples, grpo: dict[str, Any], weight_decay: float = 0.0) -> dict[str, float]:
+    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
+
+    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
+    """
+    trainer = CONFIG["trainer"]
+    rollout = torch.from_numpy(samples.rollout_logprobs)
+    old = rollout
+    if grpo["old_logprobs"] == "recompute":
+        with torch.no_grad():
+            old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
+    advantages = torch.from_numpy(samples.per_token(samples.advantages))
+    mask = torch.from_numpy(samples.per_token(samples.trainable))
+    update_of_token = torch.from_numpy(samples.per_token(samples.update_index))
+    # The usual groups: matrices decay, norms and biases do not.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=trainer["learning_rate"], eps=trainer["adam_eps"])
+    losses, norms = [], []
+    for update in range(NUM_UPDATES):
+        here = update_of_token == update
+        new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
+        a, m = advantages[here], mask[here]
+        rho = (new - old[here]).exp()
+        loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
+        loss = torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
+        if grpo["tis_cap"] is not None:
+            loss = loss * (old - rollout)[here].exp().clamp(max=grpo["tis_cap"])
+        total = ((loss - grpo["entropy_coefficient"] * entropy) * m).sum() / here.sum()
+        optimizer.zero_grad()
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
 
 
 def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Reference]:

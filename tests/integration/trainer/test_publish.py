@@ -1,5 +1,6 @@
 """A mixture of experts over two data-parallel ranks: each has half of the experts, and a copy of all the rest."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ async def test_data_parallel_ranks_share_the_load(trainer: TrainerProcesses) -> 
         assert (status.world_size, status.parallel.data, status.parallel.expert) == (2, 2, 2)
         step = step_requests("step-1", status.policy_version, [chunk(num_samples=8)])
         await stub.TrainStep(iter(step), timeout=60)
-        tensors, reports = await trainer.receive(Parallel(data=2, expert=2))
+        tensors, reports = await asyncio.to_thread(trainer.receive, Parallel(data=2, expert=2))
         assert same(tensors, await trainer.exported(stub, trainer.folder / "hf")) == []
     sent = [report.bytes_sent for report in reports]
     weights = load_file(trainer.folder / "hf" / "model.safetensors").values()  # without the engine's padding

@@ -1,9 +1,10 @@
 """The trainer service over real gRPC, two real ranks (TP 2), a real Redis."""
 
+import asyncio
 import math
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,13 +22,24 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def shared_trainer(
+    module_redis: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainerProcesses]:
+    """TP 2, running; ends as `kill PID` ends it, which is a test too."""
+    trainer = TrainerProcesses(module_redis, tmp_path_factory.mktemp("trainer"), tiny_model, tensor_parallel=2)
+    with trainer.begin():
+        yield trainer
+        assert trainer.stop(trainer.ranks) == [0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +262,26 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
     assert losses[0] == losses[1]
 
 
+def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
+    """The same samples, a chunk each."""
+    chunks, first, completed = [], 0, 0
+    for i, (prompt, completion) in enumerate(zip(whole.prompt_lengths, whole.completion_lengths, strict=True)):
+        chunks.append(
+            pb.SampleChunk(
+                update_index=whole.update_index,
+                sample_ids=[whole.sample_ids[i]],
+                prompt_lengths=[prompt],
+                completion_lengths=[completion],
+                token_ids=whole.token_ids[first : first + prompt + completion],
+                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
+                advantages=[whole.advantages[i]],
+                trainable=[whole.trainable[i]],
+            )
+        )
+        first, completed = first + prompt + completion, completed + completion
+    return chunks
+
+
 async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tiny_model: Path, folder: Path) -> None:
     whole = [chunk(update, num_samples=8) for update in range(2)]
     done = []
@@ -274,7 +306,7 @@ async def initial(stub: Any, folder: Path) -> dict[str, Any]:
 async def test_published_weights_are_the_exported_ones(
     stub: Any, shared_trainer: TrainerProcesses, folder: Path
 ) -> None:
-    tensors, reports = await shared_trainer.receive(Parallel(tensor=2))
+    tensors, reports = await asyncio.to_thread(shared_trainer.receive, Parallel(tensor=2))
     assert len(reports) == 2
     assert same(tensors, await shared_trainer.exported(stub, folder / "hf")) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, ReleaseSkew, Unavailable
 from servicekit.redis.client import connect
-from servicekit.redis.failures import tell_failure
+from servicekit.redis.failures import record_failure
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.versions import release
@@ -252,10 +252,10 @@ def test_who_waits_for_a_service_hears_why_it_ended(redis_server: str, open_regi
 
 def test_a_failure_is_told_as_well_as_it_can_be(redis_server: str, open_registry: OpenRegistry) -> None:
     environ = {"REDIS_URL": redis_server, "TANDEM_RUN_ID": "run-1"}
-    tell_failure("trainer", "trainer", "out of memory", environ)
+    record_failure("trainer", "trainer", "out of memory", environ)
     assert str(open_registry(redis_server).failures()[0]).endswith("ago: out of memory")
     for incomplete in ({}, {"REDIS_URL": "redis://127.0.0.1:1", "TANDEM_RUN_ID": "run-1"}, {"REDIS_URL": redis_server}):
-        tell_failure("trainer", "trainer", "nobody hears", incomplete)
+        record_failure("trainer", "trainer", "nobody hears", incomplete)
     assert len(open_registry(redis_server).failures()) == 1
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tools.bench_sync.cases import merged
-from tools.bench_sync.figures import MORE_RATIOS, RATIOS, more_ratios, ratios
-from tools.bench_sync.gathering import Owners, tensors_by_owner
-from tools.bench_sync.methods import METHODS
-from tools.bench_sync.report import BEGIN, END, page, refresh, summary
+from tools.bench_sync.methods.registry import METHODS
+from tools.bench_sync.processes.gathering import Owners, tensors_by_owner
+from tools.bench_sync.report.figures import MORE_RATIOS, RATIOS, more_ratios, ratios
+from tools.bench_sync.report.page import BEGIN, END, page, refresh, summary
 from tools.bench_sync.shapes import CASES, DEFAULT_SHAPES, write_model
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Parallel

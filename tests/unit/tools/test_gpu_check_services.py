@@ -9,7 +9,7 @@ import torch
 
 from launcher.check.model.folder import check_model
 from tools.gpu_check.__main__ import verdict
-from tools.gpu_check.services.deaths import PROMISED_S, dead_wrong
+from tools.gpu_check.services.deaths import PROMISED_S, wrong_deaths
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.memory import UNCOUNTED_MIB, gpu_growth, gpu_ranks, over_budget
 from tools.gpu_check.services.resume import distance, unequal
@@ -95,7 +95,7 @@ def test_a_token_of_the_old_policy_under_the_new_label_is_seen() -> None:
     ],
 )
 def test_who_died_and_when_the_rest_went_on(ended: dict[str, str], seconds: float | None, says: str) -> None:
-    wrong = dead_wrong(ended, "rollout-1", seconds)
+    wrong = wrong_deaths(ended, "rollout-1", seconds)
     assert (says in " ".join(wrong)) if says else wrong == []
 
 

@@ -58,13 +58,13 @@ async def check_death(
         if blow.at_s:
             break
     seconds = time.monotonic() - blow.at_s
-    wrong = dead_wrong(fleet.ended(), victim, seconds if blow.at_s else None)
+    wrong = wrong_deaths(fleet.ended(), victim, seconds if blow.at_s else None)
     wrong += committed(result, survivors) + differing(truth, poisoned, await fleet.checksums(survivors))
     findings.add(name, wrong, seconds_from_kill_to_commit=round(seconds, 2), promised=PROMISED_S, **figures(result))
 
 
-def dead_wrong(ended: dict[str, str], victim: str, seconds: float | None) -> list[str]:
-    """What is wrong with who has died and when the rest went on.
+def wrong_deaths(ended: dict[str, str], victim: str, seconds: float | None) -> list[str]:
+    """What is wrong with which services have died and when the rest continued.
 
     Args: ended: services that have ended, with how. seconds: from the kill to the commit; None: it was not killed.
     """

@@ -14,8 +14,8 @@ class Findings:
     def add(self, name: str, wrong: list[str], **figures: Any) -> None:
         """One check. Args: wrong: as text; empty: it passed. figures: JSON values."""
         self.checks.append({"name": name, "passed": not wrong, "wrong": wrong, **figures})
-        told = "; ".join(wrong[:3]) if wrong else ", ".join(f"{key} {_short(value)}" for key, value in figures.items())
-        print(f"gpu-check: {name}: {'FAILED: ' if wrong else ''}{told or 'passed'}", flush=True)
+        text = "; ".join(wrong[:3]) if wrong else ", ".join(f"{key} {_short(value)}" for key, value in figures.items())
+        print(f"gpu-check: {name}: {'FAILED: ' if wrong else ''}{text or 'passed'}", flush=True)
 
     def skip(self, why: str) -> None:
         """Something that cannot run here, named, with why."""

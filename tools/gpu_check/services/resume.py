@@ -1,4 +1,4 @@
-"""Two train steps after a checkpoint and --resume are the two steps of the processes that went on."""
+"""Two train steps after a checkpoint and --resume are the two steps of the processes that continued."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 async def check_resume(fleet: ServiceFleet, findings: Findings, samples: Sequence[Sample]) -> None:
-    """Saves, goes on for two steps, starts the trainer again with --resume, goes on for the same two steps."""
+    """Saves, trains two more steps, starts the trainer again with --resume, trains the same two steps."""
     version = (await fleet.trainer.status()).policy_version
     folder = step_folder(fleet.run_dir, 1)
     folder.mkdir(parents=True)

@@ -1,6 +1,6 @@
 -- The state machine of a weight group. Each operation answers {status, epoch, ...}; the statuses are
 --   ok        done; lead: the third value is the holder's token
---   unknown   heartbeat, bind, confirm: nobody has the slot (the lease ran out, or Redis lost its data)
+--   unknown   heartbeat, bind, confirm: the slot is free (the lease ran out, or Redis lost its data)
 --   held      claim, lead: a live worker has the slot (third value)
 --   evicted   another worker has the slot (lead: has had it since): the caller changes nothing
 --   stale     bind, confirm: the epoch is over
@@ -11,7 +11,7 @@ local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- What a run leaves goes by itself. A week without a word is longer than any run waits for its Redis or its processes.
+-- What a run leaves expires. A week without a call is longer than any run waits for its Redis or its processes.
 local KEPT_S = 604800
 local function keep()
   for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, KEPT_S) end
@@ -41,8 +41,8 @@ local operation, slot, worker = ARGV[1], ARGV[2], ARGV[3]
 local holder = slot and redis.call('HGET', members, slot)
 
 if operation == 'join' or operation == 'claim' then
-  -- join: a new incarnation takes the slot over at once; waiting for the old lease would cost its whole TTL.
-  -- claim: an empty slot only. Who was away for long does not know whether a newer incarnation has come.
+  -- join: a new incarnation takes the slot over immediately; waiting for the old lease would cost its whole TTL.
+  -- claim: an empty slot only. A process without contact for long does not know whether a newer incarnation exists.
   if operation == 'claim' and holder and holder ~= worker then return {'held', epoch(), holder} end
   if holder ~= worker then
     redis.call('HSET', members, slot, worker)

@@ -292,12 +292,12 @@ def form(
         communicator.prove(timeout_s)
         return communicator
     except (RuntimeError, PeerLost) as error:
-        missing = [slot for i, slot in enumerate(slots) if not _is_here(prefixed, i)]
+        missing = [slot for i, slot in enumerate(slots) if not _has_joined(prefixed, i)]
         who = f"missing: {', '.join(missing)}" if missing else str(error)
         raise DeadlineExceeded(f"{slots[rank]}: group {name} was not formed in {timeout_s:g} s; {who}") from error
 
 
-def _is_here(store: dist.Store, rank: int) -> bool:
+def _has_joined(store: dist.Store, rank: int) -> bool:
     try:
         return bool(store.check([f"here/{rank}"]))
     except RuntimeError:

@@ -207,7 +207,7 @@ class MemoryServer:
             try:
                 with contextlib.closing(_accept(self._listener, deadline)) as peer:
                     if hmac.compare_digest(_receive_exactly(peer, KEY_BYTES), self.key):
-                        _hand_out(peer, exposure)
+                        _send_exposure(peer, exposure)
                         served += 1
             except TimeoutError:
                 raise DeadlineExceeded(f"{served} of {receivers} receivers opened the trainer's memory") from None
@@ -222,7 +222,7 @@ class MemoryServer:
 def open_memory(name: str, key: bytes, deadline: float) -> Opened:
     """Open what the server of that name hands out. Raises: PeerLost; OSError: why it cannot be opened here."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as peer:
-        peer.settimeout(_left(deadline))
+        peer.settimeout(_remaining_s(deadline))
         peer.connect(f"\0{name}")
         peer.sendall(key)
         (length,) = _LENGTH.unpack(_receive_exactly(peer, _LENGTH.size))
@@ -272,7 +272,7 @@ def _mapped(fd: int, size: int, *, writable: bool) -> torch.Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _hand_out(peer: socket.socket, exposure: Exposure) -> None:
+def _send_exposure(peer: socket.socket, exposure: Exposure) -> None:
     body = exposure.describe().SerializeToString()
     peer.sendall(_LENGTH.pack(len(body)) + body)
     for begin in range(0, len(exposure.fds), _FDS_AT_ONCE):
@@ -294,9 +294,9 @@ def _receive_fds(peer: socket.socket, count: int) -> list[int]:
 
 
 def _accept(listener: socket.socket, deadline: float) -> socket.socket:
-    listener.settimeout(_left(deadline))
+    listener.settimeout(_remaining_s(deadline))
     peer, _ = listener.accept()
-    peer.settimeout(_left(deadline))
+    peer.settimeout(_remaining_s(deadline))
     return peer
 
 
@@ -310,5 +310,5 @@ def _receive_exactly(peer: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _left(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())

@@ -6,9 +6,9 @@ parts.
 
 import asyncio
 
-from tools.bench_sync.ours import COLLECTIVE, COLOCATED, IN_PLACE, STAGED, Update, ours, ours_while_generating
-from tools.bench_sync.session import Seconds, Session
-from tools.bench_sync.stock import from_disk, from_distributed
+from tools.bench_sync.methods.ours import COLLECTIVE, COLOCATED, IN_PLACE, STAGED, Update, ours, ours_while_generating
+from tools.bench_sync.methods.session import Seconds, Session
+from tools.bench_sync.methods.stock import from_disk, from_distributed
 
 
 def floor(do: str) -> Update:

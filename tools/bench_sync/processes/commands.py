@@ -15,7 +15,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 async def serve_commands(path: Path, handler: Handler) -> asyncio.Server:
     """Answer {"do": ..., ...} with {"ok": result} or {"error": text}."""
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             try:
                 reply = {"ok": await handler(json.loads(line))}
@@ -25,7 +25,7 @@ async def serve_commands(path: Path, handler: Handler) -> asyncio.Server:
             await writer.drain()
         writer.close()
 
-    return await asyncio.start_unix_server(talk, path, limit=LINE_BYTES)
+    return await asyncio.start_unix_server(serve_connection, path, limit=LINE_BYTES)
 
 
 class CommandClient:

@@ -1,4 +1,4 @@
-"""`python -m tools.bench_sync.replica`: a replica as users run it, with SGLang's own weight updates as commands."""
+"""A replica as users run it (`python -m`), with SGLang's own weight updates as commands."""
 
 import argparse
 import asyncio
@@ -104,7 +104,7 @@ def main() -> int:
         from servicekit.environment import ServiceEnvironment
         from servicekit.logs import configure_logging
         from tandem_config.loading import load_config
-        from tools.bench_sync.commands import serve_commands
+        from tools.bench_sync.processes.commands import serve_commands
 
         configure_logging("rollout", name=arguments.name)
         stock = StockUpdates()

@@ -14,7 +14,7 @@ from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
-from tools.bench_sync.rig import Rig
+from tools.bench_sync.processes.rig import Rig
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.plans.participants import Participants
 from weightsync.round.client import RoundClient

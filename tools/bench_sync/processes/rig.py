@@ -18,7 +18,7 @@ from launcher.run.redis_server import server_spec
 from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
-from tools.bench_sync.commands import CommandClient
+from tools.bench_sync.processes.commands import CommandClient
 from tools.bench_sync.shapes import Case
 from weightsync.model.spec import ModelSpec
 
@@ -104,7 +104,7 @@ class Rig:
             "bucket_bytes": self.bucket_bytes,
             **extra,
         }
-        self._spawn(f"{role}{rank}", [f"tools.bench_sync.{module}", "--settings", json.dumps(settings)])
+        self._spawn(f"{role}{rank}", [f"tools.bench_sync.processes.{module}", "--settings", json.dumps(settings)])
 
     def _start_replica(self, index: int) -> None:
         name, layout = f"rollout-{index}", self.case.replicas[index]
@@ -123,7 +123,9 @@ class Rig:
         path = self.folder / f"{name}.yaml"
         path.write_text(dump_resolved(config), encoding="utf-8")
         commands = str(self.folder / f"{name}.cmd")
-        self._spawn(name, ["tools.bench_sync.replica", "--config", str(path), "--name", name, "--commands", commands])
+        self._spawn(
+            name, ["tools.bench_sync.processes.replica", "--config", str(path), "--name", name, "--commands", commands]
+        )
 
     def receiver_addresses(self) -> list[str]:
         """gRPC addresses of the rollout ranks' receivers."""

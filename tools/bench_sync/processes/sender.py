@@ -1,4 +1,4 @@
-"""`python -m tools.bench_sync.sender`: a trainer rank with random weights in Megatron's layout, without Megatron.
+"""A trainer rank with random weights in Megatron's layout, without Megatron (`python -m`).
 
 It serves rounds over gRPC as a rank of the trainer service does, and is the trainer's side of SGLang's own updates:
 it gathers whole Hugging Face tensors, then broadcasts or writes them.
@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
 from servicekit.rpc.sync_server import start_sync_server
-from tools.bench_sync.commands import serve_commands
-from tools.bench_sync.gathering import Owners, gather, tensors_by_owner
+from tools.bench_sync.processes.commands import serve_commands
+from tools.bench_sync.processes.gathering import Owners, gather, tensors_by_owner
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.round_plan import source_layout

@@ -4,8 +4,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tools.bench_sync.load import generating
-from tools.bench_sync.session import Seconds, Session
+from tools.bench_sync.methods.load import generating
+from tools.bench_sync.methods.session import Seconds, Session
 from weightsync.round.phases import COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 IN_PLACE, STAGED = pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED

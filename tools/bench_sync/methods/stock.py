@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.bench_sync.commands import CommandClient
-from tools.bench_sync.gathering import leader_of_stage, tensors_by_owner
-from tools.bench_sync.ours import Update
-from tools.bench_sync.rig import Rig
-from tools.bench_sync.session import Seconds, Session
+from tools.bench_sync.methods.ours import Update
+from tools.bench_sync.methods.session import Seconds, Session
+from tools.bench_sync.processes.commands import CommandClient
+from tools.bench_sync.processes.gathering import leader_of_stage, tensors_by_owner
+from tools.bench_sync.processes.rig import Rig
 from weightsync.layouts.hf import hf_layout
 
 DTYPE = "bfloat16"

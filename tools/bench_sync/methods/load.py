@@ -10,7 +10,7 @@ from statistics import median
 
 from servicekit.life.tasks import end_of, first_of
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tools.bench_sync.session import CALL_S, Session
+from tools.bench_sync.methods.session import CALL_S, Session
 
 GROUPS = 1000  # more than an engine finishes in a round, fewer than rollout.max_groups_per_call
 NEW_TOKENS = 2  # completions come often, so that a silence shows

@@ -1,4 +1,4 @@
-"""`python -m tools.bench_sync.floor`: a rank that measures the lower bound: bare gloo and memcpy.
+"""A rank that measures the lower bound, bare gloo and memcpy (`python -m`).
 
 It moves the messages of a round between the same ranks, without packing, digests, headers or unpacking: no transport
 over gloo on this host can be faster.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench_sync.commands import serve_commands
+from tools.bench_sync.processes.commands import serve_commands
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Hop, route

@@ -1,0 +1,1 @@
+"""The processes of a case, how they are started, and the commands that they take."""
