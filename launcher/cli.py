@@ -47,10 +47,13 @@ _CONFIG = typer.Option(
     "-c",
     help=(
         "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, and the "
-        "list trackers. Relative paths "
-        "in it are relative to the file."
+        "list trackers. Relative paths in it are relative to the file, but run.output_dir, which is relative to the "
+        "working directory; ~ and $VARIABLES are expanded."
     ),
 )
+_File = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="The configuration file, as with --config.", show_default=False)
+]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,6 +66,13 @@ _Set = Annotated[
         ),
     ),
 ]
+
+
+def _given_once(file: Path | None, config: Path | None) -> Path | None:
+    """Return the configuration file, given with or without --config. Raises: typer.BadParameter: both ways."""
+    if file is not None and config is not None:
+        raise typer.BadParameter(f"two configuration files: {file} and --config {config}; give one")
+    return file if config is None else config
 
 
 @app.command()
@@ -84,6 +94,7 @@ def demo(overrides: _Set = None) -> None:
 
 @app.command()
 def run(
+    file: _File = None,
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     resume: Annotated[
@@ -111,6 +122,7 @@ def run(
     """
     from launcher.commands import run_command
 
+    config = _given_once(file, config)
     if config is None and resume is None:
         raise typer.BadParameter("give a configuration file: tandem run -c my.yaml (or --resume RUN_DIR)")
     raise typer.Exit(run_command(config, overrides or [], resume=resume))
@@ -118,7 +130,8 @@ def run(
 
 @app.command()
 def check(
-    config: Annotated[Path, _CONFIG],
+    file: _File = None,
+    config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     gpu_memory_gib: Annotated[
         float | None,
@@ -145,6 +158,9 @@ def check(
 
     if gpu_memory_gib is not None and math.isnan(gpu_memory_gib):
         raise typer.BadParameter("--gpu-memory-gib must be a number")
+    config = _given_once(file, config)
+    if config is None:
+        raise typer.BadParameter("give a configuration file: tandem check -c my.yaml")
     raise typer.Exit(check_command(config, overrides or [], gpu_memory_gib=gpu_memory_gib))
 
 
@@ -200,7 +216,7 @@ def logs(
     ] = "",
     newest: Annotated[int | None, typer.Option("--newest", "-n", min=1, metavar="N", help="Only the newest N.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Print what is added too, until the run ends.")
     ] = False,
 ) -> None:
     """Print the logs of a run's services as readable lines, by time; tracebacks as such.

@@ -143,7 +143,8 @@ def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[A
 
 
 def _from(start: Path, text: str) -> Path:
-    return _absolute(start / Path(text).expanduser())
+    """Make a written path absolute; `~` and variables of the environment are expanded, unknown ones stay."""
+    return _absolute(start / Path(os.path.expandvars(text)).expanduser())
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:

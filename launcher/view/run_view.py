@@ -46,7 +46,7 @@ def make_console(*, stderr: bool = False, ends_with_reader: bool = False) -> Con
     """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping.
 
     Args:
-        ends_with_reader: end the process when whoever reads the output has ended, as `head` does; else go on.
+        ends_with_reader: end the process when whoever reads the output has ended, as `head` does; else continue.
     """
     return _PipeSafeConsole(ends_with_reader=ends_with_reader, stderr=stderr, highlight=False, soft_wrap=True)
 

@@ -148,7 +148,7 @@ class Tracker:
         if known:
             return None
         return (
-            f"{self.name} does not take the figures: {_described(error)}; the run goes on, and it gets what it lacks "
+            f"{self.name} does not take the figures: {_described(error)}; the run continues, and it gets what it lacks "
             f"when it works again (tried every {RETRY_S:.0f} s, and at the end)"
         )
 

@@ -97,19 +97,19 @@ def time_of(text: str, now_s: float) -> float:
     raise ConfigError(f"--since {text}: give a time ago (90s, 10m, 2h, 1d) or a local time (14:30, 2026-05-01 14:30)")
 
 
-def show(run_dir: Path, console: Console, wanted: Wanted, goes_on: Callable[[], bool] | None = None) -> None:
+def show(run_dir: Path, console: Console, wanted: Wanted, is_running: Callable[[], bool] | None = None) -> None:
     """Print the logs of a run.
 
     Args:
-        goes_on: whether more may come; when it says no, the logs are read once more.
+        is_running: whether the run is, so that more may come; when it is not, the logs are read once more.
     Raises: ConfigError: as find_logs.
     """
     logs = {path: _Log(path) for path in find_logs(run_dir, wanted.services)}
     first = deque(_in_order(logs.values(), wanted), maxlen=wanted.newest)
     for entry in first:
         _print(console, entry)
-    while goes_on is not None:
-        ends = not goes_on()
+    while is_running is not None:
+        ends = not is_running()
         time.sleep(FOLLOW_S)
         for path in find_logs(run_dir, wanted.services):  # of a service that was started meanwhile too
             logs.setdefault(path, _Log(path))

@@ -83,12 +83,12 @@ def test_what_is_added_is_followed_until_the_run_ends(run: Path, monkeypatch: py
     writes = [one[:30], one[30:] + "\n" + two + "\n"]
     log.touch()
 
-    def goes_on() -> bool:
+    def is_running() -> bool:
         with log.open("a") as file:
             file.write(writes.pop(0))
         return bool(writes)
 
-    show(run, Console(file=out, width=200), Wanted(services=["trainer"]), goes_on)
+    show(run, Console(file=out, width=200), Wanted(services=["trainer"]), is_running)
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == ["step 1", "step 2"]
 
 
