@@ -120,18 +120,9 @@ def show(run_dir: Path, console: Console, wanted: Wanted, is_running: Callable[[
 
 
 def _in_order(logs: Iterable[_Log], wanted: Wanted) -> Iterator[Entry]:
-    """Yield what the logs have gained, by time; of one log in its own order."""
-    read = [log.entries() for log in logs]
-    merged = heapq.merge(*(_never_back(entries) for entries in read), key=lambda pair: pair[0])
-    yield from (entry for _, entry in merged if wanted.has(entry))
-
-
-def _never_back(entries: Sequence[Entry]) -> Iterator[tuple[float, Entry]]:
-    """Yield the entries with times that never decrease, since clocks of libraries have whole seconds."""
-    latest_s = 0.0
-    for entry in entries:
-        latest_s = max(latest_s, entry.time_s)
-        yield latest_s, entry
+    """Yield what the logs have gained, by time; of one log in its own order, since some clocks have whole seconds."""
+    merged = heapq.merge(*(log.entries() for log in logs), key=lambda entry: entry.time_s)
+    yield from (entry for entry in merged if wanted.has(entry))
 
 
 def _is_of(path: Path, service: str) -> bool:
