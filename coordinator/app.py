@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 
 from coordinator.attempts import run_or_stop
 from coordinator.build import App
+from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import read_inputs
 from coordinator.learn.rewards.registry import build_reward
 from coordinator.leaving import Leaving
 from coordinator.record.report import numeric
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
-from coordinator.watch.control import RunControl
+from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
 from coordinator.watch.observed import Observed
 from coordinator.web.history import History
-from coordinator.web.server import PageServer
+from coordinator.web.on_loop import on_loop
+from coordinator.web.samples import SamplePages
+from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
@@ -28,9 +31,11 @@ from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
+from servicekit.security.run_token import own_token, page_key
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.samples.folder import SampleFolder
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
 
@@ -81,6 +86,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     )
     async with AsyncExitStack() as stack:
         overview = await _overview(app, stack)
+        _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
         server = await _serve(app, overview, stop)
         try:
@@ -152,12 +158,29 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
     )
 
 
+def _note_arrivals(app: App, stack: AsyncExitStack) -> None:
+    """Note for the overview which services are awaited."""
+    work = note_arrivals(app.config, app.registry, app.observed, lambda: app.control.state is State.STARTING)
+    stack.push_async_callback(cancel, asyncio.create_task(work, name="arrivals"))
+
+
 async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None:
     """Serve the run's web page, if a port is set. Its address goes to the registry, where the launcher finds it."""
     environment = app.environment
     if environment.web_port is None:
         return
-    page = PageServer(environment.bind_host, environment.web_port, overview.snapshot)
+    samples = SamplePages(SampleFolder(environment.run_dir))
+    page = PageServer(
+        environment.bind_host,
+        environment.web_port,
+        {
+            DATA: on_loop(overview.snapshot, asyncio.get_running_loop()),
+            SAMPLES: samples.groups,
+            EARLIER: samples.earlier,
+        },
+        key=page_key(own_token()),
+        advice="set TANDEM_WEB_PORT to a free port or to 0",
+    )
     stack.push_async_callback(asyncio.to_thread, page.close)
     url = f"http://{environment.advertised(page.port)}/"
     await asyncio.to_thread(app.registry.set_value, PAGE_URL, url)

@@ -12,13 +12,16 @@ from coordinator.generate.joiners import Patience
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead
+from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator
 from coordinator.learn.rewards.base import Reward
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.exporting import Exporter
+from coordinator.record.samples import SampleSink
+from coordinator.record.sinks import Sink
 from coordinator.record.trackers.base import Outcome
 from coordinator.record.trackers.registry import build_trackers
 from coordinator.run import Run
@@ -34,6 +37,7 @@ from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from tandem_config.schema import RunConfig
+from tandem_files.samples.folder import SampleFolder
 from weightsync.group.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
@@ -101,6 +105,12 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
         ),
+        exporter=Exporter(
+            run_dir=app.environment.run_dir,
+            trainer=services.trainer,
+            every=config.run.export_every,
+            keep=config.run.keep_exports,
+        ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
         leaving=app.leaving,
@@ -110,8 +120,26 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         checkpoint=inputs.checkpoint,
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
-        sinks=build_trackers(config, app.environment.run_dir, partial(_outcome, app)),
+        sinks=_sinks(app, lead),
     )
+
+
+def _sinks(app: App, lead: Lead) -> list[Sink]:
+    """Make what gets every finished iteration."""
+    config, run_dir = app.config, app.environment.run_dir
+    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
+    if config.samples.enabled:
+        sinks.append(
+            SampleSink(
+                folder=SampleFolder(run_dir),
+                settings=config.samples,
+                codec=app.inputs.codec,
+                sources={"train": str(config.data.train), "heldout": str(config.data.heldout)},
+                truncated=config.grpo.truncated,
+                last_look=partial(last_look, lead),
+            )
+        )
+    return sinks
 
 
 def _outcome(app: App) -> Outcome:
@@ -158,7 +186,7 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
 def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
     if app.inputs.heldout is None:
         return None
-    return Evaluator(prompts=app.inputs.heldout.prompts, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+    return Evaluator(prompts=app.inputs.heldout, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
 
 
 def _sampling(app: App, temperature: float) -> Sampling:

@@ -28,10 +28,18 @@ class Prompt:
     row: int
     token_ids: Sequence[int]
     answer: str
+    # Name of the data source, and of the row's file in group ids; the latter is "" if the data are a single file.
+    source: str = ""
+    file_label: str = ""
     # What was tokenized: the prompt's column, or its messages in the chat template.
     text: str = ""
     # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The row's name in group ids: `row77`, or `gsm8k.row77` if there are several files."""
+        return f"{self.file_label}.row{self.row}" if self.file_label else f"row{self.row}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.data.prompts import DataCursor, PromptSet, load_prompts
+from coordinator.data.cursor import DataCursor
+from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.flow import DataKey
 from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
@@ -38,10 +39,9 @@ class Inputs:
     checkpoint: Sound | None = None
     marks: dict[str, int] = field(default_factory=dict)
 
-    def dropped_prompts(self) -> dict[DataKey, int]:
-        """Count the prompts that were dropped as too long, by data file."""
-        heldout = 0 if self.heldout is None else self.heldout.num_dropped
-        return {"train": self.train.num_dropped, "heldout": heldout}
+    def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
+        """Count the prompts that were dropped as too long, by part of the data and name of the source."""
+        return {"train": self.train.dropped, "heldout": {} if self.heldout is None else self.heldout.dropped}
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -51,18 +51,18 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     """
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        train = load_prompts(config.data, "train", codec)
-        heldout = load_prompts(config.data, "heldout", codec) if config.data.heldout is not None else None
+        train = load_prompts(config.data, "train", codec, run_dir)
+        heldout = load_prompts(config.data, "heldout", codec, run_dir) if config.data.heldout is not None else None
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    cursor = DataCursor(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
     rng = np.random.default_rng(config.run.seed)
     state = RunState(
         cursor=cursor.state(),
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
-        order=order_of(config, train),
+        order=order_of(config, train.scans, train.formats),
     )
     newest, found = None, marks(run_dir)
     if not resume:
@@ -87,7 +87,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
 def _checked(newest: Newest, fresh: RunState) -> RunState:
     """Return the checkpoint's state. Raises: ConfigError: lists how its data differs from a new run's."""
     if fresh.order is not None:
-        different = order_differences(newest.state, fresh.order, fresh.cursor.num_prompts)
+        different = order_differences(newest.state, fresh.order)
         if different:
             raise ConfigError(
                 f"cannot resume from {newest.sound.folder}: {'; '.join(different)}: resume with the same, or start a "

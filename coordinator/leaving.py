@@ -5,7 +5,8 @@ When the stop signal comes
 while the run is                 what happens
 starting                         it is cancelled immediately: nothing is unsaved
 generating, scoring, paused      it is cancelled; a checkpoint of the last finished iteration, if it has none yet
-training, syncing, saving        the iteration is finished, without its evaluation; then the same
+training, syncing, saving,       the iteration is finished, without its evaluation; then the same
+  exporting
 exporting, after the last one    the export is finished
 
 all within run.stop_timeout_s; after that the run is cancelled wherever it is, and a resume uses an older checkpoint.

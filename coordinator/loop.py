@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.clients.trainer import Trainer, TrainResult
-from coordinator.data.prompts import DataCursor
+from coordinator.data.cursor import DataCursor
 from coordinator.flow import Generation, Prompt, Scored, SyncResult, TrainBatch
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
@@ -78,6 +78,7 @@ class GrpoLoop:
             policy_version=policy_version if step is None else step.policy_version,
             generation=generation,
             scored=scored,
+            advantages_PG=learnt.advantages_PG,
             zero_variance_P=learnt.zero_variance_P,
             dropped_P=learnt.dropped_P,
             step=step,
@@ -88,7 +89,7 @@ class GrpoLoop:
     def take_prompts(self, number: int) -> dict[str, Prompt]:
         """Take the next P prompts, by group id; an id consists of iteration, place and data row: `i12.g3.row77`."""
         prompts = self.cursor.take(self.grpo.prompts_per_iteration)
-        return {f"i{number}.g{place}.row{prompt.row}": prompt for place, prompt in enumerate(prompts)}
+        return {f"i{number}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
 
     async def generate(self, prompts: Mapping[str, Prompt], policy_version: int) -> Generation:
         """Sample G completions of each prompt with the current policy.

@@ -21,10 +21,11 @@ from coordinator.learn.evaluation import Evaluator
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.exporting import Exporter
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
-from coordinator.record.sinks import Finished, Sink, Sinks
+from coordinator.record.sinks import Evaluated, Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch import metrics
@@ -44,7 +45,8 @@ from tandem_files.run_folder import STATE_FILE
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
 MAX_SKIPPED_IN_A_ROW = 10
-EXPORT_FOLDER = "hf"
+# Name of the evaluation on data.heldout.
+HELDOUT: DataKey = "heldout"
 
 log = get_logger(__name__)
 
@@ -63,7 +65,8 @@ class Run:
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
-        dropped_prompts: by data file, prompts dropped since they are longer than data.max_prompt_tokens.
+        dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
+            data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
         sinks: get every finished iteration.
     """
@@ -75,12 +78,13 @@ class Run:
     loop: GrpoLoop
     evaluator: Evaluator | None
     checkpointer: Checkpointer
+    exporter: Exporter
     control: RunControl
     events: EventLog
     state: RunState
     lead: Lead
     lead_patience_s: float
-    dropped_prompts: Mapping[DataKey, int] = field(default_factory=dict)
+    dropped_prompts: Mapping[DataKey, Mapping[str, int]] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
     resumed: bool = False
@@ -144,7 +148,9 @@ class Run:
         metrics.ITERATION.set(self.state.iteration)
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is None:
-            await self._evaluate(self.state.iteration, self.state.policy_version)
+            first = await self._evaluate(self.state.iteration, self.state.policy_version)
+            if first is not None:
+                self._sinks.take(Finished(record=None, row={"iteration": self.state.iteration}, evaluated=[first]))
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
         await self._check_lead()
@@ -189,12 +195,14 @@ class Run:
 
     def _note_dropped_prompts(self) -> None:
         """Warn of dropped prompts (data.overlong_prompts: drop): they change what is trained."""
-        for data, count in self.dropped_prompts.items():
+        for data, by_source in self.dropped_prompts.items():
+            count = sum(by_source.values())
             metrics.DROPPED_PROMPTS.labels(data=data).set(count)
             if count:
-                self._warn(
-                    "dropped_prompts", f"{count} prompts of data.{data} were dropped: longer than max_prompt_tokens"
-                )
+                shares = ", ".join(f"{name}: {dropped}" for name, dropped in by_source.items())
+                which = f" ({shares})" if len(by_source) > 1 else ""
+                message = f"{count} prompts of data.{data} were dropped{which}: longer than max_prompt_tokens"
+                self._warn("dropped_prompts", message)
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""
@@ -221,14 +229,20 @@ class Run:
             with watch.part("checkpoint"):
                 await self._check_lead()
                 await self.checkpointer.save_trainer(number)
+        if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
+            with watch.part("export"):
+                await self._check_lead()
+                self._warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
-    async def _report(self, record: IterationRecord, heldout: Scored | None, timing: Timing, checkpoint: bool) -> None:
+    async def _report(
+        self, record: IterationRecord, heldout: Evaluated | None, timing: Timing, checkpoint: bool
+    ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
         await self._check_lead()
-        row = build_row(record, heldout, timing)
+        row = build_row(record, None if heldout is None else heldout.scored, timing)
         self._advance(record, row)
         for kind, message in remarks(record, self.logprob_diff_limit):
             self._warn(kind, message)
@@ -245,7 +259,7 @@ class Run:
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
         log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
-        self._sinks.take(Finished(record=record, row=row))
+        self._sinks.take(Finished(record=record, row=row, evaluated=[] if heldout is None else [heldout]))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -295,10 +309,10 @@ class Run:
         for kind, message in score_remarks(data, scored, self._remarked_rows.setdefault(data, set())):
             self._warn(kind, message)
 
-    async def _evaluate(self, iteration: int, policy_version: int) -> Scored | None:
+    async def _evaluate(self, iteration: int, policy_version: int) -> Evaluated | None:
         if self.evaluator is None:
             return None
-        scored = await self.evaluator.score(policy_version)
+        generation, scored = await self.evaluator.score(policy_version)
         accuracy = scored.accuracy
         self.state.note_accuracy(accuracy)
         self._note_scores("heldout", scored)
@@ -307,7 +321,7 @@ class Run:
             f"held-out accuracy {accuracy:.3f} at version {policy_version}",
             {"heldout_accuracy": accuracy, "policy_version": policy_version, "iteration": iteration},
         )
-        return scored
+        return Evaluated(name=HELDOUT, policy_version=policy_version, generation=generation, scored=scored)
 
     async def _save(self) -> None:
         """Write a checkpoint of the last iteration, if there is one and it has none yet."""
@@ -324,8 +338,10 @@ class Run:
         """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
         await self._save()
         self._announce("export")
-        await self.loop.trainer.export_model((self.run_dir / EXPORT_FOLDER).absolute())
+        problem = await self.exporter.export_final()
+        self._warn_if("export", problem)
         await self._check_lead()
+        self.state.troubles += [problem] if problem else []
         self._save_state("finished")
 
     async def _check_lead(self) -> None:
@@ -361,6 +377,11 @@ class Run:
         metrics.WARNINGS.labels(kind=kind).inc()
         self.events.append(EventKind.WARNING, message)
         log.warning(message, kind=kind)
+
+    def _warn_if(self, kind: str, message: str) -> None:
+        """Warn, if there is a message."""
+        if message:
+            self._warn(kind, message)
 
     def _save_state(self, status: str) -> None:
         self.state.status = status

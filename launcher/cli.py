@@ -3,13 +3,16 @@
 import io
 import math
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.compare.cli import compare
+from launcher.view.logs.cli import logs
+from launcher.view.page import page
+from launcher.view.samples.cli import samples
 
 app = typer.Typer(
     name="tandem",
@@ -27,28 +30,23 @@ app = typer.Typer(
     tandem top                       watch a running run, live
     tandem logs                      the logs of all its services, readable
     tandem compare runs/a runs/b     curves and settings of several runs
+    tandem logs                      the logs of all services of a run
+    tandem compare runs/a runs/b     curves, times and settings of several runs
+    tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem samples                   prompts, completions and rewards of a run
+    tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
 )
 
-
-class Level(StrEnum):
-    """Levels of log lines."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
 _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, and the "
-        "list trackers. Relative paths in it are relative to the file, but run.output_dir, which is relative to the "
-        "working directory; ~ and $VARIABLES are expanded."
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, samples, "
+        "and the list trackers. Relative paths in it are relative to the file, but run.output_dir, which is relative "
+        "to the working directory; ~ and $VARIABLES are expanded."
     ),
 )
 _File = Annotated[
@@ -165,6 +163,10 @@ def check(
 
 
 app.command()(plan)
+app.command()(samples)
+app.command()(logs)
+app.command()(compare)
+app.command()(page)
 
 
 @app.command()
@@ -202,60 +204,29 @@ def top(
 
 
 @app.command()
-def logs(
-    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
-    service: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--service", metavar="NAME", help="Only this service, e.g. rollout-0, or rollout; repeat for more."
-        ),
-    ] = None,
-    level: Annotated[Level, typer.Option("--level", help="Lowest level.")] = Level.INFO,
-    since: Annotated[
-        str, typer.Option("--since", metavar="TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or 14:30.")
-    ] = "",
-    newest: Annotated[int | None, typer.Option("--newest", "-n", min=1, metavar="N", help="Only the newest N.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print what is added too, until the run ends.")
-    ] = False,
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")],
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="last|N", help="The newest checkpoint, or that of iteration N.")
+    ] = "last",
+    config: Annotated[Path | None, _CONFIG] = None,
+    overrides: _Set = None,
 ) -> None:
-    """Print the logs of a run's services as readable lines, by time; tracebacks as such.
+    """Write a checkpoint of a run as an ordinary Hugging Face folder, with its tokenizer; trains and starts nothing.
+
+    Its weights are those that the trainer would write into hf/ at that iteration, bit by bit. Needs memory for one file
+    of weights (5 GB), and no GPU.
 
     \b
     Examples:
-        tandem logs runs/arithmetic --level warning
-        tandem logs --service rollout --since 10m --follow
+        tandem export runs/my-run --out my-model
+        tandem export runs/my-run --checkpoint 40 --out at-40
+        tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
-    from launcher.commands import logs_command
+    from launcher.export import export_command
 
-    raise typer.Exit(logs_command(run_dir, service or [], level=level.value, since=since, newest=newest, follow=follow))
-
-
-@app.command()
-def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="The runs' folders.", metavar="RUN_DIR...")],
-    metric: Annotated[
-        list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="Figure of metrics.jsonl; repeat for more. Default: the reward."),
-    ] = None,
-    smooth: Annotated[
-        float, typer.Option("--smooth", min=0.0, max=0.999, help="Smoothing in the picture: weight of the past.")
-    ] = 0.6,
-    last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="Mean over the newest N values.")] = 10,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Also draw the curves: picture.png, .svg or .pdf.")
-    ] = None,
-) -> None:
-    """Compare runs: first, final, best and mean figures, times, settings that differ; optionally a picture.
-
-    \b
-    Examples:
-        tandem compare runs/a runs/b --out curves.png
-        tandem compare runs/* --metric reward_mean --metric entropy
-    """
-    from launcher.commands import compare_command
-
-    raise typer.Exit(compare_command(run_dirs, metric or [], smooth=smooth, out=out, last=last))
+    raise typer.Exit(export_command(run_dir, checkpoint, out, config, overrides or []))
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """Implements the commands; every function returns the exit code."""
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tandem_files.pace import remaining_s
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
-from tandem_files.run_folder import claimed, is_locked, locked
+from tandem_files.run_folder import claimed, locked
 from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -103,49 +102,6 @@ def top_command(run_dir: Path | None, *, once: bool) -> int:
     except TandemError as error:
         complaints.print(Text(str(error), style="bold red"))
         return EXIT_FAILED
-    return EXIT_OK
-
-
-def logs_command(
-    run_dir: Path | None, services: Sequence[str], *, level: str, since: str, newest: int | None, follow: bool
-) -> int:
-    """Run `tandem logs`. run_dir: None: the current run."""
-    from launcher.view.logs.show import Wanted, show, time_of
-    from launcher.view.status import current_run
-
-    try:
-        folder = current_run() if run_dir is None else run_dir
-        since_s = time_of(since, time.time()) if since else 0.0
-        wanted = Wanted(services=services, level=level, since_s=since_s, newest=newest)
-        show(folder, make_console(ends_with_reader=True), wanted, partial(is_locked, folder) if follow else None)
-    except ConfigError as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
-    return EXIT_OK
-
-
-def compare_command(
-    folders: Sequence[Path], metrics: Sequence[str], *, smooth: float, out: Path | None, last: int
-) -> int:
-    """Run `tandem compare`. metrics: empty: reward, and held-out accuracy if it was measured."""
-    from launcher.view.compare.picture import draw
-    from launcher.view.compare.runs import check_metrics, read_runs
-    from launcher.view.compare.table import print_comparison
-
-    console = make_console(ends_with_reader=True)
-    try:
-        runs = read_runs(folders)
-        measured = [metric for metric in ("heldout_accuracy",) if any(run.points(metric) for run in runs)]
-        chosen = list(dict.fromkeys(metrics)) or ["reward_mean", *measured]
-        check_metrics(runs, metrics)
-        if out is not None:
-            draw(runs, chosen, smooth, out)
-        print_comparison(console, runs, chosen, last)
-        if out is not None:
-            console.print(Text(f"curves: {out}"))
-    except ConfigError as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
     return EXIT_OK
 
 

@@ -1,24 +1,24 @@
 """Entries of the configuration's lists (`trackers`): their paths, and what is wrong with one."""
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from tandem_config import paths
 from tandem_config.sections.trackers import TRACKER_KINDS
 
 _NO_ENTRY = "must be the name of a tracker, or its keys"
 _HOW = "write e.g. `trackers: [tensorboard, {kind: wandb, project: my-project}]`"
 
 
-def with_absolute_paths(entries: Any, absolute: Callable[[str], Path]) -> Any:
-    """Return the entries with each text under a key that takes a path turned into an absolute one."""
+def with_absolute_paths(entries: Any, base: Path) -> Any:
+    """Return the entries with each text under a key that takes a path turned into an absolute path below `base`."""
     if not isinstance(entries, list):
         return entries
     return [
-        {name: absolute(value) if _is_path(entry, name, value) else value for name, value in entry.items()}
+        {name: paths.below(base, value) if _is_path(entry, name, value) else value for name, value in entry.items()}
         if isinstance(entry, dict)
         else entry
         for entry in entries

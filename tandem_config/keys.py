@@ -2,7 +2,6 @@
 
 import difflib
 import typing
-from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
@@ -37,10 +36,6 @@ _NOT_SUPPORTED: dict[str, str] = {
         ("top_p", "top_k", "min_p"),
         "completions are sampled from the whole distribution: leave it out; see grpo.temperature",
     ),
-    **dict.fromkeys(
-        ("chat_template", "apply_chat_template", "system_prompt"),
-        "prompts are used as they are in the data: render them with the template first",
-    ),
 }
 # Other trainers' names of a setting -> its key.
 _OTHER_NAMES: dict[str, str] = {
@@ -67,7 +62,17 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length"), "rollout.context_length"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "warmup_ratio"), "trainer.warmup_iterations"),
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "trainer.clip_grad"),
-    **dict.fromkeys(("eval_data", "val_files", "test_files"), "data.heldout"),
+    **dict.fromkeys(("train_files", "train_file", "train_data", "dataset", "dataset_name", "prompt_data"),
+                    "data.train"),
+    **dict.fromkeys(("eval_data", "eval_prompt_data", "val_files", "val_data", "test_files"), "data.heldout"),
+    **dict.fromkeys(("messages", "messages_key", "input_key", "prompt_column", "question_key"), "data.prompt_key"),
+    **dict.fromkeys(("label_key", "label", "answer_column", "ground_truth", "reward_model"), "data.answer_key"),
+    **dict.fromkeys(("apply_chat_template", "custom_chat_template"), "data.chat_template"),
+    **dict.fromkeys(("apply_chat_template_kwargs", "template_kwargs", "enable_thinking"), "data.chat_template_kwargs"),
+    **dict.fromkeys(("system_message", "system"), "data.system_prompt"),
+    **dict.fromkeys(("tool_key", "tools"), "data.tools_key"),
+    **dict.fromkeys(("filter_overlong_prompts", "truncation"), "data.overlong_prompts"),
+    **dict.fromkeys(("rollout_shuffle",), "data.shuffle"),
     **dict.fromkeys(("reward_function", "reward_fn", "function"), "reward.kind"),
 }  # fmt: skip
 
@@ -125,9 +130,22 @@ def takes(key: str, kind: type) -> bool:
     return annotation is kind or kind in typing.get_args(annotation)
 
 
-def path_keys() -> list[str]:
-    """List every dotted key whose value is a file or folder."""
-    return [key for key in all_keys() if takes(key, Path)]
+def entry_fields(key: str) -> dict[str, str]:
+    """Return the keys of the mappings that a dotted key's list holds, with their descriptions; {}: it holds none."""
+    section, _, field = key.partition(".")
+    info = sections()[section].model_fields.get(field)
+    entries = [] if info is None else [part for part in _parts(info.annotation) if isinstance(part, type)]
+    for part in entries:
+        if issubclass(part, Section):
+            return {name: entry.description or "" for name, entry in part.model_fields.items()}
+    return {}
+
+
+def _parts(annotation: typing.Any) -> typing.Iterator[typing.Any]:
+    """Yield a type and all types within it."""
+    yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _parts(inner)
 
 
 def did_you_mean(section: str, field: str) -> str:
@@ -142,6 +160,8 @@ def did_you_mean(section: str, field: str) -> str:
     'did you mean trainer.learning_rate?'
     >>> did_you_mean("", "trainr")
     'did you mean trainer?'
+    >>> did_you_mean("data", "train_files")
+    'did you mean data.train?'
     >>> did_you_mean("grpo", "num_generations")
     'did you mean grpo.group_size?'
     """

@@ -1,6 +1,5 @@
 """Turns a YAML file and `--set` options into a `RunConfig`, or reports everything that is wrong with them."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tandem_config import entries, keys
+from tandem_config import entries, keys, paths
 from tandem_config.cross_checks import cross_check
 from tandem_config.messages import translate
 from tandem_config.overrides import Override, parse_overrides
@@ -96,12 +95,11 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
 def dump_resolved(config: RunConfig) -> str:
     """Dump the configuration as YAML, with every key and absolute paths; loading it gives an equal configuration."""
     data = config.model_dump(mode="python")
-    for key in keys.path_keys():
-        section, _, name = key.partition(".")
-        value = data[section][name]
-        data[section][name] = None if value is None else str(_absolute(value))
     for name in keys.lists():
         data[name] = config.model_dump(mode="json", include={name})[name]
+    for section in keys.sections():
+        for name, value in data[section].items():
+            data[section][name] = paths.written(f"{section}.{name}", value)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -119,10 +117,10 @@ def _merge(
     origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
     for name in keys.lists():
         if name in source.values:
-            values[name] = entries.with_absolute_paths(source.values[name], lambda text: _from(base, text))
+            values[name] = entries.with_absolute_paths(source.values[name], base)
     for override in overrides:
         if override.field == "":
-            values[override.section] = entries.with_absolute_paths(override.value, lambda text: _from(Path.cwd(), text))
+            values[override.section] = entries.with_absolute_paths(override.value, Path.cwd())
             origins[override.section] = f"--set {override.text}"
             continue
         section = values.setdefault(override.section, {})
@@ -136,15 +134,8 @@ def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[A
     result = dict(content)
     for name, value in content.items():
         key = f"{section}.{name}"
-        if isinstance(value, str) and value.strip() and keys.takes(key, Path):
-            start = Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base
-            result[name] = _from(start, value)
+        result[name] = paths.anchored(key, value, Path.cwd() if key in _RELATIVE_TO_WORKING_DIRECTORY else base)
     return result
-
-
-def _from(start: Path, text: str) -> Path:
-    """Make a written path absolute; `~` and variables of the environment are expanded, unknown ones stay."""
-    return _absolute(start / Path(os.path.expandvars(text)).expanduser())
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:
@@ -167,13 +158,8 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfi
 
 def _anchored(config: RunConfig) -> RunConfig:
     """Make `run.output_dir` absolute, so that a resolved file means the same in every working directory."""
-    output_dir = _absolute(config.run.output_dir)
+    output_dir = paths.absolute(config.run.output_dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
-
-
-def _absolute(path: Path) -> Path:
-    """Make a path absolute and without `..`; symbolic links are kept, since their target may move."""
-    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:

@@ -54,7 +54,7 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
     location = [str(part) for part in detail["loc"][:2]]
     key = ".".join(location)
     value = "" if detail["type"] == "missing" else _shown(detail["input"])
-    message, suggestion = _explain(key, detail)
+    message, suggestion = _explain(key, detail) if len(detail["loc"]) <= 2 else _explain_within(key, detail)
     where = origins.get(key, origins.get(location[0], ""))
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=where)
 
@@ -91,6 +91,21 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind == "string_pattern_mismatch":
         return "must be at most 63 letters, digits, '.', '_' and '-', and start with a letter or digit", ""
     return _TYPE.get(kind, detail["msg"]), _type_hint(key, kind, detail["input"])
+
+
+def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
+    """Explain an error inside a list or mapping: `entry 2: weight must be greater than 0`."""
+    *places, field = detail["loc"][2:]
+    entry = "".join(f"entry {place + 1}: " for place in places if isinstance(place, int))
+    name = f"entry {field + 1}" if isinstance(field, int) else str(field)
+    if detail["type"] == "extra_forbidden":
+        known = list(keys.entry_fields(key))
+        close = difflib.get_close_matches(name, known, 1)
+        return f"{entry}unknown key {name}", f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    if detail["type"] == "missing":
+        return f"{entry}{name} is missing", keys.entry_fields(key).get(name, "")
+    message, suggestion = _explain(key, detail)
+    return f"{entry}{name} {message}", keys.entry_fields(key).get(name, suggestion)
 
 
 def _shown(value: Any) -> str:

@@ -68,15 +68,22 @@ def _override(text: str, section: str, field: str, raw: str) -> Override | Confi
 
 
 def _value(key: str, raw: str) -> Any:
-    """Parse a value as YAML; text and paths are taken literally, so that `run.name=2026` and `data.train=a: b` work."""
-    if keys.takes(key, str) or keys.takes(key, Path):
-        value = None if raw.strip() in ("null", "~") else raw.strip()
-        return (
-            value[1:-1]
-            if value is not None and len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            else value
-        )
+    """Parse a value as YAML; text and paths are taken literally, so that `run.name=2026` and `data.train=a: b` work.
+
+    What takes a list of paths takes one in YAML's brackets too: `data.train=[a.jsonl, {path: b.jsonl, weight: 2}]`.
+    """
+    is_list = raw.strip().startswith(("[", "{"))
+    takes_paths = "path" in keys.entry_fields(key)
+    if keys.takes(key, str) or keys.takes(key, Path) or (takes_paths and not is_list):
+        return _literal(raw)
     return parse_scalar(raw)
+
+
+def _literal(raw: str) -> str | None:
+    text = raw.strip()
+    if text in ("null", "~"):
+        return None
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _not_a_key(text: str, name: str, raw: str) -> ConfigProblem:

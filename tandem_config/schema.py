@@ -13,6 +13,7 @@ from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
+from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import Trackers
 from tandem_config.sections.trainer import TrainerSection
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutSection",
     "SyncSection",
     "FleetSection",
+    "SamplesSection",
 ]
 
 
@@ -44,6 +46,7 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
+    samples: SamplesSection = Field(default_factory=SamplesSection)
     trackers: Trackers = Field(
         default_factory=list,
         description="Experiment trackers that get each iteration's figures.",

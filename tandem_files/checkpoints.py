@@ -11,7 +11,7 @@ complete.json holds digests: its own, and of every file of the checkpoint that i
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,36 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
     if all(damage.unfinished for damage in stepped_over):
         return None
     raise none_left(run_dir, stepped_over)
+
+
+def choose(run_dir: Path, which: str) -> Sound:
+    """Find a checkpoint for a user, and read every file of it to see that it is undamaged.
+
+    Args:
+        which: "last" or an iteration.
+    Raises: ConfigError: there is none, or it is damaged; names those that there are.
+    """
+    if which == "last":
+        sound = newest_sound(run_dir)
+        if sound is None:
+            raise ConfigError(f"{run_dir} has no complete checkpoint yet")
+        return sound
+    there = dict(list_complete(run_dir))
+    if not which.isdecimal():
+        raise ConfigError(f"there is no checkpoint {which!r}: give last or an iteration, {_those(there)}")
+    folder = there.get(int(which))
+    if folder is None:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of iteration {which}: give last or an iteration, {_those(there)}"
+        )
+    damage = _damage(int(which), folder, deep=True)
+    if damage is not None:
+        raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
+    return Sound(iteration=int(which), folder=folder, stepped_over=[])
+
+
+def _those(there: Collection[int]) -> str:
+    return f"here {', '.join(map(str, there))}" if there else "of which there is none yet"
 
 
 def usable(run_dir: Path) -> tuple[list[tuple[int, Path]], list[Damage]]:

@@ -17,20 +17,29 @@ class FolderKind:
     Attributes:
         name: of the kind, for errors.
         mark: a file that it always has; "": none.
-        entry: pattern of the files that it may have; it has no folders.
+        entry: pattern of the files that it may have.
+        folders: names of the folders that it may have, which hold such files only.
     """
 
     name: str
     mark: str
     entry: re.Pattern[str]
+    folders: frozenset[str] = frozenset()
 
     def is_in(self, folder: Path) -> bool:
         """Whether `folder` is of this kind, or empty; a link to such a folder is not. Raises: OSError."""
         if folder.is_symlink() or not folder.is_dir():
             return False
         entries = list(folder.iterdir())
-        ours = all(self.entry.fullmatch(path.name) and path.is_file() and not path.is_symlink() for path in entries)
+        below = [path for inner in entries if inner.name in self.folders for path in _files_in(inner)]
+        files = [path for path in entries if path.name not in self.folders] + below
+        ours = all(self.entry.fullmatch(path.name) and path.is_file() and not path.is_symlink() for path in files)
         return not entries or (ours and (not self.mark or (folder / self.mark).is_file()))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """List a folder; what is none, or a link, is returned itself."""
+    return [folder] if folder.is_symlink() or not folder.is_dir() else list(folder.iterdir())
 
 
 def inside(path: str, root: Path, what: str, *, or_itself: bool = False) -> Path:

@@ -2,17 +2,28 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+from tandem_files.digests import text_digest
+
+# Texts decoded together by decode_all.
+_DECODE_BATCH = 64
+
 
 class TextCodec:
-    """The model's tokenizer, without the padding and truncation that its file may ask for."""
+    """The model's tokenizer, without the padding and truncation that its file may ask for.
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+    Args:
+        folder: where it is from, with its chat templates; None: nowhere.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], folder: Path | None = None) -> None:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.folder = folder
 
     @classmethod
     def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
@@ -21,7 +32,8 @@ class TextCodec:
         Raises: FileNotFoundError / ValueError naming the file: it is missing, unreadable, has no stop token, or its
             token ids go beyond the model's vocabulary.
         """
-        path = (tokenizer if tokenizer is not None else model) / "tokenizer.json"
+        folder = tokenizer if tokenizer is not None else model
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: set model.tokenizer_path to a folder with tokenizer.json")
         try:
@@ -31,7 +43,7 @@ class TextCodec:
         loaded.no_padding()
         loaded.no_truncation()
         _check_vocabulary(loaded, path, model)
-        return cls(loaded, stop_token_ids(model))
+        return cls(loaded, stop_token_ids(model), folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, with the special tokens that the tokenizer's post-processor adds.
@@ -40,9 +52,26 @@ class TextCodec:
         """
         return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts that a chat template has written: all special tokens are in them already."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def digest(self) -> str:
+        """Compute the xxh3-128, in hex, of the tokenizer: two of the same digest encode alike."""
+        return text_digest(self._tokenizer.to_str())
+
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, without special tokens."""
         texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
+        return texts
+
+    def decode_all(self, sequences: Iterable[Sequence[int]]) -> list[str]:
+        """Decode each sequence of token ids, with its special tokens: to show what a model saw and wrote."""
+        texts: list[str] = []
+        waiting = iter(sequences)
+        # A batch's conversion holds the GIL: a thread that decodes millions of tokens must not stop the others.
+        while batch := [list(ids) for ids in islice(waiting, _DECODE_BATCH)]:
+            texts += self._tokenizer.decode_batch(batch, skip_special_tokens=False)
         return texts
 
 

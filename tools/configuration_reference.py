@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import about_field, sections
 from tandem_config.sections.base import Section
+from tandem_config.sections.data import DataSource
 from tandem_config.sections.trackers import TRACKER_KINDS
 
 REPO = Path(__file__).parents[1]
@@ -81,6 +82,10 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
         return f"{_type(first, metadata)}, or null"
     if typing.get_origin(annotation) is list:
         return f"list of {_type(typing.get_args(annotation)[0], [])}s"
+    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
+        return "path, glob, or list"
+    if typing.get_origin(annotation) is dict:
+        return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
     return " ".join([names[annotation], *_bounds(metadata)])
 
@@ -98,7 +103,7 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -19,6 +19,7 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_files.exports import EXPORT
 from tandem_files.run_paths import FolderKind, inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
@@ -29,12 +30,10 @@ from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, RULES, name_of
-from weightsync.transfer.hf_files import EXPORT_MARK
 
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
 CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
-EXPORT = FolderKind(name="an exported model", mark=EXPORT_MARK, entry=re.compile(r"[\w.-]+"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)

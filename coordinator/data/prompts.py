@@ -1,131 +1,142 @@
-"""Step 1: prompts. Tokenizes rows; a data cursor shuffles them by epoch and can be resumed exactly."""
+"""Step 1: prompts. Rows are read, rendered and tokenized when they are taken; before, all are checked once."""
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import overload
 
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
-
-from coordinator.flow import Prompt
+from coordinator.data.formatting import PromptFormat, prompt_format
+from coordinator.data.scan import Scan, Scanner
+from coordinator.data.sources import RowSource, find_sources
+from coordinator.data.store import RowStore
+from coordinator.flow import DataKey, Prompt
+from servicekit.logs import get_logger
 from tandem_config.schema import DataSection
-from tandem_files.data_rows import DataError, Row, RowProblem, read_rows
+from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.tokenizer import TextCodec
 
-# Rows tokenized in one batch: bounds memory, keeps the tokenizer's threads busy.
-_ENCODE_BATCH = 4096
+log = get_logger(__name__)
+
+# Prompts tokenized together when all are wanted.
+_CHUNK = 1024
+
+
+class PromptSource(Sequence[Prompt]):
+    """The usable prompts of a source; each is read and tokenized when it is asked for."""
+
+    def __init__(self, scan: Scan, store: RowStore, formats: PromptFormat) -> None:
+        self.scan = scan
+        self._store = store
+        self._format = formats
+
+    @property
+    def weight(self) -> float:
+        """Rate at which prompts are drawn, relative to other sources."""
+        return self.scan.source.weight
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self.read(range(start, min(start + _CHUNK, len(self))))
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        places = range(len(self))[index]
+        return self.read([places])[0] if isinstance(places, int) else self.read(places)
+
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
+        """Return prompts by index. Raises: ConfigError: a file has changed or is gone."""
+        found = self._store.read(indices)
+        texts = [self._format.text(row) for _, row in found]
+        return [
+            Prompt(
+                row=row.number,
+                token_ids=ids,
+                answer=row.answer,
+                source=file.name,
+                file_label=file.label,
+                text=text.text,
+                columns=row.columns,
+            )
+            for (file, row), text, ids in zip(found, texts, self._format.encode(texts), strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """The prompts of one data file."""
+    """The prompts of a part of the data."""
 
-    prompts: tuple[Prompt, ...]
-    # Prompts left out because they were longer than data.max_prompt_tokens.
-    num_dropped: int
+    sources: tuple[PromptSource, ...]
+    # Which renders and tokenizes them.
+    formats: PromptFormat
 
-    def digest(self) -> str:
-        """Compute the xxh3-128, in hex, of all prompts' tokens and answers in order; the file does not matter."""
-        digest = xxhash.xxh3_128()
-        for prompt in self.prompts:
-            digest.update(json.dumps([list(prompt.token_ids), prompt.answer]).encode())
-        return digest.hexdigest()
+    @property
+    def scans(self) -> list[Scan]:
+        """What was found in each source."""
+        return [source.scan for source in self.sources]
+
+    @property
+    def num_prompts(self) -> int:
+        """Count the prompts of all sources."""
+        return sum(len(source) for source in self.sources)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """By a source's name, prompts left out because they were longer than data.max_prompt_tokens."""
+        return dict(sum((source.scan.num_overlong for source in self.sources), Counter()))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for source in self.sources:
+            yield from source
 
 
-def load_prompts(section: DataSection, part: Literal["train", "heldout"], codec: TextCodec) -> PromptSet:
-    """Read, validate and tokenize a data file.
+def load_prompts(section: DataSection, part: DataKey, codec: TextCodec, scratch: Path | None = None) -> PromptSet:
+    """Find the files of a part, check and measure all rows, and keep where each lies.
 
-    Raises: DataError: with the file's problems; prompts longer than data.max_prompt_tokens are among them, unless
-        data.overlong_prompts is "drop" and others are left.
+    Args:
+        scratch: folder for copies of Parquet files' rows; None: the system's folder for temporary files.
+    Raises: DataError: with the problems of all files; prompts longer than data.max_prompt_tokens are among them, unless
+        data.overlong_prompts is "drop" and others are left. OSError; ValueError: a file cannot be read, the chat
+        template cannot be used.
     """
-    path = section.train if part == "train" else section.heldout
-    if path is None:
-        raise ValueError(f"data.{part} is not set")
-    result = read_rows(path, prompt_key=section.prompt_key, answer_key=section.answer_key)
-    if result.problems:
-        raise DataError(result.problems, result.more_problems)
-    prompts = [
-        Prompt(row=row.number, token_ids=ids, answer=row.answer, text=row.prompt)
-        for start in range(0, len(result.rows), _ENCODE_BATCH)
-        for row, ids in _encode(result.rows[start : start + _ENCODE_BATCH], codec)
-    ]
-    overlong = [prompt for prompt in prompts if len(prompt.token_ids) > section.max_prompt_tokens]
-    if overlong and section.overlong_prompts == "error":
-        problems = [RowProblem(file=path, number=p.row, message=_overlong(p, section)) for p in overlong[:20]]
-        raise DataError(problems, len(overlong) - len(problems))
-    kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= section.max_prompt_tokens)
-    if not kept:
-        message = f"every prompt is longer than data.max_prompt_tokens = {section.max_prompt_tokens}"
-        raise DataError([RowProblem(file=path, number=None, message=message)])
-    return PromptSet(prompts=kept, num_dropped=len(overlong))
+    formats = prompt_format(section, codec)
+    loaded = [_load(section, source, formats, scratch) for source in find_sources(section, part)]
+    problems = [problem for source in loaded for problem in _problems(section, source.scan)]
+    if problems:
+        raise DataError(problems, sum(source.scan.faults.num_more for source in loaded))
+    if formats.uses_clock:
+        log.warning(
+            "chat template writes the current time: prompts differ from day to day",
+            advice="set it in data.chat_template_kwargs, e.g. date_string",
+        )
+    return PromptSet(sources=tuple(loaded), formats=formats)
 
 
-def _encode(rows: Sequence[Row], codec: TextCodec) -> Iterator[tuple[Row, list[int]]]:
-    return zip(rows, codec.encode([row.prompt for row in rows]), strict=True)
+def _load(section: DataSection, source: RowSource, formats: PromptFormat, scratch: Path | None) -> PromptSource:
+    store = RowStore(scratch)
+    scanner = Scanner(format=formats, max_tokens=section.max_prompt_tokens, keep=store.add)
+    return PromptSource(scanner.scan(source), store, formats)
 
 
-def _overlong(prompt: Prompt, section: DataSection) -> str:
-    return (
-        f"the prompt has {len(prompt.token_ids)} tokens, more than data.max_prompt_tokens = "
-        f"{section.max_prompt_tokens}: raise it, or set data.overlong_prompts=drop"
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CursorState:
-    """The position of a cursor."""
-
-    epoch: int
-    position: int
-    num_prompts: int
-
-
-class DataCursor:
-    """Iterates over prompts without end, in a new seeded order in each epoch; its position can be saved."""
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        if not prompts:
-            raise ValueError("a data cursor needs at least one prompt")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
-        self._order = self._epoch_order()
-
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts, from the next epoch when this one ends."""
-        taken: list[Prompt] = []
-        while len(taken) < count:
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._epoch_order()
-            end = min(len(self._order), self._position + count - len(taken))
-            taken.extend(self._prompts[i] for i in self._order[self._position : end].tolist())
-            self._position = end
-        return taken
-
-    def state(self) -> CursorState:
-        """Return the position, for `restore`."""
-        return CursorState(epoch=self._epoch, position=self._position, num_prompts=len(self._prompts))
-
-    def restore(self, state: CursorState) -> None:
-        """Go to a saved position.
-
-        Raises: ValueError: the data has another number of prompts than when the position was saved.
-        """
-        if state.num_prompts != len(self._prompts):
-            raise ValueError(
-                f"data.train has {len(self._prompts)} usable prompts, but the checkpoint was made with "
-                f"{state.num_prompts}: resume with the same data, or start a new run"
-            )
-        self._epoch, self._position = state.epoch, state.position
-        self._order = self._epoch_order()
-
-    def _epoch_order(self) -> NDArray[np.int64]:
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        # Seeded by (seed, epoch): an epoch's order does not depend on how the run got there.
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._prompts))
+def _problems(section: DataSection, scan: Scan) -> Iterator[RowProblem]:
+    yield from scan.faults.problems
+    limit = f"data.max_prompt_tokens = {section.max_prompt_tokens}"
+    if scan.num_overlong and section.overlong_prompts == "error":
+        row, length = scan.overlong[0]
+        others = tuple(other.number for other, _ in scan.overlong[1:])
+        yield RowProblem(
+            file=row.file,
+            number=row.number,
+            message=f"the prompt has {length} tokens, more than {limit}: raise it to {scan.longest_overlong}, or set "
+            "data.overlong_prompts=drop",
+            num_others=scan.num_overlong.total() - 1,
+            others=others,
+        )
+    elif scan.num_overlong and not scan.num_used:
+        yield RowProblem(file=scan.source.files[0].path, number=None, message=f"every prompt is longer than {limit}")

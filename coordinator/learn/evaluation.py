@@ -1,9 +1,9 @@
 """Held-out accuracy: one greedy completion per held-out prompt, scored like those of the training data."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.flow import Prompt, Scored
+from coordinator.flow import Generation, Prompt, Scored
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.learn.scoring import Scorer
@@ -18,17 +18,19 @@ class Evaluator:
         sampling: greedy, with the run's length limit and stop tokens.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Iterable[Prompt]
     rollouts: Rollouts
     scorer: Scorer
     sampling: Sampling
 
-    async def score(self, policy_version: int) -> Scored:
-        """Generate and score one completion of every held-out prompt. Returns: [P, 1] scores and the accuracy.
+    async def score(self, policy_version: int) -> tuple[Generation, Scored]:
+        """Generate and score one completion of every held-out prompt.
+
+        Returns: the completions; [P, 1] scores and the accuracy.
 
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
         order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
-        groups = {f"eval.row{prompt.row}": prompt for prompt in self.prompts}
+        groups = {f"eval.{prompt.name}": prompt for prompt in self.prompts}
         generation = await self.rollouts.generate(groups, order)
-        return await self.scorer.score(generation.groups)
+        return generation, await self.scorer.score(generation.groups)

@@ -1,7 +1,8 @@
 """The last step: report. Makes an iteration's row of metrics.jsonl: results and times.
 
-The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - engine_s - trainer_compute_s`, i.e. all
-that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync, waiting).
+The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - export_s - engine_s - trainer_compute_s`,
+i.e. all that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync,
+waiting).
 """
 
 import math
@@ -31,7 +32,9 @@ _TRAINER_FIELDS = (
     "learning_rate",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
-_PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "evaluate", "report")
+_PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
+# What is done between iterations, and is no part of one's own work.
+_BETWEEN = ("evaluate", "checkpoint", "export")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class IterationRecord:
     policy_version: int
     generation: Generation
     scored: Scored
+    # Of each completion, [P, G].
+    advantages_PG: NDArray[np.float64]
     # [P] groups whose rewards are all equal, and those left out of training.
     zero_variance_P: NDArray[np.bool_]
     dropped_P: NDArray[np.bool_]
@@ -59,13 +64,13 @@ class Timing:
 
     # Seconds by part.
     parts: Mapping[str, float]
-    # Of the whole iteration, evaluation and checkpoint included.
+    # Of the whole iteration, evaluation, checkpoint and export included.
     total_s: float
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the iteration without evaluation and checkpoint."""
-        return self.total_s - self.parts.get("evaluate", 0.0) - self.parts.get("checkpoint", 0.0)
+        """Seconds of the iteration without evaluation, checkpoint and export."""
+        return self.total_s - sum(self.parts.get(part, 0.0) for part in _BETWEEN)
 
 
 def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -> Row:

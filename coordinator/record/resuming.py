@@ -3,35 +3,86 @@
 A position in the data is meaningless in another order. The model must be the same too; all other settings may change.
 """
 
-from coordinator.data.prompts import PromptSet
-from coordinator.record.state import DataOrder, RunState
+import json
+from collections.abc import Iterator, Sequence
+
+from coordinator.data.formatting import PromptFormat
+from coordinator.data.scan import Scan
+from coordinator.record.state import DataOrder, RunState, SourceOrder
 from tandem_config.schema import RunConfig
 
 
-def order_of(config: RunConfig, train: PromptSet) -> DataOrder:
-    """Return what the order of a configuration's prompts depends on."""
-    return DataOrder(seed=config.run.seed, shuffle=config.data.shuffle, prompts_digest=train.digest())
-
-
-def order_differences(saved: RunState, order: DataOrder, num_prompts: int) -> list[str]:
-    """List the differences between a checkpoint and a run, e.g. `run.seed: 0 in the checkpoint, 1 in the run`.
+def order_of(config: RunConfig, scans: Sequence[Scan], formats: PromptFormat) -> DataOrder:
+    """Return what the order of a configuration's prompts depends on.
 
     Args:
-        num_prompts: usable prompts of the run's data.train.
+        scans: of the sources of data.train.
+        formats: which rendered and tokenized them.
     """
-    if saved.order is None:
+    settings = {"tokenizer": formats.tokenizer_digest()}
+    for key in ("prompt_as", "tools_key"):
+        settings[f"data.{key}"] = str(getattr(config.data, key))
+    if any(scan.rendered for scan in scans):
+        settings |= formats.identity()
+    return DataOrder(
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        sources=[_source(scan) for scan in scans],
+        settings=settings | _columns(scans),
+    )
+
+
+def order_differences(saved: RunState, order: DataOrder) -> list[str]:
+    """List the differences between a checkpoint and a run, e.g. `run.seed: 0 in the checkpoint, 1 in the run`."""
+    old = saved.order
+    if old is None:
         return []
     found = [
-        f"{key}: {old} in the checkpoint, {new} in the run"
-        for key, old, new in (
-            ("run.seed", saved.order.seed, order.seed),
-            ("data.shuffle", saved.order.shuffle, order.shuffle),
+        _difference(key, before, now)
+        for key, before, now in (
+            ("run.seed", old.seed, order.seed),
+            ("data.shuffle", old.shuffle, order.shuffle),
+            ("sources of data.train", len(old.sources), len(order.sources)),
         )
-        if old != new
+        if before != now
     ]
-    if saved.order.prompts_digest != order.prompts_digest:
-        found.append(
-            f"data.train: other prompts than those of the checkpoint ({saved.cursor.num_prompts} usable ones "
-            f"in the checkpoint, {num_prompts} in the run; or other texts, answers, tokens or order)"
-        )
+    if len(old.sources) == len(order.sources):
+        found += _source_differences(old.sources, order.sources)
+    for key in sorted(old.settings.keys() | order.settings.keys()):
+        before, now = old.settings.get(key, "unused"), order.settings.get(key, "unused")
+        if before != now:
+            found.append(_difference(key, before, now))
     return found
+
+
+def _source(scan: Scan) -> SourceOrder:
+    return SourceOrder(weight=scan.source.weight, num_prompts=scan.num_used, digest=scan.digest)
+
+
+def _columns(scans: Sequence[Scan]) -> dict[str, str]:
+    """Return the columns of prompts and answers, of each file in order where files differ."""
+    keys = [file.keys for scan in scans for file in scan.source.files]
+    by_setting: dict[str, list[str | None]] = {
+        "data.prompt_key": [of_file.prompt for of_file in keys],
+        "data.answer_key": [of_file.answer for of_file in keys],
+    }
+    return {
+        setting: json.dumps(columns[0] if len(set(columns)) == 1 else columns)
+        for setting, columns in by_setting.items()
+    }
+
+
+def _source_differences(old: Sequence[SourceOrder], new: Sequence[SourceOrder]) -> Iterator[str]:
+    for place, (before, now) in enumerate(zip(old, new, strict=True), start=1):
+        name = "data.train" if len(new) == 1 else f"data.train, source {place}"
+        if before.weight != now.weight:
+            yield _difference(f"{name}, weight", before.weight, now.weight)
+        if before.digest != now.digest or before.num_prompts != now.num_prompts:
+            yield (
+                f"{name}: other rows than those of the checkpoint ({before.num_prompts} usable ones in the checkpoint, "
+                f"{now.num_prompts} in the run{'' if before.digest == now.digest else '; the files have other bytes'})"
+            )
+
+
+def _difference(key: str, old: object, new: object) -> str:
+    return f"{key}: {old} in the checkpoint, {new} in the run"

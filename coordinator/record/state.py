@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from coordinator.data.prompts import CursorState
+from coordinator.data.cursor import CursorState
 from coordinator.flow import Scored
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more, write_bytes_atomic
@@ -66,6 +66,18 @@ class Totals(ScoreCounts):
         self.weight_sync_s = [*self.weight_sync_s, seconds][-KEPT_SYNCS:]
 
 
+class SourceOrder(BaseModel):
+    """What the order of a source's prompts depends on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight: float
+    # Usable ones.
+    num_prompts: int
+    # Of all bytes of its files.
+    digest: str
+
+
 class DataOrder(BaseModel):
     """What the order of the prompts depends on; a position is valid only in the same order."""
 
@@ -73,8 +85,9 @@ class DataOrder(BaseModel):
 
     seed: int
     shuffle: bool
-    # Of the prompts' tokens and answers.
-    prompts_digest: str
+    sources: list[SourceOrder]
+    # What prompts depend on beside their rows, by setting; texts, or digests of long ones.
+    settings: dict[str, str]
 
 
 class RunState(BaseModel):
@@ -136,7 +149,10 @@ class RunState(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{path} is not a coordinator state: {place}: {first['msg']}") from error
+            raise ConfigError(
+                f"{path} is not a coordinator state of this release of Tandem: {place}: {first['msg']}; resume with "
+                "the release that wrote it, or start a new run"
+            ) from error
 
     def become(self, other: "RunState") -> None:
         """Copy another state into this object, so that all readers of this object see it."""

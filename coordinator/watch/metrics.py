@@ -38,7 +38,7 @@ LAST_PROGRESS = LateGauge(
 )
 ITERATION_SECONDS = Histogram(
     "tandem_iteration_seconds",
-    "Seconds of each part of an iteration (generate, reward, batch, train, sync, evaluate, checkpoint, total).",
+    "Seconds of each part of an iteration (generate, reward, batch, train, sync, evaluate, checkpoint, export, total).",
     ["part"],
     buckets=_PART_BUCKETS,
 )

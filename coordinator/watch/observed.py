@@ -56,6 +56,9 @@ class Observed:
     def __init__(self) -> None:
         self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
         self.replicas: dict[str, ObservedReplica] = {}
+        # While the run starts: services that are not announced, and by name, after how many seconds others were.
+        self.awaited: list[str] = []
+        self.arrived: dict[str, float] = {}
         self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
 
     def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:

@@ -1,22 +1,21 @@
-"""The page's HTTP server: answers GET for four paths from a daemon thread.
+"""The page's HTTP server: answers GET from daemon threads with the page's files, or with JSON.
 
-A request for data gets a snapshot from the event loop, which takes it between the run's steps; the page reports a loop
-that is stuck. Of a request only the method, the path and the host are read.
+Samples are for those who know the run's key only: on one machine every user can reach the port. The others, which are
+what metrics show too, need none.
 """
 
-import asyncio
+import hmac
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from typing import Any
+from urllib.parse import parse_qsl
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, TandemError, Unavailable
 from servicekit.http_server import HttpServer, is_own_name
 from servicekit.logs import get_logger
 
-# A snapshot takes milliseconds; a loop that has not taken one by then is stuck.
-SNAPSHOT_S = 5.0
 # Scripts, styles and data from this server only; no frames, no forms.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -29,14 +28,22 @@ _HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
 }
+_JSON = "application/json"
+_TEXT = "text/plain; charset=utf-8"
+# Paths of the data.
 DATA = "/run.json"
+SAMPLES = "/samples.json"
+EARLIER = "/earlier.json"
+_PRIVATE = (SAMPLES, EARLIER)
 
-Snapshot = Callable[[], dict[str, Any]]
+# Makes a JSON object from a request's parameters, in the connection's thread. Raises: TandemError: it cannot.
+Answer = Callable[[Mapping[str, str]], dict[str, Any]]
+_Response = tuple[str, str, bytes]
 
 log = get_logger(__name__)
 
@@ -45,61 +52,73 @@ class Page:
     """The WSGI application.
 
     Args:
-        snapshot: returns the page's data; called on `loop`.
+        answers: by path, what answers with data.
         bound: host on which the page is served.
+        key: what a request for samples must carry, as a bearer token; "": nothing.
     """
 
-    def __init__(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop, bound: str = "0.0.0.0") -> None:
-        self._snapshot, self._loop, self._bound = snapshot, loop, bound
-        folder = resources.files(__package__) / "static"
-        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
+    def __init__(self, answers: Mapping[str, Answer], bound: str = "0.0.0.0", key: str = "") -> None:
+        self._answers, self._bound, self._key = answers, bound, key
+        self._files = {}
+        for file in (resources.files(__package__) / "static").iterdir():
+            kind = _KINDS.get(file.name[file.name.rfind(".") :])
+            if kind is not None:
+                self._files["/" if file.name == "index.html" else f"/{file.name}"] = (file.read_bytes(), kind)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""
         if is_own_name(environ.get("HTTP_HOST", ""), self._bound):
-            status, kind, body = self._answer(environ["REQUEST_METHOD"], environ.get("PATH_INFO", "/"))
+            status, kind, body = self._answer(environ)
         else:
-            status, kind, body = "421 Misdirected Request", "text/plain", b"this page is at localhost\n"
+            status, kind, body = "421 Misdirected Request", _TEXT, b"this page is at localhost\n"
         headers = [("Content-Type", kind), ("Content-Length", str(len(body))), *_HEADERS]
         start_response(status, headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
-    def _answer(self, method: str, path: str) -> tuple[str, str, bytes]:
-        if method not in ("GET", "HEAD"):
-            return "405 Method Not Allowed", "text/plain", b"this page can only be read\n"
-        if path == DATA:
-            return self._data()
+    def _answer(self, environ: WSGIEnvironment) -> _Response:
+        path = environ.get("PATH_INFO", "/")
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return "405 Method Not Allowed", _TEXT, b"this page can only be read\n"
         if path in self._files:
             body, kind = self._files[path]
             return "200 OK", kind, body
-        return "404 Not Found", "text/plain", b"not found\n"
+        if path not in self._answers:
+            return "404 Not Found", _TEXT, b"not found\n"
+        if path in _PRIVATE and not self._has_key(environ):
+            return "401 Unauthorized", _TEXT, b"samples need the key that is in the page's whole address\n"
+        return self._data(path, environ.get("QUERY_STRING", ""))
 
-    def _data(self) -> tuple[str, str, bytes]:
-        async def take() -> dict[str, Any]:
-            return self._snapshot()
+    def _has_key(self, environ: WSGIEnvironment) -> bool:
+        given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
+        return not self._key or hmac.compare_digest(given.encode(), self._key.encode())
 
+    def _data(self, path: str, query: str) -> _Response:
         try:
-            taken = asyncio.run_coroutine_threadsafe(take(), self._loop).result(SNAPSHOT_S)
-        except (TimeoutError, RuntimeError) as error:
-            log.warning("page snapshot failed", error=str(error) or type(error).__name__)
-            return "503 Service Unavailable", "text/plain", b"the coordinator does not answer\n"
-        return "200 OK", "application/json", json.dumps(taken, allow_nan=False).encode()
+            found = self._answers[path](dict(parse_qsl(query, max_num_fields=20)))
+        except Unavailable as error:
+            log.warning("page data unavailable", path=path, error=str(error))
+            return "503 Service Unavailable", _TEXT, f"{error}\n".encode()
+        except (TandemError, ValueError) as error:
+            return "400 Bad Request", _TEXT, f"{error}\n".encode()
+        except OSError as error:  # e.g. a folder of another user
+            return "500 Internal Server Error", _TEXT, f"{error}\n".encode()
+        return "200 OK", _JSON, json.dumps(found, allow_nan=False).encode()
 
 
 class PageServer:
     """Serves the page on host:port until close(); `port` 0 is chosen by the system.
 
+    Args:
+        key: see Page.
+        advice: what to do if the port is taken.
     Raises: ConfigError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, snapshot: Snapshot) -> None:
-        page = Page(snapshot, asyncio.get_running_loop(), host)
+    def __init__(self, host: str, port: int, answers: Mapping[str, Answer], *, key: str = "", advice: str = "") -> None:
         try:
-            self._server = HttpServer(host, port, page)
+            self._server = HttpServer(host, port, Page(answers, host, key))
         except OSError as error:
-            raise ConfigError(
-                f"cannot serve the web page on {host}:{port} ({error}); set TANDEM_WEB_PORT to a free port or to 0"
-            ) from error
+            raise ConfigError(f"cannot serve the web page on {host}:{port} ({error}); {advice}") from error
         self.port = self._server.server_port
         self._server.start("web page")
 

@@ -1,4 +1,4 @@
-"""Makes the page's data, one JSON object, from the run's state."""
+"""Makes the page's data from a running run."""
 
 import shutil
 import time
@@ -12,21 +12,8 @@ from coordinator.watch.control import RunControl
 from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
+from coordinator.web.picture import Picture
 
-# Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
-CURVES = (
-    ("reward_mean", "Reward", ""),
-    ("heldout_accuracy", "Held-out accuracy", ""),
-    ("entropy", "Entropy", "nats"),
-    ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
-    ("kl_old", "KL(old || new)", "nats"),
-    ("grad_norm", "Gradient norm", ""),
-    ("response_length_mean", "Completion length", "tokens"),
-    ("tokens_per_s", "Tokens per second", ""),
-    ("iteration_s", "Iteration", "s"),
-    ("sync_s", "Weight sync", "s"),
-)
-_CURRENT = ("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
 _ROUNDS_CHECKED = 5
 
 
@@ -45,30 +32,29 @@ class Source:
     troubles: Callable[[], Sequence[str]]
 
     def snapshot(self) -> dict[str, Any]:
-        """Make the page's data: numbers, strings, lists and objects of these."""
+        """Make the page's data."""
         now_s = time.time()
-        return {
-            "now_s": now_s,
-            "run": self.run,
-            "state": self.control.state.value,
-            "error": self.control.error,
-            "part": self.history.part,
-            "part_since_s": self.history.part_since_s,
-            "iteration": self.state.iteration,
-            "total_iterations": self.total_iterations,
-            "policy_version": self.state.policy_version,
-            "worked_s": self.state.wall_s,
-            "current": {field: self.history.last(field) for field in _CURRENT},
-            "best_accuracy": self.state.best_accuracy,
-            "curves": [
-                {"field": field, "title": title, "unit": unit, "points": self.history.curve(field)}
-                for field, title, unit in CURVES
-            ],
-            "replicas": [asdict(row) for _, row in sorted(self.observed.replicas.items())],
-            "syncs": [asdict(sync) for sync in self.observed.rounds],
-            "alerts": [asdict(alert) for alert in self._alerts(now_s)],
-            "messages": [asdict(message) for message in self.history.messages],
-        }
+        return Picture(
+            now_s=now_s,
+            run=self.run,
+            state=self.control.state.value,
+            error=self.control.error,
+            part=self.history.part,
+            part_since_s=self.history.part_since_s,
+            iteration=self.state.iteration,
+            total_iterations=self.total_iterations,
+            policy_version=self.state.policy_version,
+            worked_s=self.state.wall_s,
+            history=self.history,
+            initial_accuracy=self.state.initial_accuracy,
+            best_accuracy=self.state.best_accuracy,
+            awaited=self.observed.awaited,
+            arrived=self.observed.arrived,
+            replicas=[asdict(row) for _, row in sorted(self.observed.replicas.items())],
+            syncs=[asdict(sync) for sync in self.observed.rounds],
+            alerts=[asdict(alert) for alert in self._alerts(now_s)],
+            messages=[asdict(message) for message in self.history.messages],
+        ).plain()
 
     def _alerts(self, now_s: float) -> list[Alert]:
         rows, rounds = self.observed.replicas.values(), list(self.observed.rounds)
@@ -82,13 +68,13 @@ class Source:
             serving=[row.name for row in rows if row.serving],
             poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
-            disk_free=_disk_free(self.run_dir),
+            disk_free=disk_free(self.run_dir),
             initial_accuracy=self.state.initial_accuracy,
         )
         return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]
 
 
-def _disk_free(folder: Path) -> float:
+def disk_free(folder: Path) -> float:
     """Return the free share of the disk; 1 if it is unknown."""
     try:
         usage = shutil.disk_usage(folder)

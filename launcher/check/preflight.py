@@ -34,8 +34,9 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
         problems += found
     else:
         codec = None
-    problems += check_data(draft.config, draft.usable, spec, codec)
+    data = check_data(draft.config, draft.usable, spec, codec)
+    problems += data.problems
     problems += check_host(draft.config, redis_url)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
-    problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, codec)
+    problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)
     return [*draft.problems, *draft.placed(problems)]

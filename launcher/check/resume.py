@@ -1,14 +1,16 @@
 """Checks the folder that a run writes to, or resumes from."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.data.prompts import load_prompts
+from coordinator.data.formatting import PromptFormat
+from coordinator.data.scan import Scan
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
+from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
@@ -17,7 +19,6 @@ from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_so
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import busy_message, is_locked
-from tandem_files.tokenizer import TextCodec
 from trainer_service.identity import differences, identity
 from weightsync.model.spec import ModelSpec
 
@@ -36,7 +37,7 @@ def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def check_resume(
-    run_dir: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None = None
+    run_dir: Path, config: RunConfig, spec: ModelSpec | None, data: CheckedData | None = None
 ) -> Iterator[ConfigProblem]:
     """Check that the folder is of an unfinished run that does not run now, with a sound checkpoint that fits `config`.
 
@@ -44,7 +45,7 @@ def check_resume(
 
     Args:
         spec: the configuration's model; None: models are not compared.
-        codec: the configuration's tokenizer; None: data are not compared.
+        data: the configuration's data; None: they are not compared.
     """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         kind = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if run_dir.is_dir() else "no such folder"
@@ -65,8 +66,10 @@ def check_resume(
         yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
     if sound.iteration >= config.run.iterations:
         message = f"has already finished its {config.run.iterations} iterations"
-        yield _problem("--resume", run_dir, message, f"--set run.iterations={sound.iteration + 10} adds ten more")
-    yield from _check_same(run_dir, sound.folder, config, spec, codec)
+        more = f"--set run.iterations={sound.iteration + 10} adds ten more"
+        weights = f"tandem export {run_dir} --out DIR writes its weights"
+        yield _problem("--resume", run_dir, message, f"{more}; {weights}")
+    yield from _check_same(run_dir, sound.folder, config, spec, data)
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
@@ -75,7 +78,7 @@ def note_model(run_dir: Path, spec: ModelSpec) -> None:
 
 
 def _check_same(
-    run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, codec: TextCodec | None
+    run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, data: CheckedData | None
 ) -> Iterator[ConfigProblem]:
     """Report all differences between checkpoint and configuration that forbid a resume, as one problem."""
     different = [] if spec is None else _model_differences(run_dir, checkpoint, config.model.path, spec)
@@ -84,8 +87,8 @@ def _check_same(
         own = identity(config, spec)
         # Where the models differ already, their sizes are not listed twice.
         different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
-    if codec is not None and (checkpoint / COORDINATOR_FILE).is_file():
-        different += _data_differences(checkpoint, config, codec)
+    if data is not None and data.formats is not None and data.train and (checkpoint / COORDINATOR_FILE).is_file():
+        different += _data_differences(checkpoint, config, data.train, data.formats)
     if different:
         yield _problem(
             "--resume",
@@ -108,13 +111,12 @@ def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: Model
     return [f"it is of another model ({mark.get('model')}) than {model}" + (f": {sizes}" if sizes else "")]
 
 
-def _data_differences(checkpoint: Path, config: RunConfig, codec: TextCodec) -> list[str]:
-    state = RunState.load(checkpoint / COORDINATOR_FILE)
+def _data_differences(checkpoint: Path, config: RunConfig, train: Sequence[Scan], formats: PromptFormat) -> list[str]:
     try:
-        train = load_prompts(config.data, "train", codec)
-    except (OSError, ValueError):
-        return []  # unreadable data has been reported already
-    return order_differences(state, order_of(config, train), len(train.prompts))
+        state = RunState.load(checkpoint / COORDINATOR_FILE)
+    except ConfigError as error:
+        return [str(error)]
+    return order_differences(state, order_of(config, train, formats))
 
 
 def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:

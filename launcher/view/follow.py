@@ -11,6 +11,7 @@ from servicekit.errors import TandemError
 from servicekit.redis.records import COORDINATOR, PAGE_URL
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
+from servicekit.security.run_token import key_part, page_key
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
@@ -39,7 +40,7 @@ async def follow(
     """
     registry = await asyncio.to_thread(Registry, redis_url, run_id)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address), name="watch registry")
+    arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address, token), name="watch registry")
     try:
         await _show_events(registry, await address, view, on_address, token)
     finally:
@@ -49,7 +50,7 @@ async def follow(
 
 
 async def _watch_arrivals(
-    registry: Registry, roles: dict[str, list[str]], view: RunView, address: asyncio.Future[str]
+    registry: Registry, roles: dict[str, list[str]], view: RunView, address: asyncio.Future[str], token: str
 ) -> None:
     """Show services as they are announced, until all are."""
     started = time.monotonic()
@@ -70,15 +71,15 @@ async def _watch_arrivals(
                     view.ready(record.name, time.monotonic() - started)
                 if role == COORDINATOR and not address.done():
                     address.set_result(record.address)
-                    await _show_page_url(registry, view)
+                    await _show_page_url(registry, view, token)
         await asyncio.sleep(_POLL_S)
 
 
-async def _show_page_url(registry: Registry, view: RunView) -> None:
-    """Show the URL of the run's page, which the coordinator publishes before it announces itself."""
+async def _show_page_url(registry: Registry, view: RunView, token: str) -> None:
+    """Show the URL of the run's page, which the coordinator publishes before it announces itself, with its key."""
     url = await asyncio.to_thread(registry.get_value, PAGE_URL)
     if url is not None:
-        view.say(f"  the run's page: {url}")
+        view.say(f"  the run's page: {url}{key_part(page_key(token))}")
 
 
 async def _show_events(

@@ -87,7 +87,7 @@ def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
         "engine": _sum(rows, "engine_s"),
         "trainer": _sum(rows, "trainer_compute_s"),
         **waits,
-        **{part: _sum(rows, f"{part}_s") for part in ("reward", "batch", "sync", "evaluate", "checkpoint")},
+        **{part: _sum(rows, f"{part}_s") for part in ("reward", "batch", "sync", "evaluate", "checkpoint", "export")},
     }
     seconds["other"] = total - sum(seconds.values())
     return ", ".join(f"{part} {value / total:.0%}" for part, value in seconds.items() if value >= 0.005 * total)

@@ -19,6 +19,19 @@ def own_token(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(VARIABLE, "")
 
 
+def page_key(token: str) -> str:
+    """Derive the key that the run's page asks for before it shows samples; "" without a token.
+
+    Not the token itself: a page's address is seen in a browser's history and on screens that are shared.
+    """
+    return hmac.digest(token.encode(), b"tandem page", "sha256").hex()[:32] if token else ""
+
+
+def key_part(key: str) -> str:
+    """Return the part of the page's address that hands it the key; browsers send it to no server."""
+    return f"#key={key}" if key else ""
+
+
 def check_token(expected: str, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
     """Check the token of a call. Raises: Unauthenticated: it does not carry the run's token."""
     for key, value in metadata or ():

@@ -1,5 +1,7 @@
 """Checks of the data and what is measured on them."""
 
+import re
+
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -19,12 +21,75 @@ def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
 
 @check("data.train", "data.heldout")
 def _heldout_is_other_data(config: RunConfig) -> ConfigProblem | None:
-    if config.data.heldout is None or config.data.heldout != config.data.train:
+    trained = {source.path for source in config.data.train}
+    both = [source.path for source in config.data.heldout or () if source.path in trained]
+    if not both:
         return None
     return ConfigProblem(
         key="data.heldout",
-        value=str(config.data.heldout),
-        message="is the training file, so the held-out accuracy will measure memorization",
+        value=str(both[0]),
+        message="is a training file, so the held-out accuracy will measure memorization",
         suggestion="use rows that are not trained on",
         severity="warning",
+    )
+
+
+@check("data.heldout")
+def _heldout_has_no_weights(config: RunConfig) -> ConfigProblem | None:
+    weighted = [source for source in config.data.heldout or () if source.weight is not None]
+    if not weighted:
+        return None
+    return ConfigProblem(
+        key="data.heldout",
+        value=str(weighted[0].path),
+        message=f"has weight {weighted[0].weight}: every held-out row is scored once, whatever its weight",
+        suggestion="leave the weight out",
+    )
+
+
+@check("data.answer_key", "data.train", "data.heldout", "reward.kind", "reward.pattern")
+def _a_reward_needs_answers(config: RunConfig) -> ConfigProblem | None:
+    sources = [*config.data.train, *(config.data.heldout or ())]
+    if config.data.answer_key is not None or all(source.answer_key is not None for source in sources):
+        return None
+    if config.reward.kind == "regex" and not _has_group(config.reward.pattern or ""):
+        return None  # the pattern alone decides
+    return ConfigProblem(
+        key="data.answer_key",
+        value="null",
+        message=f"reward.kind: {config.reward.kind} compares completions with answers, and rows have none",
+        suggestion="name the column of the answers",
+    )
+
+
+def _has_group(pattern: str) -> bool:
+    try:
+        return re.compile(pattern).groups > 0
+    except re.error:
+        return False  # reported by the pattern's own check
+
+
+@check("data.prompt_as", "data.chat_template")
+def _a_user_message_needs_a_template(config: RunConfig) -> ConfigProblem | None:
+    if config.data.prompt_as == "text" or config.data.chat_template != "none":
+        return None
+    return ConfigProblem(
+        key="data.prompt_as",
+        value=config.data.prompt_as,
+        message="a message is rendered with a chat template, and data.chat_template is none",
+        suggestion="set data.chat_template: auto, or data.prompt_as: text",
+    )
+
+
+@check("data.chat_template", "data.system_prompt", "data.tools_key", "data.chat_template_kwargs")
+def _what_a_template_takes_needs_one(config: RunConfig) -> ConfigProblem | None:
+    data = config.data
+    given = [key for key in ("system_prompt", "tools_key", "chat_template_kwargs") if getattr(data, key)]
+    if data.chat_template != "none" or not given:
+        return None
+    return ConfigProblem(
+        key=f"data.{given[0]}",
+        value=str(getattr(data, given[0])),
+        message="is given to a chat template, and data.chat_template is none",
+        suggestion="set data.chat_template: auto, or leave it out",
     )

@@ -41,6 +41,19 @@ class RunSection(Section):
         description="Newest checkpoints kept, at least two: if the newest is damaged, the one before is used.",
         json_schema_extra=about("the newest, and one in case it is damaged", unit="checkpoints"),
     )
+    export_every: PositiveInt | None = Field(
+        None,
+        description=(
+            "Iterations between exports of the policy as a Hugging Face folder, exports/iteration-...; null: only the "
+            "final one, hf/. `tandem export` makes one from any checkpoint."
+        ),
+        json_schema_extra=about("an export costs the size of the model and seconds of the trainer", unit="iterations"),
+    )
+    keep_exports: PositiveInt = Field(
+        3,
+        description="Newest exports of run.export_every kept; hf/ is none of them.",
+        json_schema_extra=about("bounds the disk that a long run takes", unit="exports"),
+    )
     evaluate_every: PositiveInt = Field(
         5,
         description="Iterations between held-out evaluations; first and last always.",

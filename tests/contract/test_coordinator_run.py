@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from prometheus_client import REGISTRY
 
@@ -13,6 +16,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotFinite, TandemError, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
@@ -87,6 +91,56 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, envi
     assert first_part + [step.chunks for step in fleet.trainer_service.steps] == whole
 
 
+async def test_messages_of_two_weighted_files_are_taken_alike_after_a_resume(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    """Two thirds from one file, one third from another, which begins its third epoch; the first is Parquet."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    sources = [{"path": write_messages(tmp_path / "a.parquet", 20), "weight": 2.0},
+               {"path": write_messages(tmp_path / "b.jsonl", 7), "weight": 1.0}]  # fmt: skip
+    data = {"train": sources, "heldout": None, "chat_template": template}
+    config = with_settings(config, data=data | {"prompt_key": "chat.messages", "answer_key": "chat.sum"})
+    async with fleet_of(environment) as fleet:
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    whole = [rows_of(step.chunks) for step in fleet.trainer_service.steps]
+    # 48 prompts: 32 of a, 16 of b.
+    taken = Counter(row for step in whole for row in step)
+    assert sum(count for row, count in taken.items() if row.startswith("a.")) == 32 * 4
+    assert {count for row, count in taken.items() if row.startswith("b.")} == {2 * 4, 3 * 4}
+
+    second = environment.model_copy(update={"run_dir": tmp_path / "second", "run_id": "t2"})
+    second.run_dir.mkdir()
+    async with fleet_of(second, FakeTrainer(faults=failing_at(4))) as fleet:
+        assert await conduct(config, second, resume=False, stop=asyncio.Event()) == 1
+    first_part = [rows_of(step.chunks) for step in fleet.trainer_service.steps[:2]]
+    third = second.model_copy(update={"run_id": "t3"})
+    async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
+        assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
+    assert first_part + [rows_of(step.chunks) for step in fleet.trainer_service.steps] == whole
+    sources[1]["weight"] = 3.0
+    with pytest.raises(ConfigError, match=r"data\.train, source 2, weight: 1\.0 in the checkpoint, 3\.0 in the run"):
+        await conduct(with_settings(config, data={"train": sources}), third, resume=True, stop=asyncio.Event())
+
+
+def write_messages(path: Path, count: int) -> Path:
+    """Rows of additions, as a user's message after a system's that is empty."""
+    roles = [{"role": "system", "content": ""}]
+    chats = [
+        {"messages": [*roles, {"role": "user", "content": f"{n}+{count}="}], "sum": n + count}
+        for n in range(10, 10 + count)
+    ]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"chat": chats}), path, row_group_size=3)
+    else:
+        path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats), encoding="utf-8")
+    return path
+
+
+def rows_of(chunks: Sequence[trainer_pb2.SampleChunk]) -> list[str]:
+    """The rows of a step's samples in order: `a.row3` of `i1.g0.a.row3#2`."""
+    return [sample_id.split(".", 2)[2].partition("#")[0] for chunk in chunks for sample_id in chunk.sample_ids]
+
+
 def failing_at(step: int) -> "deque[TandemError | None]":
     return deque([None] * (step - 1) + [NotFinite("loss of i4.g0.row3#1 is nan")])
 
@@ -109,7 +163,7 @@ async def test_prompts_that_are_left_out_are_told(
 ) -> None:
     """In every way of running: in the log, as a metric, and as an event (test_coordinator_service.py watches those)."""
     config = with_settings(config, data={"max_prompt_tokens": 7, "overlong_prompts": "drop"}, run={"iterations": 1})
-    with config.data.train.open("a", encoding="utf-8") as data:
+    with config.data.train[0].path.open("a", encoding="utf-8") as data:
         data.writelines('{"prompt": "1111+2222=", "answer": "3333"}\n' for _ in range(num_long))
     before = REGISTRY.get_sample_value("tandem_warnings_total", {"kind": "dropped_prompts"}) or 0.0
     async with fleet_of(environment):

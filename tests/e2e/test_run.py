@@ -29,10 +29,15 @@ def pid_of(run: Tandem, module: str) -> int:
     raise AssertionError(f"no process of {module}; output:\n" + run.output())
 
 
-@pytest.mark.runs("tandem run")
+def weights(folder: Path) -> bytes:
+    """The one file of weights of a Hugging Face folder."""
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.runs("tandem run", "tandem export")
 @pytest.mark.timeout(500)
 def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_path: Path) -> None:
-    run = tandem(*run_arguments())
+    run = tandem(*run_arguments(run__export_every=1))
     assert run.wait_end(240) == 0, run.output()
     run.assert_nothing_left()
     folder = tmp_path / "runs" / "small"
@@ -51,6 +56,15 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
     assert summary["weight_sync"]["redundancy"] == 1.0
     assert summary["logprob_abs_diff_max"] <= 1e-4
     assert "\x1b" not in "\n".join(run.lines)
+
+    finished = tandem("run", "--resume", "runs/small")
+    assert finished.wait_end(60) == 2, finished.output()
+    assert f"tandem export {folder} --out" in " ".join(finished.output().split())
+    for number, kept in {"2": folder / "hf", "1": folder / "exports" / "iteration-000001"}.items():
+        export = tandem("export", "runs/small", "--checkpoint", number, "--out", f"at-{number}")
+        assert export.wait_end(60) == 0, export.output()
+        assert weights(tmp_path / f"at-{number}") == weights(kept)
+    assert weights(tmp_path / "at-1") != weights(tmp_path / "at-2")
 
     before = (folder / "config.resolved.yaml").read_text()
     other = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3", "--set", "trainer.tensor_parallel=2")

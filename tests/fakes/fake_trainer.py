@@ -35,6 +35,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         logprob_diff: what it reports as logprob_abs_diff_max.
         saving, hold: set by SaveCheckpoint, which waits while the other is cleared.
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
+        export_faults: the same of ExportModel.
     """
 
     policy_version: int = 0
@@ -42,6 +43,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     logprob_diff: float = 1e-6
     compute_s: float = 0.002
     faults: deque[TandemError | None] = field(default_factory=deque)
+    export_faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
     # Called by each train step before it is done.
     before_step: Callable[[int], Awaitable[None]] | None = None
@@ -120,7 +122,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         self.fence.admit(request.fence)
-        Path(request.path).mkdir(exist_ok=True)
+        fault = self.export_faults.popleft() if self.export_faults else None
+        if fault is not None:
+            raise fault
+        Path(request.path).mkdir(parents=True, exist_ok=True)
         self.exported.append(Path(request.path))
         return pb.ExportModelResponse(policy_version=self.policy_version, bytes=1)
 

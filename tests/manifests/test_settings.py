@@ -201,8 +201,9 @@ class TestTheRun:
     def test_paths_are_mounted(self, name: str, config: RunConfig) -> None:
         (container,) = pod_template(find(overlay(name), "Job", "coordinator"))["spec"]["containers"]
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-        for path in (config.model.path, config.data.train, config.data.heldout):
-            assert path is not None
+        sources = [*config.data.train, *(config.data.heldout or ())]
+        assert len(sources) == 2
+        for path in (config.model.path, *(source.path for source in sources)):
             inside = any(path.is_relative_to(mount) for mount in mounts)
             # The images of the demo hold it.
             assert inside or str(path).startswith("/opt/tandem/examples/arithmetic/"), path

@@ -1,12 +1,15 @@
-"""What a run says of itself is text on the page, whatever it looks like: in a real browser, with hostile names."""
+"""What a run says of itself and what its policy wrote is text on the page, whatever it looks like: in a browser."""
 
-import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.web.server import PageServer
-from tests.monitoring.test_page import render
-from tests.monitoring.tools import tool
+from coordinator.web.samples import SamplePages
+from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
+from tandem_files.samples.folder import SampleFolder
+from tests.kit.samples import stored
+from tests.monitoring.browser import Browser, browser
 
 NASTY = "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 EMPTY = {
@@ -20,9 +23,14 @@ EMPTY = {
     "total_iterations": 3,
     "policy_version": 0,
     "worked_s": 0.0,
+    "left_s": None,
+    "initial_accuracy": None,
+    "awaited": [NASTY],
+    "arrived": {NASTY: 1.0},
+    "iterations": [{"iteration": 1, "total_s": 1.0, "parts": {NASTY: 1.0}}],
     "current": dict.fromkeys(("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s")),
     "best_accuracy": None,
-    "curves": [{"field": "reward_mean", "title": NASTY, "unit": NASTY, "points": []}],
+    "curves": [{"field": "reward_mean", "title": NASTY, "unit": NASTY, "points": [], "start": None}],
     "replicas": [
         {
             "name": NASTY,
@@ -41,15 +49,38 @@ EMPTY = {
 
 
 @pytest.mark.integration
-async def test_hostile_text_stays_text() -> None:
-    tool("chromium")
-    server = PageServer("127.0.0.1", 0, lambda: EMPTY)
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    folder = SampleFolder(tmp_path)
+    hostile: dict[str, Any] = {
+        "prompt": NASTY,
+        "completion": NASTY,
+        "answer": NASTY,
+        "group_id": NASTY,
+        "source": NASTY,
+        "use": NASTY,
+    }
+    for iteration in (1, 2):
+        folder.write(iteration, "train", [stored(iteration=iteration, reward_parts={NASTY: 1.0}, **hostile)])
+    samples = SamplePages(folder)
+    answers = {DATA: lambda query: EMPTY, SAMPLES: samples.groups, EARLIER: samples.earlier}
+    server = PageServer("127.0.0.1", 0, answers)
     try:
-        document, logged = await asyncio.to_thread(render, f"http://127.0.0.1:{server.port}/")
+        with browser() as page:
+            page.open(f"http://127.0.0.1:{server.port}/", ready="document.querySelector('#replicas td')")
+            check(page, texts=8)
+            page.open(
+                f"http://127.0.0.1:{server.port}/#view=samples&compare=earlier&search=%3Cimg%3E%7C.",
+                ready="document.querySelector('.card pre span')?.textContent.includes('<img')",
+            )
+            check(page, texts=12)
     finally:
-        await asyncio.to_thread(server.close)
-    assert logged == ""
+        server.close()
+
+
+def check(page: Browser, *, texts: int) -> None:
+    document = page.eval("document.documentElement.outerHTML")
+    assert page.logged == []
     assert "<img" not in document
     assert document.count("<script") == 1
-    assert document.count("&lt;img src=x") >= 8
-    assert "<title>taken</title>" not in document
+    assert document.count("&lt;img src=x") >= texts
+    assert page.eval("document.title") != "taken"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from servicekit.errors import Internal
+from servicekit.errors import ConfigError, Internal
 
 
 def together(what: str, device: torch.device, action: Callable[[], int] | None) -> int:
@@ -14,7 +14,7 @@ def together(what: str, device: torch.device, action: Callable[[], int] | None) 
 
     Args:
         what: the work, for errors ("write checkpoint /a/b").
-        action: this rank's part, or None. Its OSErrors are errors of the request, not of the trainer.
+        action: this rank's part, or None. Its OSErrors and ConfigErrors are errors of the request, not of the trainer.
     Returns: the sum of all ranks' results, on every rank.
     Raises: Internal: on every rank, if any rank's part failed.
     """
@@ -22,7 +22,7 @@ def together(what: str, device: torch.device, action: Callable[[], int] | None) 
     result = torch.zeros(2, dtype=torch.int64, device=device)
     try:
         result[0] = action() if action is not None else 0
-    except (OSError, SafetensorError) as caught:
+    except (OSError, SafetensorError, ConfigError) as caught:
         error, result[1] = caught, 1
     dist.all_reduce(result)
     if error is not None:

@@ -17,12 +17,10 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
 from trainer_service.megatron_engine.layer_spec import decoder_spec
+from trainer_service.shard_files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.spec import ModelSpec
-
-# of a parameter's name: an expert's
-EXPERTS = ".local_experts."
 
 
 def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None:

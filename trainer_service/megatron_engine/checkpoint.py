@@ -1,13 +1,7 @@
 """Checkpoints of the trainer: safetensors files of model shards and a meta.json, published by one rename.
 
-Layout of a folder:
-    meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
-    shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
-                                     rng/cpu, rng/device (CUDA only), rng/tracker/NAME
-    experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
-    digests.json                     of all of these (tandem_files/digests.py)
-Of ranks with equal state, the first one writes, and all read. A rank compares files with their digests before it
-changes anything.
+trainer_service/shard_files.py says what is in which file. Of ranks with equal state, the first one writes, and all
+read. A rank compares files with their digests before it changes anything.
 """
 
 import json
@@ -32,10 +26,8 @@ from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
 from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import any_rank, together
-from trainer_service.megatron_engine.build import EXPERTS
+from trainer_service.shard_files import EXPERTS, FORMAT, META, experts_file, read_meta, shard_file
 
-FORMAT = 1
-META = "meta.json"
 _NOTE = ".digest"
 
 
@@ -52,7 +44,7 @@ def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
     shard = _File(
-        name=f"shard-tp{parallel_state.get_tensor_model_parallel_rank():02d}-pp{pipeline:02d}.safetensors",
+        name=shard_file(parallel_state.get_tensor_model_parallel_rank(), pipeline),
         tensors={name: tensor for name, tensor in tensors.items() if name not in experts},
         writes=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
     )
@@ -63,7 +55,7 @@ def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
         parallel_state.get_expert_model_parallel_rank(),
     )
     own = _File(
-        name=f"experts-etp{tensor:02d}-ep{expert:02d}-pp{pipeline:02d}.safetensors",
+        name=experts_file(tensor, expert, pipeline),
         tensors=experts,
         writes=parallel_state.get_expert_data_parallel_rank() == 0,
     )
@@ -126,19 +118,6 @@ def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
     write_manifest(partial, digests)
     replace_folder(partial, folder)
     return 0
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read meta.json. Raises: ConfigError: the folder is not a checkpoint of this format."""
-    try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {META}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / META} cannot be read: {error}") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ConfigError(f"{folder} has checkpoint format {meta.get('format')!r}; this trainer reads {FORMAT}")
-    return meta
 
 
 def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

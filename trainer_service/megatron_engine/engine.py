@@ -160,8 +160,9 @@ class MegatronEngine:
         def write() -> int:
             if gathered is None:
                 return 0
-            write_folder(gathered, self._config.model.path, folder)
-            return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            model, about = self._config.model, {"policy_version": self._version}
+            write_folder(gathered, model.path, folder, tokenizer=model.tokenizer_path, about=about)
+            return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
         return together(f"write {folder}", self._device, write)
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from servicekit.errors import ConfigError
 from tandem_files.atomic import replace_folder
+from tandem_files.exports import copy_companions, settle
 from tandem_files.safetensors_header import TRAINABLE
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
@@ -30,9 +30,6 @@ from weightsync.transfer.coverage import check_coverage, zero_padding
 from weightsync.transfer.transports.packing import Packer
 
 GATHER_ELEMENTS = 2**24
-# Says that a folder is ours, and may be replaced by the next export.
-EXPORT_MARK = "tandem_export.json"
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def load_shards(
@@ -153,40 +150,51 @@ def _gather_one(
         receiver.unpack(message, payload.cpu())
 
 
-def write_folder(tensors: Mapping[str, torch.Tensor], template_folder: Path | str, out: Path | str) -> int:
-    """Write a Hugging Face folder: the tensors, and config and tokenizer of the template. It appears when complete.
+def write_folder(
+    tensors: Mapping[str, torch.Tensor],
+    model: Path | str,
+    out: Path | str,
+    *,
+    tokenizer: Path | None = None,
+    num_bytes: Mapping[str, int] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> int:
+    """Write a Hugging Face folder: the tensors, and what belongs to them of the model. It appears when complete.
 
+    Args:
+        tensors: by canonical name; each is read once or twice, and a file's tensors are in memory together (5 GB).
+        model: folder of the model that the tensors were trained from.
+        tokenizer: folder of the tokenizer; None: the model's.
+        num_bytes: of each tensor; None: the tensors are in memory.
+        about: JSON values for the export's mark.
     Returns: bytes of the tensors.
+    Raises: OSError, SafetensorError: it cannot be written; ConfigError: the model's folder is not complete.
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     try:
-        _copy_template(Path(template_folder), scratch, next(iter(tensors.values())).dtype)
-        written = _save_tensors(tensors, scratch)
-        scratch.chmod(0o755)
-        replace_folder(scratch, out)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        copy_companions(Path(model), tokenizer, partial, dtype, about or {})
+        written = _save_tensors(
+            tensors, num_bytes or {name: tensor.nbytes for name, tensor in tensors.items()}, partial
+        )
+        settle(partial)
+        replace_folder(partial, out)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return written
 
 
-def _copy_template(template: Path, scratch: Path, dtype: torch.dtype) -> None:
-    for path in template.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(path, scratch / path.name)
-    config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (scratch / EXPORT_MARK).write_text(json.dumps({"template": str(template)}) + "\n", encoding="utf-8")
-
-
-def _save_tensors(tensors: Mapping[str, torch.Tensor], scratch: Path) -> int:
-    split = split_torch_state_dict_into_shards(dict(tensors))
+def _save_tensors(tensors: Mapping[str, torch.Tensor], num_bytes: Mapping[str, int], folder: Path) -> int:
+    split = split_state_dict_into_shards_factory(
+        dict(num_bytes), get_storage_size=lambda size: size, filename_pattern="model{suffix}.safetensors"
+    )
     for filename, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name].contiguous() for name in names}, scratch / filename, metadata={"format": "pt"})
+        save_file({name: tensors[name].contiguous() for name in names}, folder / filename, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return sum(num_bytes.values())

@@ -2,49 +2,72 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from coordinator.learn.rewards.tasks import ANSWERS
 from coordinator.learn.rewards.workers import Answer, RewardWorkers
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.data_rows import Row
+from tandem_files.rows.reading import Row
 
 # Distinct answers that are parsed: at about 3 ms each, half a minute on one core at most.
 MAX_READ = 10_000
 # Row numbers that a message lists.
 _NAMED = 5
+# Answers that are kept: about 50 MB.
+_MAX_KEPT = 200_000
+# File and number of a row.
+Place = tuple[Path, int]
 
 
-def check_answers(config: RunConfig, path: Path, rows: Sequence[Row], *, key: str) -> list[ConfigProblem]:
+@dataclass(kw_only=True)
+class AnswerSample:
+    """Answers of rows: all, or of many rows every second, fourth, ... one, so that memory is bounded."""
+
+    answers: list[tuple[Place, str]] = field(default_factory=list)
+    step: int = 1
+    _seen: int = 0
+
+    def add(self, batch: Sequence[tuple[Row, Any]]) -> None:
+        """Look at rows."""
+        for row, _ in batch:
+            if self._seen % self.step == 0:
+                self.answers.append(((row.file, row.number), row.answer))
+            self._seen += 1
+            if len(self.answers) > _MAX_KEPT:
+                self.answers, self.step = self.answers[::2], 2 * self.step
+
+
+def check_answers(config: RunConfig, sample: AnswerSample, *, key: str) -> list[ConfigProblem]:
     """Warn about answers that cannot be parsed, or only ambiguously; report an error if none can be.
 
     Args:
-        path: data file that the rows are from.
-        key: the file's key in the configuration.
+        key: the part's key in the configuration.
     """
-    by_answer: dict[str, list[int]] = {}
-    for row in rows:
-        by_answer.setdefault(row.answer, []).append(row.number)
+    by_answer: dict[str, list[Place]] = {}
+    for place, answer in sample.answers:
+        by_answer.setdefault(answer, []).append(place)
     # Every step-th answer, so that a file sorted by subject is sampled in all its parts.
     step = -(-len(by_answer) // MAX_READ) or 1
     answers = list(by_answer)[::step]
-    sampled = "" if step == 1 else f" (of {len(answers)} distinct answers that were read, one in {step})"
+    one_in = step * sample.step
+    sampled = "" if one_in == 1 else f" (of {len(answers)} distinct answers that were read, about one in {one_in})"
     read = asyncio.run(_read(config, answers))
     broken = next((answer.error for answer in read if answer.error), "")
     if broken:
-        return [_problem(key, str(path), f"the answers could not be read: {broken}", "")]
+        return [_problem(key, "", f"the answers could not be read: {broken}", "")]
     empty, doubtful = _classify(by_answer, answers, read)
     problems = []
     if empty:
         all_empty = len(empty) == sum(len(by_answer[answer]) for answer in answers)
         what = "no completion can earn the reward" + sampled
         severity: Literal["error", "warning"] = "error" if all_empty else "warning"
-        problems.append(_named(key, path, empty, what, "correct data.answer_key or the rows", severity))
+        problems.append(_named(key, empty, what, "correct data.answer_key or the rows", severity))
     if doubtful:
         what = "it may be read as something else" + sampled
-        problems.append(_named(key, path, doubtful, what, "docs/numerics.md says how answers are read", "warning"))
+        problems.append(_named(key, doubtful, what, "docs/numerics.md says how answers are read", "warning"))
     return problems
 
 
@@ -57,11 +80,11 @@ async def _read(config: RunConfig, answers: Sequence[str]) -> list[Answer]:
 
 
 def _classify(
-    by_answer: dict[str, list[int]], answers: Sequence[str], read: Sequence[Answer]
-) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return (row number, reason) of the rows with an empty answer, and of those with an ambiguous one; ascending."""
-    empty: list[tuple[int, str]] = []
-    doubtful: list[tuple[int, str]] = []
+    by_answer: dict[str, list[Place]], answers: Sequence[str], read: Sequence[Answer]
+) -> tuple[list[tuple[Place, str]], list[tuple[Place, str]]]:
+    """Return (place, reason) of the rows with an empty answer, and of those with an ambiguous one; ascending."""
+    empty: list[tuple[Place, str]] = []
+    doubtful: list[tuple[Place, str]] = []
     for text, answer in zip(answers, read, strict=True):
         problem = "takes longer than reward.timeout_s to read" if answer.late else answer.value["problem"]
         if problem:
@@ -72,16 +95,16 @@ def _classify(
 
 def _named(
     key: str,
-    path: Path,
-    found: Sequence[tuple[int, str]],
+    found: Sequence[tuple[Place, str]],
     what: str,
     suggestion: str,
     severity: Literal["error", "warning"],
 ) -> ConfigProblem:
-    others = ", ".join(str(row) for row, _ in found[1:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+    (path, number), reason = found[0]
+    others = ", ".join(str(row) for (_, row), _ in found[1:_NAMED]) + (", ..." if len(found) > _NAMED else "")
     more = f"; {len(found)} rows in all, also {others}" if len(found) > 1 else ""
-    message = f"the answer {found[0][1]}: {what}{more}"
-    return _problem(key, f"{path}:{found[0][0]}", message, suggestion, severity)
+    message = f"the answer {reason}: {what}{more}"
+    return _problem(key, f"{path}:{number}", message, suggestion, severity)
 
 
 def _problem(

@@ -1,46 +1,35 @@
-"""Checks that prompts have tokens, and that prompts and completions fit into model, micro-batch and KV cache."""
+"""Checks that prompts are not too long, and fit with their completions into model, micro-batch and KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+from coordinator.data.scan import Scan
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.data_rows import Row
-from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
-# Rows tokenized in one batch: bounds memory, keeps the tokenizer's threads busy.
-_ENCODE_BATCH = 4096
 
-
-def check_lengths(
-    config: RunConfig, path: Path, rows: Sequence[Row], codec: TextCodec, *, key: str
-) -> tuple[int, list[ConfigProblem]]:
-    """Measure the prompts in tokens and report those that are empty or too long.
+def check_lengths(config: RunConfig, scan: Scan, *, key: str) -> Iterator[ConfigProblem]:
+    """Report prompts that are too long.
 
     Args:
-        path: data file that the rows are from.
-        key: the file's key in the configuration.
-    Returns: tokens of the longest prompt that will be used (0 if there is none), and the problems.
+        key: the part's key in the configuration.
     """
+    if not scan.num_overlong:
+        return
+    row, length = scan.overlong[0]
     limit = config.data.max_prompt_tokens
-    try:
-        measured = list(zip((row.number for row in rows), _token_counts(rows, codec), strict=True))
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exception for text that it cannot handle
-        return 0, [_refused(key, path, error)]
-    empty = [line for line, length in measured if length == 0]
-    over = [(line, length) for line, length in measured if length > limit]
-    longest = max((length for _, length in measured if length <= limit), default=0)
-    problems = [_no_tokens(key, path, empty)] if empty else []
-    if over:
-        drop = config.data.overlong_prompts == "drop"
-        everything = len(over) == len(measured)
-        if drop and not everything:
-            problems.append(_dropped(key, path, over, num_rows=len(measured), limit=limit))
-        else:
-            problems.append(_overlong(key, path, over, num_rows=len(measured), limit=limit, may_drop=not everything))
-    return longest, problems
+    count = f"{scan.num_overlong.total()} of {scan.num_rows} prompts exceed data.max_prompt_tokens ({limit})"
+    if len(scan.num_overlong) > 1:
+        count += f" ({', '.join(f'{name}: {number}' for name, number in scan.num_overlong.items())})"
+    problem = ConfigProblem(
+        key=key, value=f"{row.file}:{row.number}", message=f"{count}; the first has {length} tokens"
+    )
+    if scan.num_used and config.data.overlong_prompts == "drop":
+        yield replace(problem, message=f"{problem.message}; they are left out", severity="warning")
+        return
+    drop = ", or set data.overlong_prompts: drop" if scan.num_used else ": no prompt is left otherwise"
+    yield replace(problem, suggestion=f"raise data.max_prompt_tokens to {scan.longest_overlong}{drop}")
 
 
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
@@ -67,54 +56,6 @@ def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Ite
         if limit is not None and longest + new > limit:
             what = "the KV cache" if key == "rollout.max_total_tokens" else key
             yield _too_long(key, limit, what, limit, longest, new)
-
-
-def _token_counts(rows: Sequence[Row], codec: TextCodec) -> Iterator[int]:
-    for start in range(0, len(rows), _ENCODE_BATCH):
-        for ids in codec.encode([row.prompt for row in rows[start : start + _ENCODE_BATCH]]):
-            yield len(ids)
-
-
-def _refused(key: str, path: Path, error: Exception) -> ConfigProblem:
-    message = f"the tokenizer fails on a prompt: {error}"
-    return ConfigProblem(key=key, value=str(path), message=message, suggestion="is it the tokenizer for this text?")
-
-
-def _no_tokens(key: str, path: Path, lines: list[int]) -> ConfigProblem:
-    return ConfigProblem(
-        key=key,
-        value=f"{path}:{lines[0]}",
-        message=f"the tokenizer makes no token of this prompt ({len(lines)} such prompts in all)",
-        suggestion="is it the tokenizer for this text?",
-    )
-
-
-def _overlong(
-    key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int, may_drop: bool
-) -> ConfigProblem:
-    """Report too long prompts; `may_drop`: other prompts remain if these are dropped."""
-    longest = max(length for _, length in over)
-    return ConfigProblem(
-        key=key,
-        value=f"{path}:{over[0][0]}",
-        message=_how_many(over, num_rows, limit),
-        suggestion=f"raise data.max_prompt_tokens to {longest}"
-        + (", or set data.overlong_prompts: drop" if may_drop else ": no prompt is left otherwise"),
-    )
-
-
-def _dropped(key: str, path: Path, over: list[tuple[int, int]], *, num_rows: int, limit: int) -> ConfigProblem:
-    return ConfigProblem(
-        key=key,
-        value=f"{path}:{over[0][0]}",
-        message=f"{_how_many(over, num_rows, limit)}; they are left out",
-        severity="warning",
-    )
-
-
-def _how_many(over: list[tuple[int, int]], num_rows: int, limit: int) -> str:
-    count = f"{len(over)} of {num_rows} prompts exceed data.max_prompt_tokens ({limit})"
-    return f"{count}; the first has {over[0][1]} tokens"
 
 
 def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:

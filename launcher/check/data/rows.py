@@ -1,85 +1,166 @@
-"""Checks the data files row by row."""
+"""Checks the data files, all rows in one pass."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.check.data.answers import check_answers
+from coordinator.data.formatting import PromptFormat, prompt_format
+from coordinator.data.scan import Scan, Scanner
+from coordinator.data.sources import RowSource, find_sources
+from coordinator.flow import DataKey
+from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.lengths import check_lengths, check_limits
-from launcher.check.data.template import check_template
+from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.data_rows import Row, read_rows
+from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
-# Problems of one file that are listed; the rest is counted.
-_SHOWN = 10
+_PARTS: tuple[DataKey, ...] = ("train", "heldout")
+_COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key")
+_FORMAT = ("data.prompt_as", "data.chat_template", "data.system_prompt", "data.chat_template_kwargs")
+_LENGTHS = ("data.max_prompt_tokens", "data.overlong_prompts")
+
+
+@dataclass(kw_only=True)
+class CheckedData:
+    """What was found in the data.
+
+    Attributes:
+        train: the passes over the sources of data.train, if all rows can be used.
+        formats: which rendered and tokenized them.
+    """
+
+    problems: list[ConfigProblem] = field(default_factory=list)
+    train: list[Scan] = field(default_factory=list)
+    formats: PromptFormat | None = None
 
 
 def check_data(
     config: RunConfig, usable: Callable[..., bool], spec: ModelSpec | None, codec: TextCodec | None
-) -> list[ConfigProblem]:
+) -> CheckedData:
     """Check the rows of the training and held-out data, their answers, chat template and lengths.
 
     Args:
         usable: whether all of the given keys have valid values.
         spec: the model, for its position limit; None: not checked.
-        codec: the tokenizer, for lengths in tokens; None: not checked.
+        codec: the tokenizer, for chat template and lengths in tokens; None: not checked.
     """
-    problems: list[ConfigProblem] = []
+    found = CheckedData()
     reward_problems = list(_check_reward(config.reward.kind)) if usable("reward.kind") else []
+    if codec is not None and usable(*_FORMAT, *_LENGTHS, "model.path", "model.tokenizer_path"):
+        try:
+            found.formats = prompt_format(config.data, codec)
+        except (OSError, ValueError) as error:
+            found.problems.append(_unusable_template(config, error))
+    read_answers = (
+        usable("reward.kind", "reward.workers", "reward.timeout_s")
+        and config.reward.kind == "math_verify"
+        and not reward_problems
+    )
     longest = 0
-    for part in ("train", "heldout"):
-        path = config.data.train if part == "train" else config.data.heldout
-        if path is None or not usable(f"data.{part}", "data.prompt_key", "data.answer_key"):
+    for part in _PARTS:
+        if getattr(config.data, part) is None or not usable(f"data.{part}", *_COLUMNS):
             continue
-        rows, found = _check_rows(config, f"data.{part}", path)
-        problems += found
-        if (
-            config.reward.kind == "math_verify"
-            and not reward_problems
-            and usable("reward.kind", "reward.workers", "reward.timeout_s")
-        ):
-            problems += check_answers(config, path, rows, key=f"data.{part}")
-        if usable("model.path", "model.tokenizer_path"):
-            problems += check_template(config, rows, key=f"data.{part}")
-        if part == "train" and rows and usable("grpo.prompts_per_iteration"):
-            problems += _check_enough(config, len(rows))
-        if codec is not None and usable("data.max_prompt_tokens", "data.overlong_prompts"):
-            length, found = check_lengths(config, path, rows, codec, key=f"data.{part}")
-            longest = max(longest, length)
-            problems += found
+        scans, problems = _check_part(config, part, found.formats, read_answers=read_answers)
+        found.problems += problems
+        longest = max([longest, *(scan.longest for scan in scans)])
+        if part == "train" and usable("grpo.prompts_per_iteration"):
+            found.train = [] if any(scan.faults.problems for scan in scans) else scans
+            found.problems += _check_enough(config, sum(scan.num_rows for scan in scans))
+    if found.formats is not None:
+        found.problems += check_arguments(config, found.formats)
     if usable(
         "grpo.max_new_tokens",
         "trainer.max_tokens_per_micro_batch",
         "rollout.max_total_tokens",
         "rollout.context_length",
     ):
-        problems += check_limits(config, spec, longest)
-    return problems + reward_problems
+        found.problems += check_limits(config, spec, longest)
+    found.problems += reward_problems
+    return found
 
 
-def _check_rows(config: RunConfig, key: str, path: Path) -> tuple[list[Row], list[ConfigProblem]]:
-    result = read_rows(path, prompt_key=config.data.prompt_key, answer_key=config.data.answer_key, limit=_SHOWN)
-    problems = [
+def _check_part(
+    config: RunConfig, part: DataKey, formats: PromptFormat | None, *, read_answers: bool
+) -> tuple[list[Scan], list[ConfigProblem]]:
+    """Read all rows of a part. Returns: what was found in each source, and the problems."""
+    key = f"data.{part}"
+    answers = AnswerSample()
+    plain = None if formats is None else PlainPrompts(formats)
+    scanner = Scanner(
+        format=formats,
+        max_tokens=config.data.max_prompt_tokens,
+        watchers=[answers.add] if plain is None else [answers.add, plain.add],
+        report=_report,
+    )
+    try:
+        sources = find_sources(config.data, part)
+        scans = [scanner.scan(source) for source in sources]
+    except DataError as error:
+        return [], [_problem(key, problem) for problem in error.problems]
+    except OSError as error:
+        return [], [ConfigProblem(key=key, value=str(error.filename), message=f"cannot be read: {error.strerror}")]
+    problems = [problem for scan in scans for problem in _problems(key, scan)]
+    if read_answers:
+        problems += check_answers(config, answers, key=key)
+    if plain is not None:
+        problems += plain.problems(config, key=key)
+    for scan in scans:
+        problems += check_lengths(config, scan, key=key)
+    return scans, problems + _check_overlap(config, part, sources)
+
+
+def _problems(key: str, scan: Scan) -> Iterator[ConfigProblem]:
+    yield from (_problem(key, problem) for problem in scan.faults.problems)
+    if scan.faults.num_more:
+        file = scan.source.files[0].path
+        yield ConfigProblem(key=key, value=str(file), message=f"{scan.faults.num_more} more rows with problems")
+
+
+def _problem(key: str, problem: RowProblem) -> ConfigProblem:
+    return ConfigProblem(key=key, value=problem.place, message=problem.text)
+
+
+def _report(file: Path, share: float) -> None:
+    print(f"reading {file}: {share:.0%}", file=sys.stderr)
+
+
+def _unusable_template(config: RunConfig, error: Exception) -> ConfigProblem:
+    text = str(error).removeprefix(f"data.chat_template = {config.data.chat_template}: ")
+    return ConfigProblem(key="data.chat_template", value=config.data.chat_template, message=text)
+
+
+def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource]) -> list[ConfigProblem]:
+    """Warn of held-out files that are trained on, where a glob hides it."""
+    if part != "heldout":
+        return []
+    try:
+        train = find_sources(config.data, "train")
+    except DataError:
+        return []  # reported already
+    trained = {file.path.resolve() for source in train for file in source.files}
+    both = [file.path for source in sources for file in source.files if file.path.resolve() in trained]
+    said = {source.path for source in config.data.train} & {source.path for source in config.data.heldout or ()}
+    if not both or said:
+        return []  # the configuration itself shows it: tandem_config/checks/data.py
+    return [
         ConfigProblem(
-            key=key,
-            value=str(path) if problem.number is None else f"{path}:{problem.number}",
-            message=problem.text,
+            key="data.heldout",
+            value=str(both[0]),
+            message=f"is a training file too (of {len(both)} such), so the held-out accuracy will measure memorization",
+            suggestion="use rows that are not trained on",
+            severity="warning",
         )
-        for problem in result.problems
     ]
-    if result.more_problems:
-        problems.append(
-            ConfigProblem(key=key, value=str(path), message=f"{result.more_problems} more rows with problems")
-        )
-    return result.rows, problems
 
 
 def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
     wanted = config.grpo.prompts_per_iteration
-    if rows < wanted:
+    if 0 < rows < wanted:
         yield ConfigProblem(
             key="grpo.prompts_per_iteration",
             value=str(wanted),

@@ -1,58 +1,73 @@
-"""Warns that a model's chat template is not applied: Tandem trains on the prompts of the data as they are."""
+"""Warns of a chat template that is not applied, and of arguments that it does not look at."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+from coordinator.data.formatting import PromptFormat, PromptText
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.data_rows import Row
+from tandem_files.rows.reading import Row
 
 # Markers of turns: <|im_start|>, <|start_header_id|>, <start_of_turn>, [INST], <｜User｜>.
 _MARK = re.compile(r"<[|｜][^<>{}'\"\s]+[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
-def check_template(config: RunConfig, rows: Sequence[Row], *, key: str) -> Iterator[ConfigProblem]:
-    """Warn if the model has a chat template and prompts contain none of its markers.
+class PlainPrompts:
+    """Counts prompts that hold none of the marks of the model's chat template."""
 
-    Args:
-        key: the rows' key in the configuration.
-    """
-    folder = config.model.tokenizer_path or config.model.path
-    marks = sorted(set(_MARK.findall(_template(folder))))
-    if not marks:
-        return
-    plain = [row.number for row in rows if not any(mark in row.prompt for mark in marks)]
-    if plain:
-        path = config.data.train if key == "data.train" else config.data.heldout
-        named = ", ".join(marks[:3]) + (", ..." if len(marks) > 3 else "")
+    def __init__(self, formats: PromptFormat) -> None:
+        templates = "".join(template.text for template in formats.templates.values())
+        self._marks = sorted(set(_MARK.findall(templates)))
+        self._num_rows = 0
+        self._num_plain = 0
+        self._first = ""
+
+    def add(self, batch: Sequence[tuple[Row, PromptText]]) -> None:
+        """Look at rows that can be used."""
+        self._num_rows += len(batch)
+        for row, text in batch:
+            if self._marks and not text.rendered and not any(mark in text.text for mark in self._marks):
+                self._num_plain += 1
+                self._first = self._first or f"{row.file}:{row.number}"
+
+    def problems(self, config: RunConfig, *, key: str) -> Iterator[ConfigProblem]:
+        """Warn if there were any.
+
+        Args:
+            key: the part's key in the configuration.
+        """
+        if not self._num_plain:
+            return
+        folder = config.model.tokenizer_path or config.model.path
+        named = ", ".join(self._marks[:3]) + (", ..." if len(self._marks) > 3 else "")
         yield ConfigProblem(
             key=key,
-            value=f"{path}:{plain[0]}",
-            message=f"{folder} has a chat template, and Tandem applies none: {len(plain)} of {len(rows)} prompts hold "
-            f"none of its {named}, so a model that was tuned on it is trained on text that it has never seen",
-            suggestion="render the prompts first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
-            "tokenize=False). For a base model, ignore this",
+            value=self._first,
+            message=f"{folder} has a chat template, and prompts that are texts are used without it: {self._num_plain} "
+            f"of {self._num_rows} hold none of its {named}, so a model that was tuned on it is trained on text that it "
+            "has never seen",
+            suggestion="set data.prompt_as: user_message to render each as a user's message; for a base model, set "
+            "data.chat_template: none",
             severity="warning",
         )
 
 
-def _template(folder: Path) -> str:
-    """Return the text of all chat templates of the folder; "" if it has none that can be read."""
-    texts: list[str] = []
-    try:
-        plain = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
-        texts.extend(file.read_text(encoding="utf-8") for file in plain if file.is_file())
-        within = [folder / name for name in ("chat_template.json", "tokenizer_config.json")]
-        texts.extend(_in_json(json.loads(file.read_text(encoding="utf-8"))) for file in within if file.is_file())
-    except (OSError, ValueError):
-        pass  # Tandem does not use these files, so an unreadable one must not stop the run
-    return "\n".join(texts)
-
-
-def _in_json(content: object) -> str:
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if isinstance(template, list):
-        return "\n".join(str(entry.get("template", "")) for entry in template if isinstance(entry, dict))
-    return template if isinstance(template, str) else ""
+def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[ConfigProblem]:
+    """Warn of arguments that no template looks at, and of a template that has looked at the clock."""
+    unused = [set(template.unused) for template in formats.templates.values()]
+    for name in sorted(set.intersection(*unused)) if unused else []:
+        yield ConfigProblem(
+            key="data.chat_template_kwargs",
+            value=f"{name}: {config.data.chat_template_kwargs[name]}",
+            message="the chat template never looks at it",
+            suggestion="is it spelt as in the template?",
+            severity="warning",
+        )
+    if formats.uses_clock:
+        yield ConfigProblem(
+            key="data.chat_template",
+            value=config.data.chat_template,
+            message="the template writes the current date into prompts, so they change from day to day",
+            suggestion="fix it, e.g. data.chat_template_kwargs: {date_string: 26 Jul 2024}",
+            severity="warning",
+        )

@@ -14,6 +14,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.kit.fleet import Fleet
+from tests.kit.folders import WORDS, write_tokenizer
 from tests.kit.models import TRAINED_VOCABULARY
 from tests.kit.processes import Services
 from tests.kit.round import service_at
@@ -30,10 +31,12 @@ class TrainerProcesses(Services):
     """The ranks of one trainer; `folder` is the run's."""
 
     def __init__(self, redis_url: str, folder: Path, model: Path, **trainer: Any) -> None:
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        write_tokenizer(folder / "tokenizer", WORDS)
         # Another name of where they listen, so that a test sees which of the two is announced.
         super().__init__(redis_url, folder, RUN_ID, {"TANDEM_ADVERTISE_HOST": "localhost"})
         settings = {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "tokenizer_path": str(folder / "tokenizer")},
             "data": {"train": str(folder / "train.jsonl")},
             "grpo": {"prompts_per_iteration": 8, "group_size": 2},
             # The first steps differ in size, so that a test sees which step one is.

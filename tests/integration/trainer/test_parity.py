@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.integration.trainer.reference import (
 )
 from tests.kit.models import ROPE, save_model, trained_model
 from trainer_service.batch.samples import FloatArray, Samples
+from trainer_service.saved_policy import SavedPolicy
+from weightsync.model.spec import ModelSpec
 
 # The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
@@ -307,6 +310,15 @@ def test_import_then_export_is_the_identity(results: Results, case: Case) -> Non
     exported = tensors(results.of(case) / "before")
     original = {name: t.to(getattr(torch, case.dtype)) for name, t in tensors(results.folder / case.kind).items()}
     assert_bitwise(original, exported)
+
+
+@every_case_of_both_types
+def test_a_checkpoint_is_read_without_its_ranks_as_they_export_it(results: Results, case: Case) -> None:
+    folder = results.of(case)
+    spec = ModelSpec.from_folder(results.folder / case.kind)
+    with ExitStack() as stack:
+        saved = dict(SavedPolicy(folder / "checkpoint", spec, stack))
+    assert_bitwise(tensors(folder / "before"), saved)
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3", "qwen3-moe", "llama"])

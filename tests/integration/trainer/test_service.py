@@ -165,7 +165,30 @@ async def test_export_then_export_again(stub: Any, folder: Path) -> None:
     for _ in range(2):
         reply = await stub.ExportModel(pb.ExportModelRequest(path=str(out)), timeout=TIMEOUT_S)
     assert reply.bytes == sum(file.stat().st_size for file in out.iterdir())
+    # model.tokenizer_path's
+    assert (out / "tokenizer.json").read_bytes() == (folder.parent / "tokenizer" / "tokenizer.json").read_bytes()
     assert "model.embed_tokens.weight" in load_file(out / "model.safetensors")
+
+
+async def test_an_export_that_cannot_be_written_is_an_error_of_the_call_only(
+    stub: Any, folder: Path, tiny_model: Path
+) -> None:
+    """Only the rank that writes sees the model's files: the other one must not wait for it."""
+    out, config = folder / "hf", tiny_model / "config.json"
+    await write(stub, str(out), "ExportModel")
+    kept, content = (out / "model.safetensors").read_bytes(), config.read_bytes()
+    for damaged, says in {b"[]": "JSON list", b"{": "not valid JSON", b"": "not valid JSON"}.items():
+        config.write_bytes(damaged)
+        try:
+            error = await refusal(write(stub, str(out), "ExportModel"))
+        finally:
+            config.write_bytes(content)
+        assert error.reason == "INTERNAL"
+        assert f"cannot write {out}: " in str(error)
+        assert says in str(error)
+    assert (out / "model.safetensors").read_bytes() == kept
+    assert [path.name for path in folder.iterdir()] == ["hf"]
+    await write(stub, str(out), "ExportModel")
 
 
 def victim(folder: Path) -> Path:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.sections.data import DataSource
 
 MINIMAL = "model:\n  path: m\ndata:\n  train: rows.jsonl\n"
 
@@ -30,8 +32,8 @@ def test_paths_in_the_file_are_relative_to_it_and_results_to_the_working_directo
     monkeypatch.chdir(elsewhere)
     config = load_config(write(tmp_path, MINIMAL.replace("m\n", "../m\n")), ["data.heldout=held.jsonl"])
     assert config.model.path == tmp_path.parent / "m"
-    assert config.data.train == tmp_path / "rows.jsonl"
-    assert config.data.heldout == elsewhere / "held.jsonl"
+    assert config.data.train == (DataSource(path=tmp_path / "rows.jsonl"),)
+    assert config.data.heldout == (DataSource(path=elsewhere / "held.jsonl"),)
     assert config.run.output_dir == elsewhere / "runs"
 
 
@@ -56,6 +58,50 @@ def test_a_resolved_file_loads_to_the_same_configuration_from_anywhere(
     resolved.write_text(dump_resolved(config), encoding="utf-8")
     monkeypatch.chdir(resolved.parent)
     assert load_config(resolved) == config
+
+
+def test_sources_in_each_form_keep_their_paths_and_are_written_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = "[{path: a.jsonl, weight: 2, name: A}, {path: '../b/*.parquet', weight: 0.5, answer_key: x.y}]"
+    text = f"model: {{path: m}}\ndata: {{train: {mixture}, heldout: [h.jsonl, '~/i.jsonl'], chat_template: t.jinja}}\n"
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(write(tmp_path, text))
+    assert config.data.train == (
+        DataSource(path=tmp_path / "a.jsonl", weight=2.0, name="A"),
+        DataSource(path=tmp_path.parent / "b/*.parquet", weight=0.5, answer_key="x.y"),
+    )
+    assert [source.path for source in config.data.heldout or ()] == [tmp_path / "h.jsonl", Path("/home/me/i.jsonl")]
+    assert config.data.chat_template == str(tmp_path / "t.jinja")
+    written = yaml.safe_load(dump_resolved(config))["data"]
+    assert written["train"][0] == {"path": str(tmp_path / "a.jsonl"), "weight": 2.0, "name": "A"}
+    assert written["heldout"] == [str(tmp_path / "h.jsonl"), "/home/me/i.jsonl"]
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    monkeypatch.chdir("/")
+    assert load_config(resolved) == config
+
+
+def test_rows_need_no_answer_where_no_reward_reads_one(tmp_path: Path) -> None:
+    options = ["data.answer_key=null", "reward.kind=regex", r"reward.pattern=\(x\) (?:y|z)"]
+    assert load_config(write(tmp_path, MINIMAL), options).data.answer_key is None
+    text = "model: {path: m}\ndata: {train: {path: a, answer_key: x}, answer_key: null}\n"
+    assert load_config(write(tmp_path, text)).data.train[0].answer_key == "x"
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ("a: b", ["a: b"]),
+        ("[a, {path: b}]", ["a", "b"]),
+        ("{path: b, name: x}", ["b"]),
+        ("'[1].jsonl'", ["[1].jsonl"]),
+    ],
+)
+def test_sources_in_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, paths: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(write(tmp_path, MINIMAL), [f"data.train={value}"])
+    assert [source.path for source in config.data.train] == [tmp_path / path for path in paths]
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
@@ -128,6 +174,24 @@ BAD_FILES = [
     ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
     ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",
      "exceeds the 1 samples of an update", "raise grpo.prompts_per_iteration"),
+    ("data: {train: []}", "data.train", "[]", "at least one file", "a glob"),
+    ("data: {train: 3}", "data.train", "3", "must be a path", "a glob"),
+    ("data: {train: [{path: a, weight: 0}]}", "data.train", "0", "entry 1: weight must be greater than 0", "Rate"),
+    ("data: {train: [a, {path: b, weigth: 1}]}", "data.train", "1", "entry 2: unknown key weigth", "mean weight?"),
+    ("data: {train: [{weight: 1}]}", "data.train", "", "entry 1: path is missing", "File"),
+    ("data: {train: [{path: a, weight: 1}, b]}", "data.train", "a", "weights for some sources only", ""),
+    ("data: {train: [a, a]}", "data.train", "a", "has two sources of the path", ""),
+    ("data: {train: a, heldout: {path: b, weight: 2}}", "data.heldout", "b", "scored once", "leave the weight out"),
+    ("data: {train: a, answer_key: null}", "data.answer_key", "null", "exact_match compares", "column"),
+    (
+        "data: {train: a, answer_key: null}\nreward: {kind: regex, pattern: 'is (a)'}",
+        "data.answer_key", "null", "regex compares", "column",
+    ),
+    ("data: {train: a, chat_template: none, system_prompt: x}", "data.system_prompt", "x", "chat_template is none", ""),
+    ("data: {train: a, chat_template: none, prompt_as: user_message}", "data.prompt_as", "", "is none", "auto"),
+    ("data: {train: a, chat_template_kwargs: {messages: 1}}", "data.chat_template_kwargs", "1", "may not hold", ""),
+    ("data: {train: a, input_key: q}", "data.input_key", "q", "unknown key", "data.prompt_key?"),
+    ("data: {train: a, apply_chat_template: true}", "data.apply_chat_template", "true", "key", "data.chat_template?"),
     ("fleet: {kind: kubernets}", "fleet.kind", "kubernets", "must be one of", "did you mean kubernetes?"),
     ("fleet: {scale: true}", "fleet.scale", "true", "does nothing with fleet.kind: registry", "kubernetes"),
     ("fleet: {kubeconfig: k}", "fleet.kubeconfig", "k", "does nothing with fleet.kind: registry", "kubernetes"),

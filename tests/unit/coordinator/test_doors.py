@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-MODULES = "coordinator.app, coordinator.__main__, tandem_files.data_rows, coordinator.learn.rewards.math_verify"
+MODULES = "coordinator.app, coordinator.__main__, tandem_files.rows.reading, coordinator.learn.rewards.math_verify"
 
 
 def test_the_coordinator_loads_neither_torch_nor_an_engine() -> None:
@@ -11,8 +11,7 @@ def test_the_coordinator_loads_neither_torch_nor_an_engine() -> None:
 
 
 def test_rows_can_be_read_without_the_rest() -> None:
-    code = (
-        "import sys, tandem_files.data_rows; print(sorted({'grpc', 'numpy', 'tokenizers', 'redis'} & set(sys.modules)))"
-    )
+    others = "{'grpc', 'numpy', 'tokenizers', 'redis'}"
+    code = f"import sys, tandem_files.rows.reading; print(sorted({others} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

@@ -1,59 +1,21 @@
-from collections import Counter
+import decimal
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from coordinator.data.prompts import CursorState, DataCursor, load_prompts
-from coordinator.flow import Prompt
+from coordinator.data import scan
+from coordinator.data.prompts import load_prompts
+from servicekit.errors import ConfigError
 from tandem_config.schema import DataSection
-from tandem_files.data_rows import DataError
+from tandem_files.rows.problems import DataError
 from tandem_files.tokenizer import TextCodec, stop_token_ids
 from tests.kit.folders import EOS, encode, write_data, write_small_model
-
-PROMPTS = [Prompt(row=i + 1, token_ids=[i], answer=str(i)) for i in range(7)]
-
-
-def taken(cursor: DataCursor, *counts: int) -> list[list[int]]:
-    return [[prompt.row for prompt in cursor.take(count)] for count in counts]
-
-
-def test_an_epoch_takes_every_prompt_once() -> None:
-    cursor = DataCursor(PROMPTS, seed=3, shuffle=True)
-    rows = [row for part in taken(cursor, 3, 3, 3, 5) for row in part]
-    assert Counter(rows[:7]) == Counter(rows[7:]) == Counter(range(1, 8))
-    assert rows[:7] != rows[7:]
-
-
-def test_orders_depend_on_the_seed_alone() -> None:
-    orders = [taken(DataCursor(PROMPTS, seed=seed, shuffle=True), 14) for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-def test_without_shuffling_the_files_order_repeats() -> None:
-    assert taken(DataCursor(PROMPTS, seed=0, shuffle=False), 5, 5) == [[1, 2, 3, 4, 5], [6, 7, 1, 2, 3]]
-
-
-def test_a_take_larger_than_the_data_spans_epochs() -> None:
-    assert Counter(taken(DataCursor(PROMPTS, seed=0, shuffle=True), 21)[0]) == Counter(list(range(1, 8)) * 3)
-
-
-@pytest.mark.parametrize("before", [0, 1, 6, 7, 8, 20])
-def test_a_restored_cursor_goes_on_exactly(before: int) -> None:
-    original = DataCursor(PROMPTS, seed=5, shuffle=True)
-    original.take(before)
-    restored = DataCursor(PROMPTS, seed=5, shuffle=True)
-    restored.restore(original.state())
-    assert taken(original, 4, 9) == taken(restored, 4, 9)
-
-
-def test_other_data_is_refused_on_restore() -> None:
-    cursor = DataCursor(PROMPTS, seed=0, shuffle=True)
-    with pytest.raises(ValueError, match=r"data.train has 7 usable prompts, but the checkpoint was made with 8"):
-        cursor.restore(CursorState(epoch=0, position=0, num_prompts=8))
 
 
 @pytest.fixture
@@ -61,28 +23,31 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
-def section(path: Path, **settings: object) -> DataSection:
-    return DataSection.model_validate({"train": path, **settings})
+def section(train: object, **settings: object) -> DataSection:
+    return DataSection.model_validate({"train": train, **settings})
 
 
 def test_prompts_are_tokenized(tmp_path: Path, codec: TextCodec) -> None:
-    data = section(write_data(tmp_path / "a.jsonl", [(10, 20), (7, 5)]))
-    loaded = load_prompts(data, "train", codec)
-    assert [(p.row, list(p.token_ids), p.answer) for p in loaded.prompts] == [
-        (1, encode("10+20="), "30"),
-        (2, encode("7+5="), "12"),
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "10+20=", "answer": 30, "level": {"n": 1}}\n\n{"prompt": "7+5=", "answer": "12"}\n')
+    loaded = load_prompts(section(path), "train", codec)
+    assert [(p.row, list(p.token_ids), p.answer, p.text, p.name, p.source) for p in loaded] == [
+        (1, encode("10+20="), "30", "10+20=", "row1", "a"),
+        (3, encode("7+5="), "12", "7+5=", "row3", "a"),
     ]
-    assert loaded.num_dropped == 0
+    assert loaded.sources[0][0].columns == {"prompt": "10+20=", "answer": 30, "level": {"n": 1}}
+    assert loaded.dropped == {}
 
 
 def test_overlong_prompts_by_policy(tmp_path: Path, codec: TextCodec) -> None:
     path = write_data(tmp_path / "a.jsonl", [(10, 20), (7, 5), (11, 12)])
     with pytest.raises(DataError) as caught:
         load_prompts(section(path, max_prompt_tokens=5), "train", codec)
-    assert [problem.number for problem in caught.value.problems] == [1, 3]
-    assert "has 6 tokens, more than data.max_prompt_tokens = 5" in str(caught.value)
+    (problem,) = caught.value.problems
+    assert (problem.number, problem.others) == (1, (3,))
+    assert "has 6 tokens, more than data.max_prompt_tokens = 5: raise it to 6" in str(caught.value)
     dropped = load_prompts(section(path, max_prompt_tokens=5, overlong_prompts="drop"), "train", codec)
-    assert ([prompt.row for prompt in dropped.prompts], dropped.num_dropped) == ([2], 2)
+    assert ([prompt.row for prompt in dropped], dropped.dropped) == ([2], {"a": 2})
     with pytest.raises(DataError, match="every prompt is longer"):
         load_prompts(section(path, max_prompt_tokens=2, overlong_prompts="drop"), "train", codec)
 
@@ -92,6 +57,67 @@ def test_bad_rows_stop_the_load(tmp_path: Path, codec: TextCodec) -> None:
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: has no 'answer'"):
         load_prompts(section(path), "train", codec)
+
+
+def test_rows_of_many_batches_and_of_large_ones_are_all_there(
+    tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "_BATCH_ROWS", 4)
+    monkeypatch.setattr(scan, "_BATCH_BYTES", 100)
+    path = write_data(tmp_path / "a.jsonl", [(n, n) for n in range(30)])
+    assert [prompt.answer for prompt in load_prompts(section(path), "train", codec)] == [str(2 * n) for n in range(30)]
+
+
+def test_files_of_a_list_are_one_source_with_names_of_their_own(tmp_path: Path, codec: TextCodec) -> None:
+    write_data(tmp_path / "a.jsonl", [(1, 1), (2, 2)])
+    (tmp_path / "b").mkdir()
+    for name in ("a.jsonl", "c d.jsonl"):
+        (tmp_path / "b" / name).write_text('{"q": "3+3=", "answer": "6"}\n')
+    train = [tmp_path / "a.jsonl", {"path": tmp_path / "b" / "*.jsonl", "prompt_key": "q", "name": "B"}]
+    loaded = load_prompts(section(train), "train", codec)
+    assert len(loaded.sources) == 1
+    assert [(p.name, p.source) for p in loaded] == [
+        ("a.row1", "a"),
+        ("a.row2", "a"),
+        ("a-2.row1", "B"),
+        ("c-d.row1", "B"),
+    ]
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, codec: TextCodec) -> None:
+    path = write_data(tmp_path / "a.jsonl", [(1, 1)])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    with pytest.raises(DataError, match=r"link\.jsonl: is named twice, also as .*/a\.jsonl: "):
+        load_prompts(section([path, tmp_path / "l*.jsonl"]), "train", codec)
+
+
+def test_a_parquet_file_is_as_its_rows_in_json(tmp_path: Path, codec: TextCodec) -> None:
+    columns = {"prompt": ["1+1=", "2+2="], "answer": [2, 4], "price": [decimal.Decimal("1.5"), None]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": 2, "price": "1.5"}\n{"prompt": "2+2=", "answer": 4, "price": null}\n'
+    )
+    one, other = (
+        list(load_prompts(section(tmp_path / name), "train", codec, tmp_path)) for name in ("a.parquet", "a.jsonl")
+    )
+    assert one == other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.parquet", "model"]
+
+
+def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, codec: TextCodec) -> None:
+    path = write_data(tmp_path / "a.jsonl", [(n, 10) for n in range(10, 30)])
+    path.write_text(path.read_text().rstrip())
+    source = load_prompts(section(path), "train", codec).sources[0]
+    with path.open("a") as file:
+        file.write('\n{"prompt": "more", "answer": "rows"}\n')
+    assert source[19].answer == "39"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))  # lines of equal length
+    with pytest.raises(ConfigError, match=r"a\.jsonl:20 is no longer what and where it was when the run began"):
+        source[19]
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"a\.jsonl can no longer be read: No such file"):
+        source[19]
 
 
 def test_decoding_leaves_special_tokens_out(codec: TextCodec) -> None:

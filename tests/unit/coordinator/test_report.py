@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.data.prompts import CursorState
+from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
 from coordinator.record.state import RunState, Totals
 from coordinator.record.summary import build_summary
@@ -73,7 +73,7 @@ def test_the_summary_has_what_the_issue_asks_for() -> None:
     state = RunState(
         iteration=2,
         policy_version=2,
-        cursor=CursorState(epoch=0, position=0, num_prompts=1),
+        cursor=CursorState(sources=()),
         batch_rng={},
         model_fingerprint="f",
         initial_accuracy=0.25,

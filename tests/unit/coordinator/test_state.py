@@ -1,14 +1,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.data.prompts import CursorState
+from coordinator.data.cursor import CursorState, SourcePosition
 from coordinator.record.checkpoint import load_newest
 from coordinator.record.resuming import order_differences
-from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, Totals
+from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
 from tandem_files.metrics_file import MetricsFile
@@ -19,7 +20,7 @@ def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
     rng = np.random.default_rng(3)
     return RunState(
         iteration=iteration,
-        cursor=CursorState(epoch=1, position=5, num_prompts=9),
+        cursor=CursorState(sources=(SourcePosition(epoch=1, position=5, num_prompts=9),)),
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
     )
@@ -97,23 +98,48 @@ def test_a_state_of_another_release_is_named(tmp_path: Path) -> None:
     state_at(2).save(path)
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "iteration": "many"}))
-    with pytest.raises(ConfigError, match=r"coordinator\.json is not a coordinator state: iteration: "):
+    with pytest.raises(
+        ConfigError, match=r"coordinator\.json is not a coordinator state of this release of Tandem: iteration: "
+    ):
+        RunState.load(path)
+    path.write_text(
+        json.dumps({**data, "cursor": {"epoch": 0, "position": 5, "num_prompts": 9}})
+    )  # as of one source only
+    with pytest.raises(
+        ConfigError, match=r"cursor\.sources: .*; resume with the release that wrote it, or start a new run"
+    ):
         RunState.load(path)
     path.unlink()
     with pytest.raises(ConfigError, match="does not exist"):
         RunState.load(path)
 
 
+def order(*digests: str, weight: float = 1.0, num_prompts: int = 9, **changes: Any) -> DataOrder:
+    sources = [SourceOrder(weight=weight, num_prompts=num_prompts, digest=digest) for digest in digests]
+    return DataOrder(**{"seed": 0, "shuffle": True, "sources": sources, "settings": {"tokenizer": "t"}, **changes})
+
+
+def differences(old: DataOrder, new: DataOrder) -> list[str]:
+    return order_differences(state_at(2).model_copy(update={"order": old}), new)
+
+
 def test_what_differs_in_the_data_is_named_at_once() -> None:
-    order = DataOrder(seed=0, shuffle=True, prompts_digest="a")
-    saved = state_at(2).model_copy(update={"order": order})
-    assert order_differences(saved, order, 9) == []
-    found = order_differences(saved, DataOrder(seed=1, shuffle=False, prompts_digest="b"), 12)
-    assert found == [
+    assert differences(order("a"), order("a")) == []
+    assert differences(order("a"), order("b", num_prompts=12, seed=1, shuffle=False, settings={"data.x": "1"})) == [
         "run.seed: 0 in the checkpoint, 1 in the run",
         "data.shuffle: True in the checkpoint, False in the run",
-        "data.train: other prompts than those of the checkpoint (9 usable ones in the checkpoint, 12 in the run; "
-        "or other texts, answers, tokens or order)",
+        "data.train: other rows than those of the checkpoint (9 usable ones in the checkpoint, 12 in the run; the "
+        "files have other bytes)",
+        "data.x: unused in the checkpoint, 1 in the run",
+        "tokenizer: t in the checkpoint, unused in the run",
+    ]
+
+
+def test_what_differs_in_a_mixture_is_named_by_source() -> None:
+    assert differences(order("a", "b"), order("a")) == ["sources of data.train: 2 in the checkpoint, 1 in the run"]
+    assert differences(order("a", "b"), order("b", "a", weight=2.0))[1].startswith("data.train, source 1: other rows")
+    assert differences(order("a", "b"), order("a", "b", weight=2.0)) == [
+        f"data.train, source {place}, weight: 1.0 in the checkpoint, 2.0 in the run" for place in (1, 2)
     ]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,22 @@ import yaml
 from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
-from coordinator.data.prompts import DataCursor
-from coordinator.flow import Prompt, ReplicaOutcome, SyncResult
+from coordinator.data.cursor import CursorState
+from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
 from coordinator.watch.observed import Observed
+from coordinator.web import snapshot
 from coordinator.web.conditions import Conditions, alerts
 from coordinator.web.history import POINTS, History, thin
-from coordinator.web.server import DATA, PageServer
-from coordinator.web.snapshot import CURVES, Source
-from servicekit.errors import PeerLost
+from coordinator.web.on_loop import on_loop
+from coordinator.web.picture import CURVES
+from coordinator.web.server import DATA, SAMPLES, PageServer
+from coordinator.web.snapshot import Source
+from servicekit.errors import ConfigError, PeerLost
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
-PROMPTS = [Prompt(row=1, token_ids=(1,), answer="1")]
 NASTY = "</script><img src=x onerror=alert(1)>"
 
 
@@ -173,7 +175,7 @@ def test_observed_rounds_say_what_became_of_the_replicas() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    state = RunState(cursor=DataCursor(PROMPTS, seed=0, shuffle=False).state(), batch_rng={}, model_fingerprint="x")
+    state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="x")
     state.iteration, state.policy_version = 5, 5
     observed = Observed()
     observed.sync(sync_result())
@@ -197,19 +199,47 @@ def test_a_snapshot_is_plain_json(source: Source) -> None:
     assert (shown["run"], shown["state"], shown["iteration"]) == (NASTY, "running", 5)
     assert [curve["field"] for curve in shown["curves"]] == [field for field, _, _ in CURVES]
     assert shown["curves"][0]["points"][-1] == [5, 0.5]
+    assert [each["iteration"] for each in shown["iterations"]] == [1, 2, 3, 4, 5]
     assert [replica["name"] for replica in shown["replicas"]] == ["rollout-0", "rollout-1"]
     assert shown["syncs"][0]["stages"] == {"prepare": 0.1, "transfer": 0.3}
     assert "pod rollout-3 is stuck" in [alert["text"] for alert in shown["alerts"]]
 
 
+def test_the_accuracy_before_the_training_begins_its_curve(source: Source) -> None:
+    source.state.initial_accuracy = 0.7
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, heldout_accuracy=0.4)))
+    shown = source.snapshot()
+    curves = {curve["field"]: curve for curve in shown["curves"]}
+    assert curves["heldout_accuracy"]["points"] == [(0.0, 0.7), (6, 0.4)]
+    assert (curves["heldout_accuracy"]["start"], curves["reward_mean"]["start"]) == (0.7, None)
+
+
+def test_an_iteration_s_time_is_shown_by_part_and_what_is_left_is_estimated(source: Source) -> None:
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, iteration_s=5.0, generate_s=2.0, train_s=1.5)))
+    shown = source.snapshot()
+    assert shown["iterations"][-1] == {
+        "iteration": 6,
+        "total_s": 5.0,
+        "parts": {"generate": 2.0, "train": 1.5, "other": 1.5},
+    }
+    assert shown["left_s"] == pytest.approx(35 * (5 * 2.0 + 5.0) / 6)
+
+
+def test_a_run_that_starts_says_which_services_it_waits_for(source: Source) -> None:
+    source.observed.awaited, source.observed.arrived = ["trainer"], {"rollout-0": 12.0}
+    shown = source.snapshot()
+    assert (shown["awaited"], shown["arrived"]) == (["trainer"], {"rollout-0": 12.0})
+
+
 @pytest_asyncio.fixture
 async def ask(source: Source) -> AsyncIterator[Callable[..., Any]]:
     """Asks the page's server: (status, headers, body)."""
-    server = PageServer("127.0.0.1", 0, source.snapshot)
+    answers = {DATA: on_loop(source.snapshot, asyncio.get_running_loop()), SAMPLES: lambda query: dict(query)}
+    server = PageServer("127.0.0.1", 0, answers, key="secret")
 
-    def request(path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    def request(path: str, method: str = "GET", key: str = "") -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-        connection.request(method, path)
+        connection.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {})
         answer = connection.getresponse()
         body = answer.read()
         connection.close()
@@ -219,7 +249,11 @@ async def ask(source: Source) -> AsyncIterator[Callable[..., Any]]:
     await asyncio.to_thread(server.close)
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", DATA])
+STATIC = sorted((Path(snapshot.__file__).parent / "static").iterdir())
+PATHS = ["/", DATA, *(f"/{path.name}" for path in STATIC if path.name != "index.html")]
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_the_page_is_served_with_a_strict_policy(ask: Callable[..., Any], path: str) -> None:
     status, headers, body = await ask(path)
     assert status == 200
@@ -232,7 +266,33 @@ async def test_the_page_is_served_with_a_strict_policy(ask: Callable[..., Any], 
     text = body.decode()
     assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
     assert path != "/" or not any(wrong in text for wrong in ("onclick", "<style", " style=", "<script>"))
-    assert "innerHTML" not in text
+    assert not any(wrong in text for wrong in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("))
+
+
+@pytest.mark.parametrize(("key", "status"), [("", 401), ("guess", 401), ("sécret", 401), ("secret", 200)])
+async def test_samples_are_for_those_who_know_the_key(ask: Callable[..., Any], key: str, status: int) -> None:
+    found, _, body = await ask(f"{SAMPLES}?search=%3Cb%3E&iteration=3", "GET", key)
+    assert found == status
+    assert (json.loads(body) == {"search": "<b>", "iteration": "3"}) if status == 200 else (b"key" in body)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("no such iteration"), 400), (PermissionError(13, "not yours"), 500)]
+)
+async def test_data_that_cannot_be_read_is_said(error: Exception, status: int) -> None:
+    def fail(query: Mapping[str, str]) -> dict[str, Any]:
+        raise error
+
+    server = PageServer("127.0.0.1", 0, {SAMPLES: fail})
+
+    def request() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("GET", SAMPLES)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    assert await asyncio.to_thread(request) == (status, f"{error}\n")
+    await asyncio.to_thread(server.close)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
@@ -252,8 +312,9 @@ async def test_head_has_no_body(ask: Callable[..., Any]) -> None:
 
 
 async def test_a_stuck_loop_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.web.server.SNAPSHOT_S", 0.05)
-    server = PageServer("127.0.0.1", 0, source.snapshot)
+    monkeypatch.setattr("coordinator.web.on_loop.SNAPSHOT_S", 0.05)
+    loop = asyncio.get_running_loop()
+    server = PageServer("127.0.0.1", 0, {DATA: on_loop(source.snapshot, loop)})
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request("GET", DATA)
     assert connection.getresponse().status == 503  # we hold the loop

@@ -13,6 +13,7 @@ from tandem_files.checkpoints import (
     COMPLETE,
     DamagedCheckpoint,
     Sound,
+    choose,
     list_complete,
     mark_complete,
     newest_iteration,
@@ -184,3 +185,22 @@ def test_a_damaged_checkpoint_is_set_aside_and_no_longer_pruned_for(tmp_path: Pa
     assert prune(tmp_path, keep=2) == []
     assert [iteration for iteration, _ in list_complete(tmp_path)] == [4, 6]
     assert set_aside(damage) is None
+
+
+def test_the_last_or_a_numbered_checkpoint_is_chosen(tmp_path: Path) -> None:
+    folders = {iteration: make(tmp_path, iteration) for iteration in (4, 8)}
+    make(tmp_path, 12, complete=False)
+    assert choose(tmp_path, "last").folder == folders[8]
+    assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], stepped_over=[])
+    for which, says in {"12": "no checkpoint of iteration 12", "first": "no checkpoint 'first'", "-4": "'-4'"}.items():
+        with pytest.raises(ConfigError, match=rf"{says}.*: give last or an iteration, here 4, 8"):
+            choose(tmp_path, which)
+    (folders[4] / "trainer" / "weights").write_text("x")
+    with pytest.raises(DamagedCheckpoint, match=r"iteration 4 is damaged \(.*weights has other bytes"):
+        choose(tmp_path, "4")
+
+
+@pytest.mark.parametrize("which", ["last", "4"])
+def test_no_checkpoint_can_be_chosen_where_there_is_none(tmp_path: Path, which: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no (complete checkpoint yet|checkpoint of iteration 4.*none yet)"):
+        choose(tmp_path, which)

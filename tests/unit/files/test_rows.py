@@ -1,14 +1,40 @@
+import datetime
+import decimal
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tandem_files.data_rows import Row, RowsResult, read_rows
+from tandem_files.rows import reading
+from tandem_files.rows.files import find_files
+from tandem_files.rows.problems import DataError, Faults, RowProblem
+from tandem_files.rows.reading import Row, RowKeys, read_rows
 
 
-def read(path: Path, limit: int = 20) -> RowsResult:
-    return read_rows(path, prompt_key="prompt", answer_key="answer", limit=limit)
+@dataclass
+class Read:
+    rows: list[Row]
+    faults: Faults
+
+    @property
+    def problems(self) -> list[RowProblem]:
+        return self.faults.problems
+
+
+def read(path: Path, limit: int = 20, **keys: str | None) -> Read:
+    result = Read(rows=[], faults=Faults(limit=limit))
+    for item in read_rows(path, RowKeys(**keys)):  # type: ignore[arg-type]
+        if isinstance(item, Row):
+            result.rows.append(item)
+        else:
+            result.faults.add(item)
+    return result
+
+
+def values(result: Read) -> list[tuple[int, object, str]]:
+    return [(row.number, row.prompt, row.answer) for row in result.rows]
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -23,7 +49,8 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
     result = read(
         write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\n  \n" + '{"prompt": "é", "answer": ""}'.encode())
     )
-    assert result.rows == [Row(number=1, prompt="1+1=", answer="2"), Row(number=4, prompt="é", answer="")]
+    assert values(result) == [(1, "1+1=", "2"), (4, "é", "")]
+    assert result.rows[0].columns["source"] == "x"
     assert result.problems == []
 
 
@@ -33,7 +60,13 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b'{"prompt": "x"}', "has no 'answer': it has 'prompt'; set data.answer_key"),
         (b'{"promt": "x", "answer": "1"}', "has no 'prompt': did you mean 'promt'? set data.prompt_key"),
         (b"{}", "has no 'prompt': it has nothing;"),
-        (b'{"prompt": "x", "answer": 3}', "'answer' is int (3); it must be a string"),
+        (b'{"prompt": "x", "answer": [3]}', "'answer' is list ([3]); it must be a string or a number"),
+        (b'{"prompt": "x", "answer": true}', "'answer' is bool (True)"),
+        (b'{"prompt": "x", "answer": NaN}', "'answer' is float (nan)"),
+        (
+            b'{"prompt": "x", "answer": null}',
+            "'answer' is null (None); it must be a string or a number (data.answer_key: null",
+        ),
         (b'{"prompt": null, "answer": "3"}', "'prompt' is null"),
         (b'{"prompt": "", "answer": "3"}', "'prompt' is empty"),
         (b'{"prompt": "x", "answer": "3"', "is not valid JSON: Expecting ',' delimiter at column 30"),
@@ -55,20 +88,21 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, messag
 
 
 def test_the_same_fault_is_reported_once_with_a_count(tmp_path: Path) -> None:
-    lists = b"".join(b'{"prompt": [%d], "answer": "2"}\n' % n for n in range(40))
-    result = read(write(tmp_path / "a.jsonl", lists + b'{"prompt": "x"}\n' + GOOD))
+    wrong = b"".join(b'{"prompt": %d, "answer": "2"}\n' % n for n in range(40))
+    result = read(write(tmp_path / "a.jsonl", wrong + b'{"prompt": "x"}\n' + GOOD))
     assert [problem.number for problem in result.problems] == [1, 41]
     assert result.problems[0].text == (
-        "'prompt' is list ([0]); it must be a string (and 39 more rows with the same fault: 2, 3, 4, 5, 6, ...)"
+        "'prompt' is int (0); it must be a string or a list of messages (and 39 more rows with the same fault: "
+        "2, 3, 4, 5, 6, ...)"
     )
-    assert (result.problems[1].num_others, result.more_problems, len(result.rows)) == (0, 0, 1)
+    assert (result.problems[1].num_others, result.faults.num_more, len(result.rows)) == (0, 0, 1)
 
 
 def test_all_kinds_of_faults_are_counted_and_the_first_described(tmp_path: Path) -> None:
     kinds = [b"{}", b"[]", b"{", b'{"prompt": "x"}', b'{"prompt": "x"}']
     result = read(write(tmp_path / "a.jsonl", b"\n".join(kinds)), limit=3)
     assert [problem.number for problem in result.problems] == [1, 2, 3]
-    assert result.more_problems == 2
+    assert result.faults.num_more == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
@@ -77,12 +111,109 @@ def test_an_empty_file_is_a_problem(tmp_path: Path, content: bytes) -> None:
     assert "has no rows" in str(problem)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "does not exist" in str(read(tmp_path / "no.jsonl").problems[0])
-    assert "is not a file" in str(read(tmp_path).problems[0])
-    assert "suffix '.csv'; known are .jsonl, .ndjson, .parquet" in str(
-        read(write(tmp_path / "a.csv", b"x")).problems[0]
-    )
+LISTED = "{folder} holds a.csv, a.jsonl, b.jsonl, deep/, lfs.jsonl, p.jsonl.gz"
+BAD_FILES = [
+    ("no.jsonl", "no.jsonl: does not exist"),
+    ("a.jsnl", "does not exist: did you mean a.jsonl?"),
+    ("gone/*.jsonl", "gone/*.jsonl: matches no file: there is no folder {folder}/gone"),
+    ("x*.jsonl", "matches no file: " + LISTED),
+    ("", "is a folder: " + LISTED + "; name a file, or a glob"),
+    ("a.csv", "suffix '.csv'; known are .jsonl, .ndjson, .parquet"),
+    ("p.jsonl.gz", "suffix '.gz'; known are .jsonl, .ndjson, .parquet: unpack it first"),
+    ("lfs.jsonl", "is a git-LFS pointer, not the data"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl", "a.csv", "p.jsonl.gz"):
+        write(tmp_path / name, GOOD)
+    write(tmp_path / "lfs.jsonl", b"version https://git-lfs.example/spec/v1\noid sha256:0\nsize 9\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "message"), BAD_FILES, ids=[row[0] for row in BAD_FILES])
+def test_files_that_cannot_be_data(folder: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        find_files(folder / name)
+    assert message.format(folder=folder) in str(caught.value)
+
+
+def test_a_glob_is_the_files_that_it_matches_in_order(folder: Path) -> None:
+    assert find_files(folder / "[ab].jsonl") == [folder / "a.jsonl", folder / "b.jsonl"]
+    assert [file.name for file in find_files(folder / "**" / "?.jsonl")] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    write(folder / "x[1].jsonl", GOOD)
+    assert find_files(folder / "x[1].jsonl") == [folder / "x[1].jsonl"]
+
+
+def test_a_file_that_is_one_long_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1 << 10)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is longer than .* is the file JSON lines"):
+        read(write(tmp_path / "a.jsonl", GOOD + b"[" + GOOD.strip() * 100 + b"]"))
+
+
+@pytest.mark.parametrize(("answer", "text"), [(3, "3"), (-2.5, "-2.5"), (10**30, "1" + "0" * 30), ("x", "x")])
+def test_an_answer_that_is_a_number_is_its_text(tmp_path: Path, answer: object, text: str) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "a", "answer": answer}).encode())
+    assert values(read(path)) == [(1, "a", text)]
+
+
+def test_columns_within_columns_and_rows_without_an_answer(tmp_path: Path) -> None:
+    row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": 7}, "x.y": "b"}
+    path = write(tmp_path / "a.jsonl", json.dumps(row).encode())
+    assert values(read(path, answer="reward_model.ground_truth")) == [(1, "a", "7")]
+    assert values(read(path, prompt="x.y", answer=None)) == [(1, "b", "")]
+    (problem,) = read(path, answer="reward_model.groundtruth").problems
+    assert "has no 'reward_model.groundtruth': did you mean 'reward_model.ground_truth'?" in problem.message
+
+
+USER = {"role": "user", "content": "hi"}
+TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+BAD_MESSAGES = [
+    ([], "'prompt' is an empty list"),
+    (["hi"], "'prompt'[0] is str ('hi'); a message is an object with role and content"),
+    ([USER, {"content": "x"}], "'prompt'[1] has no role ('content')"),
+    ([{"role": "user"}], "'prompt'[0] has null (None) as content; it must be a string"),
+    ([{"role": "user", "content": 3}], "has int (3) as content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "has a list of parts as content; join their text"),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]}],
+        "'prompt'[0] holds a part of type 'image_url': images are not supported",
+    ),
+    ([USER, {"role": "assistant", "content": "4"}], "ends with the assistant's message"),
+    ([{"role": "user", "content": "\ud800"}], r"'prompt[0].content' is not Unicode: \ud800 at character 1"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES, ids=[row[1] for row in BAD_MESSAGES])
+def test_messages_that_cannot_be_rendered(tmp_path: Path, messages: list[object], message: str) -> None:
+    rows = [{"prompt": [USER]}, {"prompt": messages}]
+    result = read(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode()), answer=None)
+    (problem,) = result.problems
+    assert problem.number == 2
+    assert message in problem.message
+
+
+def test_a_message_that_only_calls_tools_needs_no_content(tmp_path: Path) -> None:
+    row = {"prompt": [USER, TOOL_CALL, {"role": "tool", "content": "4"}]}
+    assert read(write(tmp_path / "a.jsonl", json.dumps(row).encode()), answer=None).problems == []
+
+
+def test_images_in_a_column_of_their_own_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": ["a.png"]}
+    (problem,) = read(write(tmp_path / "a.jsonl", json.dumps(row).encode()), answer=None).problems
+    assert "has images in the column 'images': images are not supported" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [("[{", "is a text that is no JSON"), ({"a": 1}, "tools are a list of JSON schemas"), (["f"], "JSON schemas")],
+)
+def test_tools_that_are_none(tmp_path: Path, tools: object, message: str) -> None:
+    row = {"prompt": "a", "tools": tools}
+    (problem,) = read(write(tmp_path / "a.jsonl", json.dumps(row).encode()), answer=None, tools="tools").problems
+    assert message in problem.message
 
 
 def write_parquet(path: Path, columns: dict[str, list[object]]) -> Path:
@@ -96,22 +227,48 @@ def write_parquet(path: Path, columns: dict[str, list[object]]) -> Path:
 def test_parquet_rows(tmp_path: Path) -> None:
     columns: dict[str, list[object]] = {"id": [7, 8], "prompt": ["a", "b"], "answer": ["1", "2"]}
     result = read(write_parquet(tmp_path / "a.parquet", columns))
-    assert result.rows == [Row(number=1, prompt="a", answer="1"), Row(number=2, prompt="b", answer="2")]
+    assert values(result) == [(1, "a", "1"), (2, "b", "2")]
+    assert [row.columns["id"] for row in result.rows] == [7, 8]
 
 
 def test_parquet_problems(tmp_path: Path) -> None:
     nulls = read(write_parquet(tmp_path / "a.parquet", {"prompt": ["a", None], "answer": ["1", "2"]}))
-    assert str(nulls.problems[0]).endswith("a.parquet:2: 'prompt' is null (None); it must be a string")
+    assert str(nulls.problems[0]).endswith(
+        "a.parquet:2: 'prompt' is null (None); it must be a string or a list of messages"
+    )
     missing = read(write_parquet(tmp_path / "b.parquet", {"question": ["a"], "answer": ["1"]}))
     assert "has no 'prompt': it has 'question', 'answer';" in str(missing.problems[0])
-    broken = read(write(tmp_path / "c.parquet", json.dumps({}).encode() * 10))
-    assert "is not a readable Parquet file" in str(broken.problems[0])
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for content in (json.dumps({}).encode() * 10, whole[: len(whole) // 2]):
+        with pytest.raises(DataError, match=r"c\.parquet: is not a readable Parquet file: "):
+            read(write(tmp_path / "c.parquet", content))
 
 
 def test_parquet_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the coordinator's image."""
     path = write_parquet(tmp_path / "a.parquet", {"prompt": ["a"], "answer": ["1"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    result = read(path)
-    assert result.rows == []
-    assert "pyarrow, which reads it, is not installed: build the image with TANDEM_PARQUET=1" in str(result.problems[0])
+    with pytest.raises(
+        DataError, match=r"pyarrow, which reads it, is not installed: build the image with TANDEM_PARQUET=1"
+    ):
+        read(path)
+
+
+def test_parquet_values_are_those_of_json(tmp_path: Path) -> None:
+    """As verl keeps its data; a field that only some messages have is null in the others, and is left out."""
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    columns: dict[str, list[object]] = {
+        "prompt": [[{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "a", "name": "n"}]],
+        "tools": [[{"type": "function", "function": {"name": "f", "description": None}}]],
+        "reward_model": [{"style": "rule", "ground_truth": 4}],
+        "extra": [{"when": when, "price": decimal.Decimal("1.50"), "raw": b"\xff", "none": None, "tags": ["x"]}],
+    }
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    (row,) = read(path, answer="reward_model.ground_truth", tools="tools").rows
+    assert row.prompt == [{"role": "system", "content": "s"}, {"role": "user", "content": "a", "name": "n"}]
+    assert row.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert row.answer == "4"
+    assert row.columns["extra"] == {
+        "when": "2026-01-02T03:04:05+00:00", "price": "1.50", "raw": "/w==", "none": None, "tags": ["x"],
+    }  # fmt: skip
+    assert json.loads(json.dumps(row.columns)) == row.columns

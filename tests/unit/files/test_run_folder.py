@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.data.prompts import CursorState, load_prompts
+from coordinator.data.cursor import DataCursor
+from coordinator.data.prompts import load_prompts
 from coordinator.record.resuming import order_of
 from coordinator.record.state import RunState
+from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
 from servicekit.errors import ConfigError
-from tandem_config.loading import dump_resolved, load_config
+from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.model_fingerprint import model_fingerprint
@@ -145,6 +147,7 @@ def test_a_finished_run_needs_more_iterations(tmp_path: Path) -> None:
     (problem,) = resume(run_dir, file)
     assert problem.message == "has already finished its 2 iterations"
     assert problem.suggestion.startswith("--set run.iterations=12")
+    assert f"tandem export {run_dir} --out" in problem.suggestion
     assert resume(run_dir, file, "run.iterations=12") == []
 
 
@@ -168,6 +171,11 @@ def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
     assert "complete.json is damaged: it holds list" in problem.message
 
 
+def resume_with_data(run_dir: Path, file: Path, *changes: str) -> list[ConfigProblem]:
+    found = preflight(draft_config(file, list(changes)), redis_url=None, resume=run_dir)
+    return [problem for problem in found if problem.key == "--resume"]
+
+
 def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path, iteration=None)
     config = load_config(file)
@@ -177,15 +185,15 @@ def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None
     (folder / "trainer").mkdir(parents=True)
     spec = ModelSpec.from_folder(config.model.path)
     (folder / "trainer" / "meta.json").write_text(json.dumps(identity(config, spec)))
-    cursor = CursorState(epoch=0, position=1, num_prompts=len(train.prompts))
-    order = order_of(config, train)
+    cursor = DataCursor(train, seed=0, shuffle=True).state()
+    order = order_of(config, train.scans, train.formats)
     state = RunState(iteration=1, cursor=cursor, batch_rng={}, model_fingerprint="", order=order)
     state.save(folder / "coordinator.json")
     mark_complete(folder, model_fingerprint=model_fingerprint(config.model.path))
     changes = ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=3", "model.dtype=bfloat16", "run.seed=5"]
     changes += ["data.shuffle=false"]
-    assert list(check_resume(run_dir, config, spec, codec)) == []
-    (problem,) = check_resume(run_dir, load_config(file, changes), spec, codec)
+    assert list(resume_with_data(run_dir, file)) == []
+    (problem,) = resume_with_data(run_dir, file, *changes)
     for part in (
         "trainer.tensor_parallel: 1 in the checkpoint, 2 in the run",
         "trainer.pipeline_parallel: 1 in the checkpoint, 3 in the run",
@@ -195,10 +203,11 @@ def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None
     ):
         assert part in problem.message
     assert "may change" in problem.suggestion
-    rows = config.data.train.read_text().splitlines(keepends=True)
-    config.data.train.write_text("".join([rows[0].replace("1", "2"), *rows[1:]]))
-    (problem,) = check_resume(run_dir, config, spec, codec)
-    assert "data.train: other prompts than those of the checkpoint" in problem.message
+    data = config.data.train[0].path
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([rows[0].replace("1", "2"), *rows[1:]]))
+    (problem,) = resume_with_data(run_dir, file)
+    assert "data.train: other rows than those of the checkpoint" in problem.message
 
 
 def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_error(tmp_path: Path) -> None:

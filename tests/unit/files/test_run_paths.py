@@ -1,6 +1,7 @@
 """Requests name folders of the run, and replace nothing that is not ours."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,30 @@ def test_nor_is_one_without_our_mark(run: Path) -> None:
     (run / "c" / "other.json").touch()
     with pytest.raises(InvalidRequest, match="something else"):
         replaceable(str(run / "c"), run, "path", KIND)
+
+
+@pytest.mark.parametrize(
+    ("entries", "ours"),
+    [
+        (["inner/a.json"], True),
+        (["inner/thesis.txt"], False),
+        (["inner/deep/a.json"], False),
+        (["other/a.json"], False),
+        (["inner"], False),
+    ],
+)
+def test_a_kind_may_have_folders_of_such_files(tmp_path: Path, entries: list[str], ours: bool) -> None:
+    folder = tmp_path / "c"
+    for entry in ["meta.json", *entries]:
+        (folder / entry).parent.mkdir(parents=True, exist_ok=True)
+        (folder / entry).touch()
+    assert replace(KIND, folders=frozenset({"inner"})).is_in(folder) is ours
+
+
+def test_a_link_to_a_folder_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "meta.json").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.json").touch()
+    (tmp_path / "c" / "inner").symlink_to(tmp_path / "other")
+    assert not replace(KIND, folders=frozenset({"inner"})).is_in(tmp_path / "c")

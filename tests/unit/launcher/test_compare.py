@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands import compare_command
+from launcher.view.compare.command import compare_command
 from launcher.view.compare.picture import smoothed
 from launcher.view.compare.runs import curve_of, differing, read_runs
 

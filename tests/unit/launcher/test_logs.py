@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.commands import logs_command
+from launcher.view.logs.command import logs_command
 from launcher.view.logs.lines import Entry, parse
 from launcher.view.logs.show import Wanted, show, time_of
 from servicekit.errors import ConfigError

@@ -225,7 +225,7 @@ GOOD_ROW = json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n"
 BAD_DATA = [
     ("no prompt", GOOD_ROW + '{"answer": "3"}\n', ":2", "has no 'prompt'"),
     ("no answer", GOOD_ROW + '{"prompt": "1", "anser": "3"}\n', ":2", "has no 'answer': did you mean 'anser'?"),
-    ("number for text", '{"prompt": "1", "answer": 3}\n', ":1", "must be a string"),
+    ("object for text", '{"prompt": "1", "answer": {}}\n', ":1", "must be a string or a number"),
     ("empty prompt", '{"prompt": "", "answer": "3"}\n', ":1", "is empty"),
     ("broken JSON", GOOD_ROW * 2 + "{\n", ":3", "is not valid JSON"),
     ("empty file", "", "train.jsonl", "has no rows"),
@@ -431,9 +431,10 @@ def test_a_chat_template_that_no_prompt_was_rendered_with_is_said(tmp_path: Path
     add_template(tmp_path / "model", where)
     (found,) = [problem for problem in check(file) if "template" in problem.message]
     assert (found.key, found.severity) == ("data.train", "warning")
-    assert f"{tmp_path / 'model'} has a chat template, and Tandem applies none" in found.message
-    assert "8 of 8 prompts hold none of its <|im_end|>, <|im_start|>" in found.message
-    assert "apply_chat_template" in found.suggestion
+    assert f"{tmp_path / 'model'} has a chat template, and prompts that are texts are used without it" in found.message
+    assert "8 of 8 hold none of its <|im_end|>, <|im_start|>" in found.message
+    assert "data.prompt_as: user_message" in found.suggestion
+    assert [problem for problem in check(file, "data.chat_template=none") if "template" in problem.message] == []
 
 
 def test_rendered_prompts_are_not_complained_about(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from servicekit.errors import ConfigError
 from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
@@ -54,6 +54,31 @@ def test_an_older_folder_is_replaced_whole(folder: Path, tmp_path: Path) -> None
     write_folder({"a": torch.ones(2)}, folder, tmp_path / "hf")
     assert not (tmp_path / "hf" / "leftover").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "template"]
+    assert {path.stat().st_mode for path in (tmp_path / "hf").iterdir()} == {(folder / "config.json").stat().st_mode}
+
+
+def test_a_folder_that_cannot_be_finished_leaves_the_older_one(folder: Path, tmp_path: Path) -> None:
+    write_folder({"a": torch.zeros(2)}, folder, tmp_path / "hf")
+    before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        write_folder({"a": torch.ones(2)}, folder, tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "template"]
+
+
+def test_large_weights_are_cut_into_files_with_an_index(folder: Path, tmp_path: Path) -> None:
+    """As large as they say that they are: the files are made one after the other from tensors that are read."""
+    full = {name: torch.full((2,), float(place)) for place, name in enumerate("abc")}
+    write_folder(full, folder, tmp_path / "hf", num_bytes={"a": 3 * 10**9, "b": 3 * 10**9, "c": 10**9})
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+    for name, file in index.items():
+        assert torch.equal(load_file(tmp_path / "hf" / file)[name], full[name])
 
 
 def test_gathering_on_one_rank_gives_the_canonical_tensors() -> None:

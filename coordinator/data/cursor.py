@@ -1,0 +1,131 @@
+"""Takes rows without end: a seeded order in each epoch, sources at the rates of their weights, exact resume."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.data.prompts import PromptSet
+from coordinator.flow import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePosition:
+    """The position in a source, of which `num_prompts` can be used."""
+
+    epoch: int
+    position: int
+    num_prompts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CursorState:
+    """The position of a cursor: that in each source, in the configuration's order."""
+
+    sources: tuple[SourcePosition, ...]
+
+    @property
+    def num_prompts(self) -> int:
+        """Count the usable prompts of all sources."""
+        return sum(source.num_prompts for source in self.sources)
+
+
+class DataCursor:
+    """Iterates over a part's prompts without end, in a new order in each epoch of a source; its position can be saved.
+
+    Sources take turns: the next prompt is always of the source that is furthest behind its share, so that the share of
+    each is as its weight says in every stretch of a run, without chance.
+    """
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._orders = [
+            _Order(size=len(source), seed=seed, source=place, shuffle=shuffle)
+            for place, source in enumerate(prompts.sources)
+        ]
+        self._weights = [source.weight for source in prompts.sources]
+
+    def take(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts; a source begins its next epoch when one ends.
+
+        Raises: ConfigError: a data file has changed or is gone.
+        """
+        turns: list[int] = []
+        wanted: list[list[int]] = [[] for _ in self._orders]
+        for _ in range(count):
+            turn = self._turn()
+            turns.append(turn)
+            wanted[turn].append(self._orders[turn].next())
+        taken = [iter(source.read(rows)) for source, rows in zip(self._prompts.sources, wanted, strict=True)]
+        return [next(taken[turn]) for turn in turns]
+
+    def state(self) -> CursorState:
+        """Return the position, for `restore`."""
+        return CursorState(sources=tuple(order.position() for order in self._orders))
+
+    def restore(self, state: CursorState) -> None:
+        """Go to a saved position.
+
+        Raises: ValueError: the data have other sources or numbers of prompts than when the position was saved.
+        """
+        saved, own = [s.num_prompts for s in state.sources], [order.size for order in self._orders]
+        if saved != own:
+            raise ValueError(
+                f"data.train has {_listed(own)} usable prompts, but the checkpoint was made with {_listed(saved)}: "
+                "resume with the same data, or start a new run"
+            )
+        for order, position in zip(self._orders, state.sources, strict=True):
+            order.go_to(position)
+
+    def _turn(self) -> int:
+        """Return the source of the next prompt: the one that would reach the middle of its next prompt first."""
+        return min(range(len(self._orders)), key=lambda place: (self._orders[place].taken + 0.5) / self._weights[place])
+
+
+class _Order:
+    """The order of one source's rows."""
+
+    def __init__(self, *, size: int, seed: int, source: int, shuffle: bool) -> None:
+        if not size:
+            raise ValueError("a data cursor needs at least one prompt in each source")
+        self.size = size
+        self._seed = seed
+        self._source = source
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._rows = self._epoch_order()
+
+    @property
+    def taken(self) -> int:
+        """Count the prompts taken so far, over all epochs."""
+        return self._epoch * self.size + self._position
+
+    def next(self) -> int:
+        """Return the next row's index."""
+        if self._position == self.size:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._rows = self._epoch_order()
+        self._position += 1
+        return int(self._rows[self._position - 1])
+
+    def position(self) -> SourcePosition:
+        """Return where the order is."""
+        return SourcePosition(epoch=self._epoch, position=self._position, num_prompts=self.size)
+
+    def go_to(self, position: SourcePosition) -> None:
+        """Go to a saved position."""
+        self._epoch, self._position = position.epoch, position.position
+        self._rows = self._epoch_order()
+
+    def _epoch_order(self) -> NDArray[np.uint32]:
+        rows = np.arange(self.size, dtype=np.uint32)  # 4 bytes a row
+        if self._shuffle:
+            # Seeded by (seed, epoch, source): an epoch's order does not depend on how the run got there.
+            np.random.default_rng([self._seed, self._epoch, self._source]).shuffle(rows)
+        return rows
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " + ".join(map(str, numbers))

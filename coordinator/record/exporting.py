@@ -1,0 +1,54 @@
+"""Writes the policy as Hugging Face folders, every n iterations and at the end; a failure does not end the run."""
+
+import asyncio
+from pathlib import Path
+
+from coordinator.clients.trainer import Trainer
+from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest
+from tandem_files.exports import FINAL, export_folder, prune_exports
+
+
+class Exporter:
+    """The exports of one run.
+
+    Args:
+        every: iterations between exports; None: only the final one.
+        keep: number of newest exports to keep, beside the final one.
+    """
+
+    def __init__(self, *, run_dir: Path, trainer: Trainer, every: int | None, keep: int) -> None:
+        self._run_dir = run_dir.absolute()
+        self._trainer = trainer
+        self._every = every
+        self._keep = keep
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the policy is exported after `iteration`."""
+        return self._every is not None and iteration % self._every == 0
+
+    async def export(self, iteration: int) -> str:
+        """Export the policy after `iteration`, and remove the oldest exports.
+
+        Returns: what went wrong, as a sentence; "": nothing.
+        Raises: TandemError: the trainer is lost.
+        """
+        problem = await self._write(export_folder(self._run_dir, iteration))
+        if not problem:
+            try:
+                await asyncio.to_thread(prune_exports, self._run_dir, iteration, self._keep)
+            except OSError as error:
+                problem = f"old exports not removed: {error}"
+        return problem
+
+    async def export_final(self) -> str:
+        """Export the policy at the end of the run; returns and raises as `export`."""
+        return await self._write(self._run_dir / FINAL)
+
+    async def _write(self, folder: Path) -> str:
+        try:
+            await self._trainer.export_model(folder)
+        except (Internal, InvalidRequest, DeadlineExceeded) as error:
+            await self._trainer.status()  # raises if the trainer is lost, which ends the run by its name
+            name = folder.relative_to(self._run_dir)
+            return f"{name} not written: {error}; from a checkpoint: tandem export {self._run_dir} --out DIR"
+        return ""

@@ -1,0 +1,121 @@
+"""The page's data as one JSON object: of a running run (snapshot.py), or of a run's folder (folder.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.web.history import History, Row
+
+# Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
+CURVES = (
+    ("reward_mean", "Reward", ""),
+    ("heldout_accuracy", "Held-out accuracy", ""),
+    ("reward_std", "Reward, standard deviation", ""),
+    ("zero_variance_ratio", "Groups of equal rewards", "share"),
+    ("response_length_mean", "Completion length", "tokens"),
+    ("truncated_ratio", "Cut off", "share"),
+    ("entropy", "Entropy", "nats"),
+    ("kl_old", "KL(old || new)", "nats"),
+    ("loss", "Loss", ""),
+    ("grad_norm", "Gradient norm", ""),
+    ("learning_rate", "Learning rate", ""),
+    ("clip_fraction_high", "Clipped above", "share"),
+    ("clip_fraction_low", "Clipped below", "share"),
+    ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
+    ("tokens_per_s", "Tokens per second", ""),
+    ("iteration_s", "Iteration", "s"),
+    ("sync_s", "Weight sync", "s"),
+)
+# The curve that begins before the first iteration.
+_HELDOUT = "heldout_accuracy"
+_CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
+# Parts of an iteration; seconds in the rows' fields of these names and `_s`.
+PARTS = ("generate", "reward", "batch", "train", "sync", "evaluate", "checkpoint", "report")
+_ITERATIONS_SHOWN = 16
+# Iterations that an estimate of the time left averages: evaluations and checkpoints come every few only.
+_AVERAGED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A run at one moment.
+
+    Attributes:
+        now_s: Unix time, as all times.
+        part: of the iteration that is running.
+        awaited: names of services that have not announced themselves.
+        arrived: by name, seconds from the coordinator's start to their announcement.
+        replicas, syncs, alerts, messages: as watch.observed, web.conditions and web.history have them.
+    """
+
+    now_s: float
+    run: str
+    state: str
+    error: str
+    iteration: int
+    total_iterations: int
+    policy_version: int
+    worked_s: float
+    history: History
+    initial_accuracy: float | None = None
+    best_accuracy: float | None = None
+    part: str = ""
+    part_since_s: float = 0.0
+    awaited: Sequence[str] = ()
+    arrived: Mapping[str, float] = field(default_factory=dict)
+    replicas: Sequence[Mapping[str, Any]] = ()
+    syncs: Sequence[Mapping[str, Any]] = ()
+    alerts: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """Make the JSON object: numbers, strings, lists and objects of these."""
+        rows = self.history.rows
+        return {
+            "now_s": self.now_s,
+            "run": self.run,
+            "state": self.state,
+            "error": self.error,
+            "part": self.part,
+            "part_since_s": self.part_since_s,
+            "iteration": self.iteration,
+            "total_iterations": self.total_iterations,
+            "policy_version": self.policy_version,
+            "worked_s": self.worked_s,
+            "left_s": left_s(list(rows)[-_AVERAGED:], self.total_iterations - self.iteration),
+            "current": {name: self.history.last(name) for name in _CURRENT},
+            "initial_accuracy": self.initial_accuracy,
+            "best_accuracy": self.best_accuracy,
+            "curves": [self._curve(name, title, unit) for name, title, unit in CURVES],
+            "iterations": [_parts(row) for row in list(rows)[-_ITERATIONS_SHOWN:]],
+            "awaited": list(self.awaited),
+            "arrived": dict(self.arrived),
+            "replicas": list(self.replicas),
+            "syncs": list(self.syncs),
+            "alerts": list(self.alerts),
+            "messages": list(self.messages),
+        }
+
+    def _curve(self, name: str, title: str, unit: str) -> dict[str, Any]:
+        points = self.history.curve(name)
+        start = self.initial_accuracy if name == _HELDOUT else None
+        if start is not None:
+            points = [(0.0, start), *points]
+        return {"field": name, "title": title, "unit": unit, "points": points, "start": start}
+
+
+def left_s(rows: Sequence[Row], remaining: int) -> float | None:
+    """Estimate the seconds of the remaining iterations by the mean of these rows; None before the first one.
+
+    >>> left_s([{"iteration_s": 1.0}, {"iteration_s": 3.0}], remaining=10)
+    20.0
+    """
+    seconds = [row["iteration_s"] for row in rows if "iteration_s" in row]
+    return sum(seconds) / len(seconds) * max(0, remaining) if seconds else None
+
+
+def _parts(row: Row) -> dict[str, Any]:
+    """Return the seconds of an iteration by part; what is in no part is `other`."""
+    parts = {part: row[f"{part}_s"] for part in PARTS if row.get(f"{part}_s")}
+    total = row.get("iteration_s", sum(parts.values()))
+    return {"iteration": row["iteration"], "total_s": total, "parts": {**parts, "other": total - sum(parts.values())}}

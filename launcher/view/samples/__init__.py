@@ -1,0 +1,1 @@
+"""`tandem samples`: a run's stored samples in the terminal."""

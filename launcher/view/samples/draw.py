@@ -1,0 +1,131 @@
+"""Prints samples: readable at 80 columns in a terminal, unwrapped lines elsewhere, JSON for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from launcher.view.samples.choose import Chosen
+from tandem_files.samples.schema import StoredSample, plain
+
+# Characters of a text that are shown without --full: the beginning and the end, where an answer is.
+_HEAD, _TAIL = 800, 400
+_INDENT = 4
+_USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow"}
+
+
+def draw(console: Console, run_dir: Path, chosen: Chosen, *, full: bool) -> None:
+    """Print chosen samples.
+
+    Args:
+        full: print whole texts.
+    """
+    console.print(Text(overview(run_dir, chosen), style="bold"), soft_wrap=not console.is_terminal)
+    if not chosen.samples:
+        console.print(Text("no sample fits"))
+    for sample in chosen.samples:
+        console.print()
+        for part in _sample(sample, full=full):
+            _print(console, part)
+    more = chosen.fitting - len(chosen.samples)
+    if more > 0:
+        console.print(Text(f"\n{more} more (--best, --worst, --longest, --shortest K choose others)", style="dim"))
+
+
+def draw_json(console: Console, chosen: Chosen) -> None:
+    """Print chosen samples as JSON, a line each, with all that is stored of them."""
+    for sample in chosen.samples:
+        console.file.write(json.dumps(plain(sample)) + "\n")
+
+
+def overview(run_dir: Path, chosen: Chosen) -> str:
+    """Summarize the samples that were chosen from."""
+    heads = chosen.heads
+    rewards = [head.reward for head in heads]
+    groups = len({head.group_id for head in heads})
+    text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: {len(heads)} samples of {groups} groups"
+    if heads:
+        cut = sum(head.finish_reason == "length" for head in heads) / len(heads)
+        tokens = sum(head.num_tokens for head in heads) / len(heads)
+        mean = sum(rewards) / len(rewards)
+        text += (
+            f", reward {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g}), {tokens:.1f} tokens, {cut:.0%} cut off"
+        )
+    others = [kind for kind in chosen.kinds if kind != chosen.kind]
+    return text + (f"; also stored: {', '.join(others)} (--kind)" if others else "")
+
+
+def visible(text: str) -> str:
+    r"""Replace control characters, which could move a terminal's cursor or hide text, by escapes.
+
+    >>> visible("a\tb\x1b[2Jc")
+    'a\tb\\x1b[2Jc'
+    """
+    return "".join(letter if letter in "\n\t" or _is_plain(letter) else _escape(letter) for letter in text)
+
+
+def _is_plain(letter: str) -> bool:
+    return letter.isprintable() or (letter.isspace() and ord(letter) > 0x9F and letter not in "\u2028\u2029")
+
+
+def _escape(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
+def shortened(text: str, *, full: bool) -> str:
+    """Leave out the middle of a long text, unless `full`."""
+    left_out = len(text) - _HEAD - _TAIL
+    if full or left_out <= 0:
+        return text
+    return f"{text[:_HEAD]}\n[... {left_out:,} characters left out, --full shows them ...]\n{text[-_TAIL:]}"
+
+
+def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, str]]:
+    yield Text.assemble((sample.sample_id, "bold cyan"), f"  {_figures(sample)}  ", _use(sample))
+    for title, text in (("prompt", sample.prompt), ("completion", sample.completion), ("answer", sample.answer)):
+        yield title, shortened(visible(text), full=full)
+
+
+def _figures(sample: StoredSample) -> str:
+    parts = ", ".join(f"{visible(name)} {score:.3g}" for name, score in sample.reward_parts.items())
+    figures = [f"reward {sample.reward:.3f}" + (f" ({parts})" if parts else "")]
+    if sample.advantage is not None:
+        figures.append(f"advantage {sample.advantage:+.3f}")
+    figures.append(f"{sample.num_tokens} tokens, {_ending(sample)}")
+    figures.append(_versions(sample))
+    return "  ".join(figures)
+
+
+def _ending(sample: StoredSample) -> str:
+    return "cut off" if sample.finish_reason == "length" else sample.finish_reason
+
+
+def _versions(sample: StoredSample) -> str:
+    if not sample.version_spans:
+        return f"version {sample.policy_version}"
+    starts = [0, *(span.end for span in sample.version_spans)]
+    spans = zip(sample.version_spans, starts, strict=False)
+    return "versions " + ", ".join(f"{span.policy_version} (tokens {start + 1} to {span.end})" for span, start in spans)
+
+
+def _use(sample: StoredSample) -> tuple[str, str]:
+    return sample.use, _USE_STYLES.get(sample.use, "dim")
+
+
+def _print(console: Console, part: Text | tuple[str, str]) -> None:
+    if isinstance(part, Text):
+        console.print(part, soft_wrap=not console.is_terminal)
+        return
+    title, text = part
+    console.print(Text(f"  {title}", style="dim"))
+    if console.is_terminal:
+        console.print(Padding(Text(text), (0, 0, 0, _INDENT)), soft_wrap=False)
+    else:
+        console.print(Text("\n".join(_indented(text.split("\n")))))
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [" " * _INDENT + line for line in lines]

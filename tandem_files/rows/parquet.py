@@ -1,0 +1,70 @@
+"""Reads a Parquet file batch by batch, its values as JSON would hold them."""
+
+import base64
+import datetime
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem_files.rows.problems import DataError
+
+# Rows decoded together, and their bytes; columns are read in pieces, however large the file's row groups are.
+_BATCH_ROWS = 1024
+_BATCH_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
+
+
+def read_records(path: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    """Yield (row from 1, share of the file read, its columns).
+
+    Raises: DataError: pyarrow is missing, or the file is torn.
+    """
+    # Imported here: it takes 0.2 s and most data is JSONL.
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        hint = "build the image with TANDEM_PARQUET=1 (docs/docker.md), or convert the file to JSON lines"
+        raise DataError.of(path, f"is a Parquet file, and pyarrow, which reads it, is not installed: {hint}") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+            total = max(1, file.metadata.num_rows)
+            groups = (file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * total // max(1, sum(groups))))
+            for batch in file.iter_batches(batch_size=batch_rows, use_threads=False):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, number / total, {name: _plain(value) for name, value in record.items()}
+    except (pyarrow.ArrowException, OSError) as error:
+        where = f" after row {number}" if number else ""
+        raise DataError.of(path, f"is not a readable Parquet file{where}: {error}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a nested value without the null fields of its objects: Parquet gives every object every field."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON would hold it: times, decimals and bytes are texts."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, bytes):
+        return _text_of(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)
+
+
+def _text_of(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(value).decode()

@@ -1,0 +1,159 @@
+"""What a row must hold: its prompt, answer and tools, and messages that can be rendered."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+_IMAGE_PARTS = ("image", "image_url", "input_image", "video", "video_url")
+_NAMED_COLUMNS = 20
+
+
+class BadRow(ValueError):
+    """A row cannot be used; the message says why, without the place."""
+
+
+def column(record: Mapping[str, Any], key: str, option: str) -> Any:
+    """Return the value of a column; dots lead into columns that hold objects, unless a column has that very name.
+
+    Args:
+        option: the setting that names the column, for the message.
+    Raises: BadRow: there is none.
+    """
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise BadRow(missing_column(key, option, list(_names(record))))
+        value = value[part]
+    return value
+
+
+def missing_column(key: str, option: str, present: list[str]) -> str:
+    """Say that a row has no such column, and which it has."""
+    close = difflib.get_close_matches(key, present, n=1)
+    named = ", ".join(map(repr, present[:_NAMED_COLUMNS])) + (", ..." if len(present) > _NAMED_COLUMNS else "")
+    hint = f"did you mean {close[0]!r}?" if close else f"it has {named or 'nothing'};"
+    return f"has no {key!r}: {hint} set {option} to the column's name"
+
+
+def prompt_of(record: Mapping[str, Any], key: str) -> str | list[Message]:
+    """Return the prompt: a text, or messages. Raises: BadRow."""
+    value = column(record, key, "data.prompt_key")
+    if isinstance(value, list):
+        _check_messages(value, key)
+        _refuse_images(record, "".join(str(message.get("content", "")) for message in value))
+        return value
+    if not isinstance(value, str):
+        raise BadRow(f"{key!r} is {_shown(value)}; it must be a string or a list of messages")
+    if not value:
+        raise BadRow(f"{key!r} is empty")
+    _refuse_images(record, value)
+    return value
+
+
+def answer_of(record: Mapping[str, Any], key: str | None) -> str:
+    """Return the answer as text; "" if rows have none. Raises: BadRow."""
+    if key is None:
+        return ""
+    value = column(record, key, "data.answer_key")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    advice = " (data.answer_key: null, if no reward needs an answer)" if value is None else ""
+    raise BadRow(f"{key!r} is {_shown(value)}; it must be a string or a number{advice}")
+
+
+def tools_of(record: Mapping[str, Any], key: str | None) -> list[dict[str, Any]] | None:
+    """Return the tools' schemas; None: the row has none. Raises: BadRow."""
+    if key is None:
+        return None
+    value = column(record, key, "data.tools_key")
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow(f"{key!r} is a text that is no JSON ({error}); tools are a list of JSON schemas") from error
+    if value in (None, "", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow(f"{key!r} is {_shown(value)}; tools are a list of JSON schemas")
+    return value
+
+
+def check_unicode(value: Any, name: str) -> None:
+    """Refuse lone surrogates, which JSON can escape and no encoding can write. Raises: BadRow."""
+    for path, text in _texts(value, name):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise BadRow(
+                f"{path!r} is not Unicode: {half} at character {error.start + 1} is half of a surrogate pair"
+            ) from None
+
+
+def _check_messages(messages: list[Any], key: str) -> None:
+    if not messages:
+        raise BadRow(f"{key!r} is an empty list; it must hold at least one message")
+    for place, message in enumerate(messages):
+        _check_message(message, f"{key!r}[{place}]")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(
+            f"{key!r} ends with the assistant's message; a prompt ends with the user's (or a tool's), and the policy "
+            "writes the answer"
+        )
+
+
+def _check_message(message: Any, name: str) -> None:
+    if not isinstance(message, dict):
+        raise BadRow(f"{name} is {_shown(message)}; a message is an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        have = ", ".join(map(repr, message)) or "nothing"
+        raise BadRow(f"{name} has no role ({have}); a message is an object with role and content")
+    if isinstance(content, list):
+        kinds = [part.get("type") for part in content if isinstance(part, dict)]
+        image = next((kind for kind in kinds if kind in _IMAGE_PARTS), None)
+        if image is not None:
+            raise BadRow(f"{name} holds a part of type {image!r}: images are not supported, only text")
+        raise BadRow(f"{name} has a list of parts as content; join their text to one string")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise BadRow(f"{name} has {_shown(content)} as content; it must be a string")
+
+
+def _refuse_images(record: Mapping[str, Any], text: str) -> None:
+    """Refuse rows whose images lie in a column of their own, with a mark in the text."""
+    for name in ("images", "image"):
+        if record.get(name) and "<image>" in text:
+            raise BadRow(f"has images in the column {name!r}: images are not supported, only text")
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield every text within a value, keys of objects included, with its path."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            path = f"{name}.{key}" if name else str(key)
+            yield path.encode(errors="replace").decode(), str(key)
+            yield from _texts(inner, path)
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _texts(inner, f"{name}[{place}]")
+
+
+def _names(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of columns, and of the columns within them."""
+    for name, value in record.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in value)
+
+
+def _shown(value: Any) -> str:
+    return f"{'null' if value is None else type(value).__name__} ({value!r:.40})"

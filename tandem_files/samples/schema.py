@@ -1,0 +1,151 @@
+"""The columns of stored samples, as Parquet has them and as Python objects. Adding columns breaks no reader."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import pyarrow as pa
+
+# Samples of the training data; other kinds are the names of evaluation sets.
+TRAIN = "train"
+# What became of a sample in training: its tokens count in the loss; its group was left out, since all of its rewards
+# were equal; it was cut off by the length limit and counts in no loss; it belongs to an evaluation.
+TRAINED, DROPPED, MASKED, EVALUATED = "trained", "dropped", "masked", "evaluated"
+
+_SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
+SCHEMA = pa.schema(
+    [
+        ("iteration", pa.int32()),
+        ("kind", pa.string()),
+        ("group_id", pa.string()),
+        ("sample", pa.int32()),
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("answer", pa.string()),
+        ("columns", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float64()),
+        ("prompt_tokens", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("use", pa.string()),
+        ("policy_version", pa.int64()),
+        ("version_spans", pa.list_(_SPAN)),
+        ("token_ids", pa.list_(pa.int32())),
+    ],
+    metadata={"tandem.samples": "1"},
+)
+# Few different values, or the same for all samples of a group.
+REPEATED = ["kind", "group_id", "source", "prompt", "answer", "columns", "finish_reason", "use"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleHead:
+    """A stored sample without its texts and tokens."""
+
+    kind: str
+    group_id: str
+    # Index in its group, from 0.
+    sample: int
+    # The data file, and the 1-based line or row in it.
+    source: str
+    row: int
+    reward: float
+    # None: of an evaluation.
+    advantage: float | None
+    # Of the completion, the stop token included.
+    num_tokens: int
+    # stop, or length: cut off by the length limit.
+    finish_reason: str
+    # TRAINED, DROPPED, MASKED or EVALUATED.
+    use: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSpan:
+    """Consecutive tokens of one policy version, which end before token `end` and character `text_end`."""
+
+    end: int
+    text_end: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSample(SampleHead):
+    """A stored sample."""
+
+    iteration: int
+    # What the model saw and wrote, with its special tokens.
+    prompt: str
+    completion: str
+    answer: str
+    # The data row's columns, as a JSON object.
+    columns: str = "{}"
+    # Unweighted scores by the reward's name.
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: int
+    # Oldest among the tokens.
+    policy_version: int
+    version_spans: Sequence[TextSpan] = ()
+    # None: not stored (samples.token_ids).
+    token_ids: Sequence[int] | None = None
+
+    @property
+    def sample_id(self) -> str:
+        """Name of the sample, as in the trainer's errors: `i12.g3.row77#5`."""
+        return f"{self.group_id}#{self.sample}"
+
+
+HEAD_COLUMNS = [column.name for column in fields(SampleHead)]
+
+
+def to_table(samples: Sequence[StoredSample]) -> pa.Table:
+    """Make the table of samples."""
+    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
+    columns["reward_parts"] = [list(sample.reward_parts.items()) for sample in samples]
+    columns["version_spans"] = [[_span(span) for span in sample.version_spans] for sample in samples]
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        if kind == pa.string():
+            columns[name] = [_storable(text) for text in columns[name]]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def heads_of(table: pa.Table) -> list[SampleHead]:
+    """Read a table that has HEAD_COLUMNS only."""
+    values = zip(*(table.column(name).to_pylist() for name in HEAD_COLUMNS), strict=True)
+    return [SampleHead(**dict(zip(HEAD_COLUMNS, row, strict=True))) for row in values]
+
+
+def samples_of(table: pa.Table) -> list[StoredSample]:
+    """Read a table; columns of a newer release are left out."""
+    names = [column.name for column in fields(StoredSample)]
+    rows = table.select([name for name in names if name in table.column_names]).to_pylist(maps_as_pydicts="lossy")
+    for row in rows:
+        row["version_spans"] = tuple(TextSpan(**span) for span in row["version_spans"] or ())
+    return [StoredSample(**row) for row in rows]
+
+
+def plain(sample: StoredSample) -> dict[str, Any]:
+    """Make a JSON object of a sample; a number that is not finite, which JSON has not, becomes null."""
+    values = asdict(sample)
+    for name in ("reward", "advantage"):
+        values[name] = _finite(values[name])
+    values["reward_parts"] = {part: _finite(score) for part, score in sample.reward_parts.items()}
+    return values
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _span(span: TextSpan) -> dict[str, int]:
+    return {"end": span.end, "text_end": span.text_end, "policy_version": span.policy_version}
+
+
+def _storable(text: str) -> str:
+    """Replace lone surrogates, which a JSON row may have and UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode()

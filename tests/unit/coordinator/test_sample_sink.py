@@ -1,0 +1,177 @@
+"""The sink of stored samples: what it makes of an iteration, which iterations it keeps, and what a resume replaces."""
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.record.report import IterationRecord
+from coordinator.record.samples import SampleSink, surplus
+from coordinator.record.sinks import Evaluated, Finished
+from servicekit.errors import Unavailable
+from tandem_config.schema import SamplesSection
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import StoredSample, TextSpan
+from tandem_files.tokenizer import TextCodec
+from tests.kit.folders import EOS, encode, write_model
+
+PROMPT = Prompt(row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
+
+
+def completion(text: str, *, truncated: bool = False, spans: tuple[tuple[int, int], ...] = ()) -> Completion:
+    ids = [*encode(text), *([] if truncated else [EOS])]
+    return Completion(
+        token_ids=array("I", ids),
+        logprobs=array("f", [0.0] * len(ids)),
+        truncated=truncated,
+        oldest_version=4,
+        version_spans=spans or ((len(ids), 4),),
+    )
+
+
+def generation(*completions: Completion) -> Generation:
+    groups = tuple(
+        Group(group_id=f"i3.g{p}.row7", prompt=PROMPT, completions=completions[2 * p : 2 * p + 2])
+        for p in range(len(completions) // 2)
+    )
+    return Generation(groups=groups, engine_s=0.1, retried_calls=0)
+
+
+FOUR = generation(completion("3"), completion("4", truncated=True), completion("5"), completion("5"))
+
+
+def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR) -> Finished:
+    scored = Scored(
+        rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]), accuracy=0.5, parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])}
+    )
+    record = IterationRecord(
+        iteration=number,
+        policy_version=5,
+        generation=generated,
+        scored=scored,
+        advantages_PG=np.array([[0.7, -0.7], [0.0, 0.0]]),
+        zero_variance_P=np.array([False, True]),
+        dropped_P=np.array([False, True]),
+        step=None,
+        sync=None,
+        staleness={0: 4},
+    )
+    sets = [Evaluated(name="heldout", policy_version=5, generation=FOUR, scored=scored)] if evaluated else []
+    return Finished(record=record, row={"iteration": number}, evaluated=sets)
+
+
+@pytest.fixture
+def make_sink(tmp_path: Path) -> Any:
+    codec = TextCodec.from_folders(write_model(tmp_path / "model"))
+
+    def make(last_look: Any = lambda: None, **settings: Any) -> SampleSink:
+        return SampleSink(
+            folder=SampleFolder(tmp_path),
+            settings=SamplesSection(**settings),
+            codec=codec,
+            sources={"train": "train.jsonl"},
+            truncated="mask",
+            last_look=last_look,
+        )
+
+    return make
+
+
+def load(tmp_path: Path, number: int, kind: str = "train") -> list[StoredSample]:
+    return SampleFolder(tmp_path).load(number, kind, range(4))
+
+
+def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) -> None:
+    make_sink().take(finished(3, evaluated=True))
+    samples = load(tmp_path, 3)
+    assert [(sample.use, sample.finish_reason, sample.completion) for sample in samples] == [
+        ("trained", "stop", "3<eos>"),
+        ("masked", "length", "4"),
+        ("dropped", "stop", "5<eos>"),
+        ("dropped", "stop", "5<eos>"),
+    ]
+    first = samples[0]
+    assert (first.prompt, first.answer, first.columns, first.row) == ("1+2=", "3", '{"level": 3}', 7)
+    assert (first.reward, first.reward_parts, first.advantage) == (2.0, {"math": 1.0}, 0.7)
+    assert (first.num_tokens, first.prompt_tokens, first.policy_version, first.token_ids) == (2, 4, 4, None)
+    assert (first.source, first.version_spans, first.sample_id) == ("train.jsonl", (), "i3.g0.row7#0")
+    heldout = load(tmp_path, 3, "heldout")[0]
+    assert (heldout.kind, heldout.use, heldout.advantage, heldout.reward_parts) == (
+        "heldout",
+        "evaluated",
+        None,
+        {"math": 1.0},
+    )
+
+
+def test_version_spans_end_in_the_text_where_they_end_in_the_tokens(make_sink: Any, tmp_path: Path) -> None:
+    two = completion("12", spans=((1, 4), (3, 5)))
+    make_sink(token_ids=True).take(finished(3, generated=generation(two, two, two, two)))
+    sample = load(tmp_path, 3)[0]
+    assert sample.version_spans == (
+        TextSpan(end=1, text_end=1, policy_version=4),
+        TextSpan(end=3, text_end=7, policy_version=5),
+    )
+    assert sample.token_ids == [*encode("12"), EOS]
+
+
+def test_an_evaluation_before_the_first_iteration_is_iteration_0(make_sink: Any, tmp_path: Path) -> None:
+    sets = finished(1, evaluated=True).evaluated
+    make_sink().take(Finished(record=None, row={"iteration": 0}, evaluated=sets))
+    assert SampleFolder(tmp_path).iterations() == {0: ["heldout"]}
+
+
+def test_of_every_n_iterations_the_first_and_those_evaluated_are_kept(make_sink: Any, tmp_path: Path) -> None:
+    sink = make_sink(every=4)
+    for number in range(1, 10):
+        sink.take(finished(number, evaluated=number == 6))
+    assert list(SampleFolder(tmp_path).iterations()) == [1, 4, 6, 8]
+
+
+def test_a_resume_replaces_the_iterations_after_its_checkpoint(make_sink: Any, tmp_path: Path) -> None:
+    sink = make_sink()
+    for number in range(1, 7):
+        sink.take(finished(number, evaluated=number == 6))
+    resumed = make_sink()
+    resumed.take(finished(5))
+    assert SampleFolder(tmp_path).iterations() == {number: ["train"] for number in range(1, 6)}
+
+
+def test_a_coordinator_that_was_replaced_changes_nothing(make_sink: Any, tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise Unavailable("another coordinator leads the run")
+
+    make_sink().take(finished(5))
+    with pytest.raises(Unavailable):
+        make_sink(last_look=refuse).take(finished(3))
+    assert list(SampleFolder(tmp_path).iterations()) == [5]
+
+
+def test_the_budget_is_kept(make_sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = make_sink(max_mib=1)
+    sink.take(finished(1))
+    (size,) = SampleFolder(tmp_path).sizes().values()
+    monkeypatch.setattr("coordinator.record.samples._MIB", 6 * size + size // 2)
+    for number in range(2, 40):
+        sink.take(finished(number))
+    kept = SampleFolder(tmp_path).sizes()
+    assert sum(kept.values()) <= 6.5 * size
+    assert 5 <= len(kept) <= 6
+    assert {1, 38, 39} <= set(kept)
+
+
+def test_what_is_kept_lies_further_and_further_apart() -> None:
+    sizes: dict[int, int] = {}
+    for number in range(1, 1001):
+        sizes[number] = 1
+        for gone in surplus(sizes, 20):
+            del sizes[gone]
+    kept = sorted(sizes)
+    gaps = [later - earlier for earlier, later in pairwise(kept)]
+    assert (kept[0], kept[-1], len(kept)) == (1, 1000, 20)
+    assert gaps[-1] == 1
+    assert max(gaps[:5]) > 4 * max(gaps[-5:])

@@ -1,0 +1,127 @@
+"""`tandem export`: from a run's folder to a Hugging Face folder, and what it says when that cannot be."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from tandem_config.loading import dump_resolved, load_config
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.run_config import RESOLVED_CONFIG
+from tests.kit.checkpoints import write_trainer_checkpoint
+from tests.kit.folders import write_config
+from tests.kit.stores import canonical_tensors, same
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+
+# torch and safetensors are imported by the first of these tests.
+pytestmark = pytest.mark.timeout(60)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with checkpoints after iterations 4 and 8, whose weights differ."""
+    config = load_config(write_config(tmp_path))
+    spec, folder = ModelSpec.from_folder(config.model.path), tmp_path / "runs" / "tiny"
+    for seed in (4, 8):
+        checkpoint = step_folder(folder, seed)
+        write_trainer_checkpoint(checkpoint / "trainer", spec, Parallel(tensor=2), canonical_tensors(spec, seed))
+        mark_complete(checkpoint)
+    (folder / RESOLVED_CONFIG).write_text(dump_resolved(config))
+    return folder
+
+
+def export(run_dir: Path, out: Path, *options: str) -> tuple[int, str]:
+    """Runs the command. Returns: its exit code, and what it printed."""
+    result = CliRunner().invoke(app, ["export", str(run_dir), "--out", str(out), *options])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(("options", "iteration"), [((), 8), (("--checkpoint", "last"), 8), (("--checkpoint", "4"), 4)])
+def test_the_chosen_checkpoint_is_written_with_its_tokenizer(
+    run_dir: Path, tmp_path: Path, options: tuple[str, ...], iteration: int
+) -> None:
+    out = tmp_path / "deep" / "out"
+    for _ in range(2):  # an earlier export is replaced
+        code, output = export(run_dir, out, *options)
+        assert (code, output.startswith(f"iteration {iteration} of {run_dir} is in {out} (0.00 GiB")) == (0, True), (
+            output
+        )
+    spec = ModelSpec.from_folder(out)
+    assert same(load_file(out / "model.safetensors"), canonical_tensors(spec, iteration)) == []
+    names = {"config.json", "model.safetensors", "tandem_export.json", "tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == names
+    mark = json.loads((out / "tandem_export.json").read_text())
+    assert (mark["iteration"], mark["policy_version"]) == (iteration, 3)
+
+
+def test_a_folder_with_something_else_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text.tex").write_text("years of work")
+    code, output = export(run_dir, tmp_path / "thesis")
+    assert (code, "holds something else than an exported model" in output) == (2, True)
+    assert (tmp_path / "thesis" / "text.tex").read_text() == "years of work"
+
+
+def test_a_checkpoint_that_is_not_there_or_damaged_is_named(run_dir: Path, tmp_path: Path) -> None:
+    code, output = export(run_dir, tmp_path / "out", "--checkpoint", "5")
+    assert (code, "no checkpoint of iteration 5: give last or an iteration, here 4, 8" in output) == (2, True)
+    shard = step_folder(run_dir, 8) / "trainer" / "shard-tp01-pp00.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    code, output = export(run_dir, tmp_path / "out", "--checkpoint", "8")
+    assert (code, "shard-tp01-pp00.safetensors has other bytes" in output) == (2, True)
+    code, output = export(run_dir, tmp_path / "out")
+    assert code == 0
+    assert "warning: the checkpoint of iteration 8 is damaged" in output
+    assert "iteration 4 of" in output
+
+
+def test_a_model_that_has_moved_is_named_by_its_new_place(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").rename(tmp_path / "moved")
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, "--set model.path=DIR" in output) == (2, True)
+    assert export(run_dir, tmp_path / "out", "--set", f"model.path={tmp_path / 'moved'}")[0] == 0
+    code, output = export(run_dir, tmp_path / "out", "--set", "model.pth=x")
+    assert (code, "did you mean model.path" in output) == (2, True)
+
+
+def test_what_is_no_runs_folder_is_refused_unless_its_configuration_is_given(run_dir: Path, tmp_path: Path) -> None:
+    code, output = export(tmp_path / "none", tmp_path / "out")
+    assert (code, f"{tmp_path / 'none'}: no such folder" in output) == (2, True)
+    (run_dir / RESOLVED_CONFIG).unlink()
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, f"has no {RESOLVED_CONFIG}" in output) == (2, True)
+    assert export(run_dir, tmp_path / "out", "-c", str(tmp_path / "tiny.yaml"))[0] == 0
+
+
+def test_too_little_space_is_told_before_anything_is_written(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10, 9, 1))
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, "GiB free: choose another folder" in output) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_fails_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weightsync.transfer.hf_files.settle", full)
+    before = sorted(tmp_path.iterdir())
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, "cannot write" in output, "No space left on device" in output) == (1, True, True)
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,140 @@
+"""`tandem samples`: which samples it shows, how they look in a terminal and in a pipe, and what it says of a typo."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from launcher.view.samples.choose import Wanted, choose
+from launcher.view.samples.draw import draw
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import TextSpan
+from tests.kit.samples import stored
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = SampleFolder(tmp_path)
+    rewards = [0.0, 0.25, 0.5, 0.75, 1.0, 0.1]
+    samples = [
+        stored(place // 2, place % 2, reward=reward, num_tokens=100 - place, completion=f"answer {place}")
+        for place, reward in enumerate(rewards)
+    ]
+    folder.write(1, "train", [stored()])
+    folder.write(2, "train", samples)
+    folder.write(2, "heldout", [stored(kind="heldout", advantage=None, use="evaluated")])
+    return tmp_path
+
+
+def ids(run_dir: Path, **wanted: Any) -> list[str]:
+    return [
+        sample.completion.removeprefix("answer ") for sample in choose(SampleFolder(run_dir), Wanted(**wanted)).samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"),
+    [
+        ({}, ["4", "3", "0", "5"]),
+        ({"ends": [("worst", 2)]}, ["0", "5"]),
+        ({"ends": [("best", 1), ("longest", 1), ("shortest", 1)]}, ["4", "0", "5"]),
+        ({"group": "g1"}, ["2", "3"]),
+        ({"group": "i1.g2.row3", "ends": [("best", 1)]}, ["4"]),
+        ({"pattern": "[24]$"}, ["2", "4"]),
+        ({"pattern": "[24]$", "ends": [("worst", 1)]}, ["2"]),
+        ({"pattern": "nothing like it"}, []),
+    ],
+)
+def test_the_samples_that_are_asked_for(run_dir: Path, wanted: dict[str, Any], shown: list[str]) -> None:
+    assert ids(run_dir, **wanted) == shown
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["samples", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-i", "7"], "has no samples of iteration 7; stored: 1, 2"),
+        (["-i", "two"], "give a number, or last"),
+        (["--group", "g9"], "no group 'g9' in this iteration; its groups: i1.g0.row1, i1.g1.row2, i1.g2.row3"),
+        (["--kind", "test"], "no samples of kind 'test'; stored: heldout, train"),
+        (["--grep", "("], "'(' is not a regular expression"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_what_there_is(run_dir: Path, arguments: list[str], said: str) -> None:
+    code, output = invoke(str(run_dir), *arguments)
+    assert code == 2
+    assert said in " ".join(output.replace("│", "").split())
+
+
+def test_a_run_without_samples_and_no_run_are_said(tmp_path: Path) -> None:
+    assert invoke(str(tmp_path / "gone")) == (
+        2,
+        f"{tmp_path / 'gone'} does not exist; give a run's folder, e.g. `tandem samples runs/arithmetic`\n",
+    )
+    assert "has no stored samples" in invoke(str(tmp_path))[1]
+
+
+@pytest.mark.runs("tandem samples")
+def test_a_pipe_gets_plain_lines(run_dir: Path) -> None:
+    code, output = invoke(str(run_dir), "--best", "1")
+    assert code == 0
+    assert output == (
+        f"{run_dir}, iteration 2, train: 6 samples of 3 groups, reward 0.433 (0 to 1), 97.5 tokens, 0% cut off; "
+        "also stored: heldout (--kind)\n\n"
+        "i1.g2.row3#0  reward 1.000  advantage +0.500  96 tokens, stop  version 0  trained\n"
+        "  prompt\n    1+2=\n  completion\n    answer 4\n  answer\n    3\n\n"
+        "5 more (--best, --worst, --longest, --shortest K choose others)\n"
+    )
+
+
+def test_json_lines_hold_everything(run_dir: Path) -> None:
+    code, output = invoke(str(run_dir), "--kind", "heldout", "--json")
+    assert code == 0
+    (sample,) = [json.loads(line) for line in output.splitlines()]
+    assert (sample["completion"], sample["advantage"], sample["use"]) == ("3<eos>", None, "evaluated")
+
+
+def shown(tmp_path: Path, *, full: bool = False, terminal: bool = True, **changes: Any) -> str:
+    folder = SampleFolder(tmp_path)
+    folder.write(1, "train", [stored(**changes)])
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, color_system=None)
+    draw(console, tmp_path, choose(folder, Wanted()), full=full)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
+    spans = (TextSpan(end=10, text_end=40, policy_version=3), TextSpan(end=300, text_end=1000, policy_version=4))
+    output = shown(
+        tmp_path,
+        completion="long words " * 90,
+        reward_parts={"math": 1.0, "format": 0.5, "length": -0.25},
+        version_spans=spans,
+    )
+    assert max(map(len, output.splitlines())) <= 80
+    assert output.count("long words") >= 80
+    assert "versions 3 (tokens 1 to 10), 4 (tokens 11 to 300)" in " ".join(output.split())
+    assert "(math 1, format 0.5, length -0.25)" in " ".join(output.split())
+
+
+def test_the_middle_of_a_long_text_is_left_out_unless_asked_for(tmp_path: Path) -> None:
+    text = "a" * 800 + "b" * 5000 + "c" * 400
+    output = shown(tmp_path, terminal=False, completion=text)
+    assert "b" not in output.partition("completion")[2].replace("--full shows them", "")[: output.index("answer")]
+    assert "[... 5,000 characters left out, --full shows them ...]" in output
+    assert text in shown(tmp_path, terminal=False, full=True, completion=text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, terminal: bool) -> None:
+    output = shown(tmp_path, terminal=terminal, completion="a\x1b[2J\x1b]0;title\x07\r\x9bb\u202e[bold]c", full=True)
+    assert "a\\x1b[2J\\x1b]0;title\\x07\\r\\x9bb\\u202e[bold]c" in output
+    assert not {"\x1b", "\x07", "\r", "\x9b", "\u202e"} & set(output.replace("\x1b[0m", ""))

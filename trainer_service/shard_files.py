@@ -1,0 +1,66 @@
+"""Where a trainer checkpoint has which tensors: names of its files by rank, and its meta.json. Needs no torch.
+
+meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
+shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
+                                 rng/cpu, rng/device (CUDA only), rng/tracker/NAME
+experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
+digests.json                     of all of these (tandem_files/digests.py)
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from servicekit.errors import ConfigError
+from weightsync.layouts.layout import Parallel
+
+FORMAT = 1
+META = "meta.json"
+# Prefix of the parameters' values.
+WEIGHTS = "weights/"
+# Part of the name of an expert's parameter.
+EXPERTS = ".local_experts."
+
+
+def shard_file(tensor: int, pipeline: int) -> str:
+    """Return the file of a rank's parameters that are not experts'.
+
+    >>> shard_file(1, 0)
+    'shard-tp01-pp00.safetensors'
+    """
+    return f"shard-tp{tensor:02d}-pp{pipeline:02d}.safetensors"
+
+
+def experts_file(expert_tensor: int, expert: int, pipeline: int) -> str:
+    """Return the file of a rank's experts.
+
+    >>> experts_file(0, 1, 0)
+    'experts-etp00-ep01-pp00.safetensors'
+    """
+    return f"experts-etp{expert_tensor:02d}-ep{expert:02d}-pp{pipeline:02d}.safetensors"
+
+
+def file_of(name: str, rank: int, parallel: Parallel) -> str:
+    """Return the file that has a parameter of a rank, in Megatron's order of ranks (weightsync/layouts/megatron.py).
+
+    >>> file_of("decoder.final_layernorm.weight", 3, Parallel(tensor=2, pipeline=2))
+    'shard-tp01-pp01.safetensors'
+    """
+    pipeline, place = divmod(rank, parallel.stage_size)
+    if EXPERTS not in name:
+        return shard_file(place % parallel.tensor, pipeline)
+    return experts_file(place % parallel.expert_tensor, place // parallel.expert_tensor % parallel.expert, pipeline)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read meta.json. Raises: ConfigError: the folder is not a checkpoint of this format."""
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {META}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / META} cannot be read: {error}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        found = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+        raise ConfigError(f"{folder} has checkpoint format {found!r}; this trainer reads {FORMAT}")
+    return meta
