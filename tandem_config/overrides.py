@@ -61,7 +61,7 @@ def _parse(text: str) -> Override | ConfigProblem:
 def _override(text: str, section: str, field: str, raw: str) -> Override | ConfigProblem:
     key = f"{section}.{field}" if field else section
     try:
-        return Override(section=section, field=field, value=_value(key, raw), text=text)
+        return Override(section=section, field=field, value=_value(key, raw) if field else parse_scalar(raw), text=text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not valid YAML"
         return _problem(text, key, raw, f"the value is not valid YAML: {reason}", "quote it, e.g. --set 'a.b=\"text\"'")

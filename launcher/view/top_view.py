@@ -31,7 +31,7 @@ Overview = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Picture:
+class Drawing:
     """A drawing of one overview, which fits the width it is given, and the height if it is given one.
 
     Attributes:

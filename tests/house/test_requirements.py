@@ -23,7 +23,7 @@ EXTRAS_OF = {
     "rollout_service": ["rollout"],
     "weightsync": ["trainer", "rollout"],
     "coordinator": ["trackers"],
-    "launcher": ["trackers"],
+    "launcher": ["trackers", "trainer"],
 }
 # Modules of a distribution that is split in two, under the name that is declared.
 PART_OF = {"pydantic_core": "pydantic"}

@@ -1,4 +1,4 @@
-"""`tandem compare`."""
+"""The command line of `tandem compare`."""
 
 from pathlib import Path
 from typing import Annotated

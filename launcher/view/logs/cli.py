@@ -1,4 +1,4 @@
-"""`tandem logs`."""
+"""The command line of `tandem logs`."""
 
 from enum import StrEnum
 from pathlib import Path

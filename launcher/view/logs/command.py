@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from launcher.view.logs.show import Wanted, show, time_of
+from launcher.view.logs.show import WantedLines, show, time_of
 from launcher.view.run_view import make_console
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
@@ -22,7 +22,7 @@ def logs_command(
     try:
         folder = current_run() if run_dir is None else run_dir
         since_s = time_of(since, time.time()) if since else 0.0
-        wanted = Wanted(services=services, level=level, since_s=since_s, newest=newest)
+        wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
         show(folder, make_console(ends_with_reader=True), wanted, partial(is_locked, folder) if follow else None)
     except ConfigError as error:
         make_console(stderr=True).print(Text(str(error), style="bold red"))

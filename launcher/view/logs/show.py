@@ -22,7 +22,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedLines:
     """What to print.
 
     Attributes:
@@ -97,7 +97,7 @@ def time_of(text: str, now_s: float) -> float:
     raise ConfigError(f"--since {text}: give a time ago (90s, 10m, 2h, 1d) or a local time (14:30, 2026-05-01 14:30)")
 
 
-def show(run_dir: Path, console: Console, wanted: Wanted, is_running: Callable[[], bool] | None = None) -> None:
+def show(run_dir: Path, console: Console, wanted: WantedLines, is_running: Callable[[], bool] | None = None) -> None:
     """Print the logs of a run.
 
     Args:
@@ -119,7 +119,7 @@ def show(run_dir: Path, console: Console, wanted: Wanted, is_running: Callable[[
             return
 
 
-def _in_order(logs: Iterable[_Log], wanted: Wanted) -> Iterator[Entry]:
+def _in_order(logs: Iterable[_Log], wanted: WantedLines) -> Iterator[Entry]:
     """Yield what the logs have gained, by time; of one log in its own order, since some clocks have whole seconds."""
     merged = heapq.merge(*(log.entries() for log in logs), key=lambda entry: entry.time_s)
     yield from (entry for entry in merged if wanted.has(entry))

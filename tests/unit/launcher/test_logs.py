@@ -11,7 +11,7 @@ from rich.console import Console
 
 from launcher.view.logs.command import logs_command
 from launcher.view.logs.lines import Entry, parse
-from launcher.view.logs.show import Wanted, show, time_of
+from launcher.view.logs.show import WantedLines, show, time_of
 from servicekit.errors import ConfigError
 
 TRACE = "Traceback (most recent call last):\n  File x\nOSError: no"
@@ -38,14 +38,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def printed(run: Path, wanted: Wanted) -> str:
+def printed(run: Path, wanted: WantedLines) -> str:
     out = StringIO()
     show(run, Console(file=out, width=200, soft_wrap=True), wanted)
     return out.getvalue()
 
 
 def test_lines_of_all_services_are_in_the_order_of_their_times(run: Path) -> None:
-    assert printed(run, Wanted()).splitlines() == [
+    assert printed(run, WantedLines()).splitlines() == [
         "05-01 12:00:01.000  coordinator  info     serving  iteration=3  share=0.123457",
         "05-01 12:00:02.000  rollout-0    error    Cuda graph is disabled",
         "    Traceback (most recent call last):",
@@ -64,13 +64,13 @@ def test_lines_of_all_services_are_in_the_order_of_their_times(run: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "texts"),
     [
-        (Wanted(services=["rollout"], level="error"), ["Cuda graph is disabled"]),
-        (Wanted(services=["coordinator", "redis"]), ["serving", "ready", "run failed"]),
-        (Wanted(since_s=datetime(2026, 5, 1, 12, 0, 4, tzinfo=UTC).timestamp()), ["run failed", "old"]),
-        (Wanted(newest=1), ["old"]),
+        (WantedLines(services=["rollout"], level="error"), ["Cuda graph is disabled"]),
+        (WantedLines(services=["coordinator", "redis"]), ["serving", "ready", "run failed"]),
+        (WantedLines(since_s=datetime(2026, 5, 1, 12, 0, 4, tzinfo=UTC).timestamp()), ["run failed", "old"]),
+        (WantedLines(newest=1), ["old"]),
     ],
 )
-def test_what_is_asked_for_is_shown(run: Path, wanted: Wanted, texts: list[str]) -> None:
+def test_what_is_asked_for_is_shown(run: Path, wanted: WantedLines, texts: list[str]) -> None:
     lines = [line for line in printed(run, wanted).splitlines() if not line.startswith("    ")]
     assert [text for line, text in zip(lines, texts, strict=True) if text in line] == texts
 
@@ -88,7 +88,7 @@ def test_what_is_added_is_followed_until_the_run_ends(run: Path, monkeypatch: py
             file.write(writes.pop(0))
         return bool(writes)
 
-    show(run, Console(file=out, width=200), Wanted(services=["trainer"]), is_running)
+    show(run, Console(file=out, width=200), WantedLines(services=["trainer"]), is_running)
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == ["step 1", "step 2"]
 
 

@@ -65,7 +65,9 @@ def test_a_large_tensor_is_looked_at_in_blocks(tmp_path: Path, monkeypatch: pyte
 
 def test_variables_in_paths_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", str(tmp_path))
-    draft = draft_config(write_config(tmp_path), ["model.path=$WHERE/model", "data.heldout=${NOSUCH}/x.jsonl"])
-    assert draft.config is not None
-    assert draft.config.model.path == tmp_path / "model"
-    assert str(draft.config.data.heldout).endswith("/${NOSUCH}/x.jsonl")
+    options = ["model.path=$WHERE/model", "data.train=$WHERE/t.jsonl", "model.tokenizer_path=${NOSUCH}/x"]
+    config = draft_config(write_config(tmp_path), options).config
+    assert config is not None
+    assert config.model.path == tmp_path / "model"
+    assert [source.path for source in config.data.train] == [tmp_path / "t.jsonl"]
+    assert str(config.model.tokenizer_path).endswith("/${NOSUCH}/x")

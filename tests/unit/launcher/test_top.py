@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.view.top_view import Picture, sparkline
+from launcher.view.top_view import Drawing, sparkline
 
 OVERVIEW: dict[str, Any] = {
     "now_s": 1000.0,
@@ -41,7 +41,7 @@ OVERVIEW: dict[str, Any] = {
 def picture(width: int = 160, height: int | None = None, **changes: Any) -> list[str]:
     console = Console(width=width, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
-        console.print(Picture(OVERVIEW | changes), height=height)
+        console.print(Drawing(OVERVIEW | changes), height=height)
     return captured.get().rstrip().splitlines()
 
 
