@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.compare.cli import compare
+from launcher.view.logs.cli import logs
 from launcher.view.page import page
 from launcher.view.samples.cli import samples
 
@@ -26,6 +28,10 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem logs                      the logs of all its services, readable
+    tandem compare runs/a runs/b     curves and settings of several runs
+    tandem logs                      the logs of all services of a run
+    tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
     tandem samples                   prompts, completions and rewards of a run
     tandem page                      the page of a run, also when it is over
@@ -38,10 +44,14 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, "
-        "samples. Relative paths in it are relative to the file."
+        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, samples, "
+        "and the list trackers. Relative paths in it are relative to the file, but run.output_dir, which is relative "
+        "to the working directory; ~ and $VARIABLES are expanded."
     ),
 )
+_File = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="The configuration file, as with --config.", show_default=False)
+]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,6 +64,13 @@ _Set = Annotated[
         ),
     ),
 ]
+
+
+def _given_once(file: Path | None, config: Path | None) -> Path | None:
+    """Return the configuration file, given with or without --config. Raises: typer.BadParameter: both ways."""
+    if file is not None and config is not None:
+        raise typer.BadParameter(f"two configuration files: {file} and --config {config}; give one")
+    return file if config is None else config
 
 
 @app.command()
@@ -75,6 +92,7 @@ def demo(overrides: _Set = None) -> None:
 
 @app.command()
 def run(
+    file: _File = None,
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     resume: Annotated[
@@ -102,6 +120,7 @@ def run(
     """
     from launcher.commands import run_command
 
+    config = _given_once(file, config)
     if config is None and resume is None:
         raise typer.BadParameter("give a configuration file: tandem run -c my.yaml (or --resume RUN_DIR)")
     raise typer.Exit(run_command(config, overrides or [], resume=resume))
@@ -109,7 +128,8 @@ def run(
 
 @app.command()
 def check(
-    config: Annotated[Path, _CONFIG],
+    file: _File = None,
+    config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     gpu_memory_gib: Annotated[
         float | None,
@@ -136,11 +156,16 @@ def check(
 
     if gpu_memory_gib is not None and math.isnan(gpu_memory_gib):
         raise typer.BadParameter("--gpu-memory-gib must be a number")
+    config = _given_once(file, config)
+    if config is None:
+        raise typer.BadParameter("give a configuration file: tandem check -c my.yaml")
     raise typer.Exit(check_command(config, overrides or [], gpu_memory_gib=gpu_memory_gib))
 
 
 app.command()(plan)
 app.command()(samples)
+app.command()(logs)
+app.command()(compare)
 app.command()(page)
 
 
