@@ -25,6 +25,8 @@ from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
+from coordinator.record.trackers.base import Outcome
+from coordinator.record.trackers.registry import build_trackers
 from coordinator.run import Run
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.roll_call import WeightGroup
@@ -143,18 +145,26 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
 
 def _sinks(app: App, lead: Lead) -> list[Sink]:
     """Make what gets every finished iteration."""
-    config = app.config
-    if not config.samples.enabled:
-        return []
-    return [
-        SampleSink(
-            folder=SampleFolder(app.environment.run_dir),
-            settings=config.samples,
-            codec=app.inputs.codec,
-            truncated=config.grpo.truncated,
-            last_look=partial(last_look, lead),
+    config, run_dir = app.config, app.environment.run_dir
+    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
+    if config.samples.enabled:
+        sinks.append(
+            SampleSink(
+                folder=SampleFolder(run_dir),
+                settings=config.samples,
+                codec=app.inputs.codec,
+                truncated=config.grpo.truncated,
+                last_look=partial(last_look, lead),
+            )
         )
-    ]
+    return sinks
+
+
+def _outcome(app: App) -> Outcome:
+    """Return how the run has ended, as it stands when its sinks are closed."""
+    if app.inputs.state.status == "finished":
+        return "finished"
+    return "interrupted" if app.leaving.asked.is_set() else "failed"
 
 
 def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:

@@ -81,6 +81,8 @@ class Generation:
     engine_s: float
     # Calls that failed and whose groups were generated elsewhere or again.
     retried_calls: int
+    # Why the last call of each replica that failed did so.
+    call_errors: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
 from tandem_files.metrics_file import METRICS_FILE
-from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
 
 

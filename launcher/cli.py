@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.plan.cli import plan
+from launcher.view.compare.cli import compare
+from launcher.view.logs.cli import logs
 from launcher.view.page import page
 from launcher.view.samples.cli import samples
 
@@ -27,6 +29,8 @@ app = typer.Typer(
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
     tandem evaluate --model runs/<name>/hf --data heldout.jsonl
+    tandem logs                      the logs of all services of a run
+    tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
     tandem samples                   prompts, completions and rewards of a run
     tandem page                      the page of a run, also when it is over
@@ -40,9 +44,12 @@ _CONFIG = typer.Option(
     "-c",
     help=(
         "YAML file with the sections run, model, data, reward, grpo, ... (docs/configuration.md). Relative paths in it "
-        "are relative to the file."
+        "are relative to the file, run.output_dir to the working directory; ~ and $VARIABLES are expanded."
     ),
 )
+_File = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="The configuration file, as with --config.", show_default=False)
+]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -55,6 +62,13 @@ _Set = Annotated[
         ),
     ),
 ]
+
+
+def _given_once(file: Path | None, config: Path | None) -> Path | None:
+    """Return the configuration file, given with or without --config. Raises: typer.BadParameter: both ways."""
+    if file is not None and config is not None:
+        raise typer.BadParameter(f"two configuration files: {file} and --config {config}; give one")
+    return file if config is None else config
 
 
 @app.command()
@@ -76,6 +90,7 @@ def demo(overrides: _Set = None) -> None:
 
 @app.command()
 def run(
+    file: _File = None,
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     resume: Annotated[
@@ -103,6 +118,7 @@ def run(
     """
     from launcher.commands import run_command
 
+    config = _given_once(file, config)
     if config is None and resume is None:
         raise typer.BadParameter("give a configuration file: tandem run -c my.yaml (or --resume RUN_DIR)")
     raise typer.Exit(run_command(config, overrides or [], resume=resume))
@@ -110,7 +126,8 @@ def run(
 
 @app.command()
 def check(
-    config: Annotated[Path, _CONFIG],
+    file: _File = None,
+    config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
     gpu_memory_gib: Annotated[
         float | None,
@@ -137,11 +154,16 @@ def check(
 
     if gpu_memory_gib is not None and math.isnan(gpu_memory_gib):
         raise typer.BadParameter("--gpu-memory-gib must be a number")
+    config = _given_once(file, config)
+    if config is None:
+        raise typer.BadParameter("give a configuration file: tandem check -c my.yaml")
     raise typer.Exit(check_command(config, overrides or [], gpu_memory_gib=gpu_memory_gib))
 
 
 app.command()(plan)
 app.command()(samples)
+app.command()(logs)
+app.command()(compare)
 app.command()(page)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
+from tandem_files.pace import remaining_s
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import claimed, locked
 from weightsync.model.spec import ModelSpec
@@ -148,7 +150,14 @@ def _run(request: "RunRequest", console: Console) -> int:
     from launcher.view.plot import plot_rewards
     from launcher.view.summary import print_summary
 
-    view = RunView(console, request.config.run.iterations)
+    settings = request.config.run
+    left_s = partial(
+        remaining_s,
+        total=settings.iterations,
+        evaluate_every=settings.evaluate_every,
+        checkpoint_every=settings.checkpoint_every,
+    )
+    view = RunView(console, settings.iterations, left_s)
     view.say(f"run {request.run_dir.name} in {request.run_dir}", "bold")
     outcome = launch(request, view)
     try:

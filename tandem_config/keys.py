@@ -31,6 +31,18 @@ _NOT_SUPPORTED: dict[str, str] = {
         "not for training: the trainer's log-probs would not be those of the distribution that was sampled "
         "(docs/numerics.md); leave it out, see grpo.temperature",
     ),
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "lora", "use_lora", "peft_config", "use_peft"),
+        "all weights are trained, there is no LoRA: leave it out",
+    ),
+    **dict.fromkeys(
+        ("optimizer", "optim"),
+        "the optimizer is AdamW: leave it out; trainer.adam_beta1, adam_beta2, adam_eps and weight_decay set it",
+    ),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "total_epochs", "num_train_epochs"),
+        "a run's length is run.iterations, each of grpo.prompts_per_iteration prompts; the data is repeated as needed",
+    ),
 }
 # Other trainers' names of a setting -> its key.
 _OTHER_NAMES: dict[str, str] = {
@@ -52,6 +64,15 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("metric_for_best_model", "best_metric"), "evaluation.best"),
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "grpo.stop"),
     **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),
+    **dict.fromkeys(("report_to", "logger", "wandb", "tensorboard", "mlflow", "wandb_project", "project_name"),
+                    "trackers"),
+    **dict.fromkeys(("ppo_epochs", "num_iterations", "mu"), "grpo.updates_per_iteration"),
+    **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "grpo.entropy_coefficient"),
+    **dict.fromkeys(("norm_adv_by_std_in_grpo", "scale_rewards"), "grpo.advantage_std"),
+    **dict.fromkeys(("gpu_memory_utilization",), "rollout.mem_fraction_static"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length"), "rollout.context_length"),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "warmup_ratio"), "trainer.warmup_iterations"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "trainer.clip_grad"),
     **dict.fromkeys(("train_files", "train_file", "train_data", "dataset", "dataset_name", "prompt_data"),
                     "data.train"),
     **dict.fromkeys(("eval_data", "eval_prompt_data", "val_files", "val_data", "test_files"), "data.heldout"),
@@ -81,6 +102,11 @@ def sections() -> dict[str, type[Section]]:
 def kinds(section: str) -> Mapping[str, type[Section]]:
     """Return the models of a list's entries by `kind`; empty for other sections."""
     return LISTED[section][1] if section in LISTED else {}
+
+
+def has_default_kind(section: str) -> bool:
+    """Whether an entry of a list may leave its `kind` out."""
+    return any(not model.model_fields["kind"].is_required() for model in kinds(section).values())
 
 
 def split(key: str) -> tuple[str, str]:

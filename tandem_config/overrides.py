@@ -1,4 +1,4 @@
-"""Parses `--set section.key=value` options; `section.0.key` is the key of a list's first entry."""
+"""Parses `--set section.key=value` options; of a list, `section.0.key` is in the first entry and `section` all."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,13 @@ from tandem_config.yaml_source import parse_scalar
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """A parsed `--set` option; `text` is the option as written, `index` the place in a list, if it says one."""
+    """A parsed `--set` option.
+
+    Attributes:
+        field: "" for a whole list (`trackers=[tensorboard]`).
+        text: the option as written.
+        index: the place in a list, if the option says one.
+    """
 
     section: str
     field: str
@@ -49,6 +55,8 @@ def _parse(text: str) -> Override | ConfigProblem:
     if not equals:
         return _problem(text, key, "", "has no '='", f"write --set {key or 'section.key'}=VALUE")
     section, index, field = _split(key)
+    if not field and keys.kinds(key):
+        return _override(text, key, None, "", raw)
     if not field:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
@@ -58,10 +66,16 @@ def _parse(text: str) -> Override | ConfigProblem:
         return _problem(text, key, raw, "unknown key", keys.did_you_mean(section, field))
     if index is not None and not keys.kinds(section):
         return _problem(text, key, raw, f"{section} is not a list", f"did you mean {section}.{field}?")
+    return _override(text, section, index, field, raw)
+
+
+def _override(text: str, section: str, index: int | None, field: str, raw: str) -> Override | ConfigProblem:
     try:
-        return Override(section=section, index=index, field=field, value=_value(f"{section}.{field}", raw), text=text)
+        value = _value(f"{section}.{field}", raw) if field else parse_scalar(raw)
+        return Override(section=section, index=index, field=field, value=value, text=text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not valid YAML"
+        key = text.partition("=")[0].strip()
         return _problem(text, key, raw, f"the value is not valid YAML: {reason}", "quote it, e.g. --set 'a.b=\"text\"'")
 
 

@@ -41,8 +41,13 @@ def is_jinja_file(text: str) -> bool:
     return text.endswith(".jinja") and "{" not in text and "\n" not in text
 
 
+def below(base: Path, text: str) -> Path:
+    """Make a written path absolute; `~` and variables of the environment are expanded, unknown ones stay."""
+    return absolute(base / Path(os.path.expandvars(text)).expanduser())
+
+
 def _path(value: Any, base: Path) -> Any:
-    return absolute(base / Path(value).expanduser()) if isinstance(value, str) and value.strip() else value
+    return below(base, value) if isinstance(value, str) and value.strip() else value
 
 
 def _text(value: Any, base: Path) -> Any:

@@ -14,11 +14,12 @@ from tandem_config.sections.evaluation import HELDOUT, EvaluationSection, Evalua
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
-from tandem_config.sections.reward_base import RewardSection
+from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
+from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
 from tandem_config.sections.trainer import TrainerSection
 
 __all__ = [
@@ -61,7 +62,11 @@ class RunConfig(Section):
         return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)
 
     samples: SamplesSection = Field(default_factory=SamplesSection)
+    trackers: Trackers = Field(default_factory=tuple)
 
 
 # Sections that may be lists: name -> (the settings that every entry has, the models of its kinds).
-LISTED: Mapping[str, tuple[type[Section], Mapping[str, type[Section]]]] = {"reward": (RewardSection, REWARD_KINDS)}
+LISTED: Mapping[str, tuple[type[Section], Mapping[str, type[Section]]]] = {
+    "reward": (RewardSection, REWARD_KINDS),
+    "trackers": (TrackerSection, TRACKER_KINDS),
+}

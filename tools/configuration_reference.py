@@ -118,6 +118,8 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
+    if typing.get_origin(annotation) is list:
+        return f"list of {_type(typing.get_args(annotation)[0], [])}s"
     if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
         return "path, glob, or list"
     if typing.get_origin(annotation) in (tuple, list):

@@ -69,6 +69,10 @@ IMAGES = {
         },
     ),
     "parquet": Image(also=("pyarrow",)),
+    "trackers": Image(
+        also=("mlflow-skinny", "tensorboard", "wandb"),
+        without={"setuptools": "tensorboard reads nothing of it", "pillow": "for images, which we send none of"},
+    ),
     "trainer": Image(packages=("trainer_service", *SHARED), without=_TORCH_FIRST | _READS_NO_TEXT),
     # The SDK accepts no other version of the API than its own.
     "trainer-gpu": Image(

@@ -85,6 +85,7 @@ class Dispatch:
             groups=tuple(self._groups[group_id] for group_id in self._prompts),
             engine_s=max(self._engine_s.values(), default=0.0),
             retried_calls=self._failures.total(),
+            call_errors=tuple(map(str, self._errors.values())),
         )
 
     def _start_calls(self) -> None:

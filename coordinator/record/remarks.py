@@ -8,6 +8,8 @@ from servicekit.errors import Internal
 
 # Rows whose answers cannot be read that one warning names.
 _NAMED_ROWS = 5
+# Of the reasons why calls failed; the log has all of them.
+_CHARACTERS = 300
 
 
 def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
@@ -43,7 +45,9 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
     if record.step is None:
         yield "nothing_to_train", f"iteration {record.iteration}: no sample was left to train on, no train step"
     if record.generation.retried_calls:
-        yield "generate_retry", f"{record.generation.retried_calls} generate calls failed and were repeated"
+        number, why = record.generation.retried_calls, "; ".join(record.generation.call_errors)[:_CHARACTERS]
+        calls = "1 generate call" if number == 1 else f"{number} generate calls"
+        yield "generate_retry", f"{calls} failed, and the groups were generated again: {why or 'see the log'}"
 
 
 def score_remarks(where: str, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:

@@ -41,11 +41,14 @@ class Sink(Protocol):
     def name(self) -> str:
         """What the warning calls it when it fails."""
 
-    def take(self, finished: Finished) -> None:
-        """Store or send an iteration; it may block. Whatever it raises ends this sink, not the run."""
+    def take(self, finished: Finished) -> str | None:
+        """Store or send an iteration; it may block. Whatever it raises ends this sink, not the run.
 
-    def close(self) -> None:
-        """Write what is held back."""
+        Returns: a warning for the run's user, if there is one.
+        """
+
+    def close(self) -> str | None:
+        """Write what is held back. Returns: a warning for the run's user, if there is one."""
 
 
 class Sinks:
@@ -127,8 +130,10 @@ class _Feed:
     def _work(self) -> None:
         try:
             while (finished := self._waiting.get()) is not None:
-                self._sink.take(finished)
-            self._sink.close()
+                if remark := self._sink.take(finished):
+                    self._complaints.put(remark)
+            if remark := self._sink.close():
+                self._complaints.put(remark)
         except Exception as error:
             self._failed = True
             log.warning("sink failed", sink=self._sink.name, exc_info=True)

@@ -11,6 +11,7 @@ from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
 from launcher.check.resume import check_output, check_resume
 from launcher.check.rewards import check_rewards
+from launcher.check.trackers import check_trackers
 from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
 
@@ -38,5 +39,6 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
     problems += data.problems
     problems += check_rewards(draft.config, draft.usable, data.columns or None)
     problems += check_host(draft.config, redis_url)
+    problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)
     return [*draft.problems, *draft.placed(problems)]

@@ -1,8 +1,9 @@
 """Finds the line of a service's log that says why the service ended."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from launcher.view.logs.lines import record_of
 
 _TAIL_BYTES = 65536
 # Enough for a message that lists every problem; too little for a dump of a whole object.
@@ -22,11 +23,11 @@ def last_error(log: Path, *, since: int = 0, killed: bool = False) -> str:
     """
     lines = _tail(log, since)
     for index in range(len(lines) - 1, -1, -1):
-        record = _record(lines[index])
+        record = record_of(lines[index])
         if record is not None and str(record.get("level", "")).lower() in _BAD_LEVELS:
-            trailing = [line for line in lines[index + 1 :] if _record(line) is None]
+            trailing = [line for line in lines[index + 1 :] if record_of(line) is None]
             return _short(trailing[-1] if any("Traceback" in line for line in trailing) else _readable(record))
-    return _short(_readable(_record(lines[-1]) or lines[-1])) if lines and not killed else ""
+    return _short(_readable(record_of(lines[-1]) or lines[-1])) if lines and not killed else ""
 
 
 def _tail(log: Path, since: int) -> list[str]:
@@ -36,16 +37,6 @@ def _tail(log: Path, since: int) -> list[str]:
             return [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
         return []
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    if not line.startswith("{"):
-        return None
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _readable(record: dict[str, Any] | str) -> str:

@@ -1,7 +1,13 @@
-"""The columns of the progress view: metric, heading, number of digits."""
+"""The columns of the progress view: metric, heading, number of digits, and which of them a narrow terminal has."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+_GAP = "  "
+# The estimated time that the run still takes; no metric of a row.
+LEFT = "left"
+# What a row says as a share, and the view in per cent.
+_SHARES = frozenset({"truncated_ratio", "zero_variance_ratio"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,48 +15,78 @@ class Column:
     """A column of the progress view.
 
     Attributes:
-        metric: key in metrics.jsonl.
+        metric: key in metrics.jsonl, or LEFT.
         form: format of the number.
         width: in characters.
+        rank: columns of a higher one are the first to go where there is no room.
     """
 
     title: str
     metric: str
     form: str
     width: int
+    rank: int = 0
 
 
 COLUMNS = (
     Column(title="reward", metric="reward_mean", form=".3f", width=6),
-    Column(title="held-out", metric="heldout_accuracy", form=".3f", width=8),
+    Column(title="heldout", metric="heldout_accuracy", form=".3f", width=7),
     Column(title="length", metric="response_length_mean", form=".1f", width=6),
+    Column(title="cut%", metric="truncated_ratio", form=".0f", width=4),
+    Column(title="same%", metric="zero_variance_ratio", form=".0f", width=5),
     Column(title="entropy", metric="entropy", form=".3f", width=7),
-    Column(title="|dlogp|", metric="logprob_abs_diff_max", form=".1e", width=7),
-    Column(title="tokens/s", metric="tokens_per_s", form=".0f", width=8),
-    Column(title="gen s", metric="generate_s", form=".2f", width=6),
-    Column(title="train s", metric="train_s", form=".2f", width=7),
-    Column(title="sync s", metric="sync_s", form=".3f", width=6),
-    Column(title="version", metric="policy_version", form=".0f", width=7),
+    Column(title="|dlogp|", metric="logprob_abs_diff_max", form=".1e", width=7, rank=1),
+    Column(title="tok/s", metric="tokens_per_s", form=".0f", width=6),
+    Column(title="gen s", metric="generate_s", form=".2f", width=6, rank=3),
+    Column(title="train s", metric="train_s", form=".2f", width=7, rank=3),
+    Column(title="sync s", metric="sync_s", form=".3f", width=6, rank=2),
+    Column(title="all s", metric="iteration_s", form=".1f", width=5),
+    Column(title="version", metric="policy_version", form=".0f", width=7, rank=4),
+    Column(title=LEFT, metric=LEFT, form="", width=7),
 )
-_FIRST_WIDTH = 9
 
 
-def heading() -> str:
-    """Return the line above the figures."""
-    return "  ".join(["iteration".rjust(_FIRST_WIDTH), *(column.title.rjust(column.width) for column in COLUMNS)])
+def columns_for(width: int, total: int) -> list[Column]:
+    """Choose the columns for lines of at most `width` characters; those of rank 0 are always among them."""
+    chosen = list(COLUMNS)
+    for rank in sorted({column.rank for column in COLUMNS} - {0}, reverse=True):
+        if len(heading(chosen, total)) <= width:
+            break
+        chosen = [column for column in chosen if column.rank < rank]
+    return chosen
 
 
-def line(row: Mapping[str, float | None], total: int) -> str:
+def heading(columns: Sequence[Column], total: int) -> str:
+    """Return the line above the figures. total: iterations of the run."""
+    return _GAP.join(["iter".rjust(_first_width(total)), *(column.title.rjust(column.width) for column in columns)])
+
+
+def line(columns: Sequence[Column], row: Mapping[str, float | None], total: int, left: str = "-") -> str:
     """Format the figures of an iteration; a metric that was not measured is a dash.
 
     Args:
         row: a row of metrics.jsonl.
         total: iterations of the run.
+        left: time that the run still takes.
     """
     iteration = row.get("iteration")
-    first = f"{iteration:.0f}/{total}" if iteration is not None else "-"
-    return "  ".join([first.rjust(_FIRST_WIDTH), *(_cell(column, row.get(column.metric)) for column in COLUMNS)])
+    first = "-" if iteration is None else f"{iteration:.0f}{_of(total)}"
+    return _GAP.join([first.rjust(_first_width(total)), *(_cell(column, row, left) for column in columns)])
 
 
-def _cell(column: Column, value: float | None) -> str:
+def _first_width(total: int) -> int:
+    return max(len("iter"), len(f"{total}{_of(total)}"))
+
+
+def _of(total: int) -> str:
+    """Return what follows the number of an iteration: nothing where it would cost a narrow terminal a column."""
+    return f"/{total}" if total < 1000 else ""
+
+
+def _cell(column: Column, row: Mapping[str, float | None], left: str) -> str:
+    if column.metric == LEFT:
+        return left.rjust(column.width)
+    value = row.get(column.metric)
+    if value is not None and column.metric in _SHARES:
+        value = 100.0 * value
     return ("-" if value is None else format(value, column.form)).rjust(column.width)

@@ -3,22 +3,35 @@
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from launcher.view.metric_columns import heading, line
+from launcher.view.metric_columns import columns_for, heading, line
+from tandem_files.pace import clock
 
 _ROWS_PER_HEADING = 20
+LeftS = Callable[[Sequence[Mapping[str, float | None]]], float | None]
+
+
+def _unknown(_: Sequence[Mapping[str, float | None]]) -> float | None:
+    return None
 
 
 class _PipeSafeConsole(Console):
     """A console that survives the end of its reader: `tandem run | head` must not end the training."""
 
+    def __init__(self, *, ends_with_reader: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._ends_with_reader = ends_with_reader
+
     def on_broken_pipe(self) -> None:
-        """Discard further output; rich's own method ends the process without a message."""
+        """Discard further output; end the process without a message where there is nothing but the output."""
+        if self._ends_with_reader:
+            super().on_broken_pipe()
         self.quiet = True
         stream = sys.stderr if self.stderr else sys.stdout
         with contextlib.suppress(OSError, ValueError):
@@ -29,17 +42,27 @@ class _PipeSafeConsole(Console):
                 print("output closed by its reader; the run continues (see: tandem status)", file=sys.stderr)
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping."""
-    return _PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=True)
+def make_console(*, stderr: bool = False, ends_with_reader: bool = False) -> Console:
+    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping.
+
+    Args:
+        ends_with_reader: end the process when whoever reads the output has ended, as `head` does; else continue.
+    """
+    return _PipeSafeConsole(ends_with_reader=ends_with_reader, stderr=stderr, highlight=False, soft_wrap=True)
 
 
 class RunView:
-    """Prints a run; on a terminal a spinner shows the current activity, elsewhere there are only whole lines."""
+    """Prints a run; on a terminal a spinner shows the current activity, elsewhere there are only whole lines.
 
-    def __init__(self, console: Console, total_iterations: int) -> None:
-        self._console, self._total = console, total_iterations
-        self._rows = 0
+    Args:
+        left_s: estimates the seconds that the run still takes from its rows; None: unknown.
+    """
+
+    def __init__(self, console: Console, total_iterations: int, left_s: LeftS = _unknown) -> None:
+        self._console, self._total, self._left_s = console, total_iterations, left_s
+        self._columns = columns_for(console.width, total_iterations)
+        self._rows: list[Mapping[str, float | None]] = []
+        self._left = ""
         self._status: Status | None = None
 
     def say(self, text: str, style: str = "") -> None:
@@ -50,6 +73,8 @@ class RunView:
         """Show the current activity beside the spinner; does nothing without a terminal."""
         if not self._console.is_terminal:
             return
+        if self._left:
+            text = f"{text}; about {self._left} left"
         if self._status is None:
             self._status = self._console.status(Text(text))
             self._status.start()
@@ -62,10 +87,12 @@ class RunView:
 
     def iteration(self, row: Mapping[str, float | None]) -> None:
         """Print the figures of an iteration, a row of metrics.jsonl."""
-        if self._rows % _ROWS_PER_HEADING == 0:
-            self.say(heading(), "bold")
-        self._rows += 1
-        self.say(line(row, self._total))
+        if len(self._rows) % _ROWS_PER_HEADING == 0:
+            self.say(heading(self._columns, self._total), "bold")
+        self._rows.append(row)
+        left_s = self._left_s(self._rows)
+        self._left = "" if left_s is None else clock(left_s)
+        self.say(line(self._columns, row, self._total, self._left or "-"))
 
     def warning(self, text: str) -> None:
         """Print a warning."""

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.view.status import find_coordinator, last_outcome
-from launcher.view.top_view import draw
+from launcher.view.top_view import Drawing
 from servicekit.errors import TandemError, Unavailable, rpc_errors
 from servicekit.redis.records import COORDINATOR
 from servicekit.rpc.channel import open_channel
@@ -47,7 +47,7 @@ def show(run_dir: Path, console: Console, *, once: bool) -> None:
         return address, read_token(run_dir)
 
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(draw(asyncio.run(overview_at(*find()))))
+        console.print(Drawing(asyncio.run(overview_at(*find()))))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         last = asyncio.run(_follow(find, partial(live.update, refresh=True), lambda: last_outcome(run_dir)))
@@ -91,7 +91,7 @@ async def _follow(
                 return Group(picture, Text(f"the run has ended: {words}", "bold"))
             update(Group(Text(f"no answer for {loop.time() - answered_s:.0f} s: {error}\n", "bold yellow"), picture))
         else:
-            answered_s, picture = loop.time(), draw(overview)
+            answered_s, picture = loop.time(), Drawing(overview)
             update(picture)
             if overview["state"] in _OVER:
                 return picture

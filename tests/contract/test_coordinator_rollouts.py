@@ -69,6 +69,7 @@ async def test_only_unfinished_groups_are_asked_for_again() -> None:
         generation = await rollouts_of(fleet).generate(PROMPTS, ORDER)
     assert [group.group_id for group in generation.groups] == list(PROMPTS)
     assert generation.retried_calls == 1
+    assert generation.call_errors == ("rollout-0: socket closed",)
     assert sorted(size for replica in sizes(fleet) for size in replica) == [6, 10, 10]
 
 

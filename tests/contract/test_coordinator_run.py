@@ -303,13 +303,15 @@ async def test_the_run_stops_early_at_its_target(config: RunConfig, environment:
 
 
 async def test_groups_of_a_failed_call_are_generated_elsewhere(
-    config: RunConfig, environment: ServiceEnvironment
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with fleet_of(environment) as fleet:
         # Call 1 is the first evaluation.
         fleet.rollout_services[0].faults.extend([None, GenerateFault(2, Unavailable("socket closed"))])
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
     assert [row["retried_calls"] for row in rows(environment)] == [1, 0, 0, 0, 0, 0]
+    said = "1 generate call failed, and the groups were generated again: rollout-0: socket closed"
+    assert said in caplog.text
 
 
 async def test_dropping_every_group_skips_the_step_and_the_sync(

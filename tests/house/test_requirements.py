@@ -18,7 +18,13 @@ PINS = {
     for file in ("torch.txt", "lock.txt")
     for name, version in read_pins(REPO / "requirements" / file).items()
 }
-EXTRAS_OF = {"trainer_service": ["trainer"], "rollout_service": ["rollout"], "weightsync": ["trainer", "rollout"]}
+EXTRAS_OF = {
+    "trainer_service": ["trainer"],
+    "rollout_service": ["rollout"],
+    "weightsync": ["trainer", "rollout"],
+    "coordinator": ["trackers"],
+    "launcher": ["trackers", "trainer"],
+}
 # Modules of a distribution that is split in two, under the name that is declared.
 PART_OF = {"pydantic_core": "pydantic"}
 
@@ -31,7 +37,7 @@ def requirements(*extras: str) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-@pytest.mark.parametrize("requirement", requirements("trainer", "rollout", "dev"), ids=str)
+@pytest.mark.parametrize("requirement", requirements("trainer", "rollout", "trackers", "dev"), ids=str)
 def test_the_lock_holds_every_requirement(requirement: Requirement) -> None:
     assert PINS[canonicalize_name(requirement.name)] in requirement.specifier
 

@@ -4,14 +4,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes, indivisible
+from launcher.check.model.values import check_values
 from launcher.check.model.weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from tandem_files.git_lfs import is_lfs_pointer
 from weightsync.model.config import UnsupportedModel
 from weightsync.model.spec import ModelSpec
 
 _LAYERS_SHOWN = 8
+_LFS_SUFFIXES = (".safetensors", ".json", ".bin", ".model")
 
 
 def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSpec | None, list[ConfigProblem]]:
@@ -30,6 +33,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
     except ConfigError as error:
         return None, [_unusable(folder, error)]
     problems = list(check_weights(folder, spec))
+    problems = problems or list(check_values(folder, spec))
     problems += check_trainer_sizes(spec, config.trainer, usable)
     problems += _check_dense_layers(folder, spec)
     if usable("rollout.tensor_parallel"):
@@ -40,16 +44,44 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
 
 
 def _missing_folder(folder: Path) -> ConfigProblem | None:
+    """Find why a path is no model folder, as far as the path itself says it."""
     if folder.is_dir():
-        return None
+        return _cache_entry(folder) or _unfetched(folder)
     if folder.exists():
         return _problem(folder, "is a file, not a model folder", f"give its folder: {folder.parent}")
     near = [str(entry) for entry in folder.parent.glob("*/config.json")][:3] if folder.parent.is_dir() else []
     if near:
         hint = f"model folders beside it: {', '.join(Path(entry).parent.name for entry in near)}"
     else:
-        hint = "give a local Hugging Face folder; Tandem does not download (`hf download NAME --local-dir FOLDER` does)"
+        # ORG/NAME of the Hub, or its address, as others take it: the folder before the last does not exist either.
+        name = "/".join(folder.parts[-2:]) if not folder.parent.is_dir() else "NAME"
+        hint = (
+            f"give a local Hugging Face folder; Tandem does not download: `hf download {name} --local-dir FOLDER` does"
+        )
     return _problem(folder, "no such folder", hint)
+
+
+def _cache_entry(folder: Path) -> ConfigProblem | None:
+    """Recognise the folder that the Hub's cache has around its snapshots of a model."""
+    snapshots = sorted(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
+    if not snapshots or (folder / "config.json").exists():
+        return None
+    return _problem(
+        folder, "is an entry of the Hugging Face cache, whose snapshots are the model", f"give {snapshots[-1].parent}"
+    )
+
+
+def _unfetched(folder: Path) -> ConfigProblem | None:
+    """Recognise files that `git clone` left as pointers of Git LFS."""
+    found = [path for path in sorted(folder.iterdir()) if path.suffix in _LFS_SUFFIXES and is_lfs_pointer(path)]
+    if not found:
+        return None
+    names = ", ".join(path.name for path in found[:_LAYERS_SHOWN])
+    return _problem(
+        folder,
+        f"{names}: a pointer of Git LFS each, not the file itself",
+        f"fetch the files: `git -C {folder} lfs pull`",
+    )
 
 
 def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:

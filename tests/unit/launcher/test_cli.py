@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from tests.kit.folders import write_config
 
-COMMANDS = ("demo", "run", "check", "status", "version")
+COMMANDS = ("demo", "run", "check", "status", "top", "logs", "compare", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert "130 Ctrl-C" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "check", "status"])
+@pytest.mark.parametrize("command", ["demo", "run", "check", "status", "logs", "compare"])
 def test_each_command_s_help_has_an_example(command: str) -> None:
     code, output = invoke(command, "--help")
     assert code == 0
@@ -47,6 +47,15 @@ def test_each_command_s_help_has_an_example(command: str) -> None:
 def test_check_says_that_all_is_well(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     assert invoke("check", "-c", str(file)) == (0, f"{file}: no problems\n")
+
+
+def test_the_file_may_be_given_without_its_option(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    assert invoke("check", str(file)) == (0, f"{file}: no problems\n")
+    code, output = invoke("run", str(file), "-c", "other.yaml")
+    assert code == 2
+    assert f"two configuration files: {file} and --config other.yaml" in output
+    assert invoke("check")[0] == 2
 
 
 def test_check_shows_key_value_problem_suggestion_and_place(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_missing_model_folder_lists_models_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_hub_name_is_not_downloaded(tmp_path: Path) -> None:
-    assert "hf download" in only(write_config(tmp_path), "model.path=Qwen/Qwen3-0.6B").suggestion
+    assert "hf download Qwen/Qwen3-0.6B" in only(write_config(tmp_path), "model.path=Qwen/Qwen3-0.6B").suggestion
 
 
 BAD_SIZES = [

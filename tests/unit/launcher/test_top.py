@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.view.top_view import draw, sparkline
+from launcher.view.top_view import Drawing, sparkline
 
 OVERVIEW: dict[str, Any] = {
     "now_s": 1000.0,
@@ -38,11 +38,11 @@ OVERVIEW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def picture(**changes: Any) -> list[str]:
-    console = Console(width=160, force_terminal=False, legacy_windows=False)
+def picture(width: int = 160, height: int | None = None, **changes: Any) -> list[str]:
+    console = Console(width=width, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
-        console.print(draw(OVERVIEW | changes))
-    return captured.get().splitlines()
+        console.print(Drawing(OVERVIEW | changes), height=height)
+    return captured.get().rstrip().splitlines()
 
 
 def line(lines: list[str], beginning: str) -> list[str]:
@@ -70,10 +70,53 @@ def test_every_replica_has_its_state() -> None:
 def test_syncs_are_shown_by_stage_the_newest_first() -> None:
     lines = picture()
     heading = next(each for each in lines if each.startswith("weight sync"))
-    assert heading.split()[2:] == ["total", "ms", "transfer", "ms", "verify", "ms", "MiB", "tries"]
+    assert heading.split()[2:] == ["ms", "total", "transfer", "verify", "MiB", "tries"]
     given_up, committed = [each.split() for each in lines if each.startswith("version ")]
     assert given_up[:4] == ["version", "4", "given", "up"]
     assert committed == ["version", "3", "50.0", "20.0", "4.0", "2.0", "1"]
+
+
+STAGES = {"rendezvous": 0.3, "prepare": 0.01, "pause": 0.2, "transfer": 0.25, "install": 0.03, "verify": 0.04,
+          "commit": 0.05}  # fmt: skip
+LARGE: dict[str, Any] = {
+    "curves": [
+        {
+            "field": f"f{n}",
+            "title": f"A curve of a long name {n}",
+            "unit": "tokens",
+            "points": [[i, i / 7] for i in range(90)],
+        }
+        for n in range(12)
+    ],
+    "replicas": [OVERVIEW["replicas"][0] | {"name": f"rollout-{n}", "serving": n != 9} for n in range(10)],
+    "syncs": [OVERVIEW["syncs"][0] | {"stages": STAGES, "policy_version": 100 + n} for n in range(8)],
+    "messages": [{"time_s": 990.0, "kind": "warning", "text": "a long message " * 12} for _ in range(6)],
+}
+
+
+def test_a_terminal_of_80_columns_shows_everything_that_is_cut_nowhere() -> None:
+    lines = picture(width=80, **LARGE | {"messages": []})
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in each for each in lines)
+    heading = next(each for each in lines if each.startswith("weight sync"))
+    assert heading.split()[2:] == ["ms", "total", "rendezvous", "pause", "transfer", "others", "MiB", "tries"]
+    assert line(lines, "version 107") == ["version", "107", "50.0", "300.0", "200.0", "250.0", "130.0", "2.0", "1"]
+
+
+def test_a_terminal_of_24_lines_shows_something_of_every_part() -> None:
+    lines = picture(width=80, height=24, **LARGE)
+    assert len(lines) == 24
+    assert max(map(len, lines)) <= 80
+    assert all(any(each.startswith(start) for each in lines) for start in ("A curve", "rollout-", "version"))
+    assert any(each.startswith("rollout-9") for each in lines), "the replica without work comes first"
+    assert sum("a long message" in each for each in lines) >= 2
+    assert picture(width=80, height=60, **LARGE) == picture(width=80, height=200, **LARGE)
+
+
+def test_the_head_says_how_long_it_still_takes() -> None:
+    assert picture(left_s=3725.0, current={"tokens_per_s": 4321.4})[1].endswith("about 1:02:05 left, 4,321 tokens/s")
+    assert "left" not in picture(left_s=3725.0, state="finished")[1]
+    assert "left" not in picture(left_s=None)[1]
 
 
 def test_alerts_and_messages_are_there() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from launcher.run import outcome
 from launcher.run.logs import last_error
 from launcher.view.follow import show_event
-from launcher.view.metric_columns import COLUMNS, heading, line
+from launcher.view.metric_columns import columns_for, heading, line
 from launcher.view.plot import plot_rewards
 from launcher.view.run_view import RunView, make_console
 from launcher.view.summary import print_summary, summary_lines
@@ -38,23 +38,37 @@ def plain_view() -> tuple[RunView, io.StringIO]:
     return RunView(Console(file=stream, highlight=False, soft_wrap=True), 40), stream
 
 
-def test_a_line_fits_its_heading() -> None:
-    assert len(line(ROW, 40)) == len(heading()) <= 110
-    assert line(ROW, 40).split() == [
-        "3/40",
-        "0.500",
-        "-",
-        "3.2",
-        "0.125",
-        "3.0e-06",
-        "4321",
-        "0.80",
-        "0.50",
-        "0.050",
-        "12",
+@pytest.mark.parametrize(("width", "titles"), [(79, 9), (100, 11), (130, 14)])
+def test_lines_fit_the_terminal_and_their_heading(width: int, titles: int) -> None:
+    for total in (40, 999, 100_000):
+        columns = columns_for(width, total)
+        assert len(columns) == titles
+        row = {**ROW, "iteration": total, "truncated_ratio": 1.0, "zero_variance_ratio": 1.0}
+        assert len(line(columns, row, total, "10d 10h")) == len(heading(columns, total)) <= width
+
+
+def test_a_line_says_what_an_engineer_looks_at_first() -> None:
+    columns = columns_for(80, 40)
+    row = {**ROW, "truncated_ratio": 0.25, "zero_variance_ratio": 1.0}
+    titles = heading(columns, 40).split("  ")
+    assert [title.strip() for title in titles if title.strip()] == [
+        *("iter", "reward", "heldout", "length", "cut%", "same%", "entropy", "tok/s", "all s", "left")
     ]
-    assert set(line({}, 40).split()) == {"-"}
-    assert len(COLUMNS) == 10
+    assert line(columns, row, 40, "1:05").split() == [
+        *("3/40", "0.500", "-", "3.2", "25", "100", "0.125", "4321", "1.5", "1:05")
+    ]
+    assert set(line(columns, {}, 40).split()) == {"-"}
+
+
+def test_the_time_left_is_in_the_line_and_beside_the_spinner() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, color_system=None)
+    view = RunView(console, 40, lambda rows: 60.0 * len(rows))
+    view.iteration(ROW)
+    view.doing("train")
+    view.close()
+    assert stream.getvalue().splitlines()[1].endswith("1:00")
+    assert "train; about 1:00 left" in stream.getvalue()
 
 
 def test_events_become_plain_lines_without_control_codes() -> None:
@@ -77,8 +91,8 @@ def test_events_become_plain_lines_without_control_codes() -> None:
     assert lines == [
         "running",
         "held-out accuracy 0.268 at version 0",
-        heading(),
-        line(ROW, 40),
+        heading(columns_for(80, 40), 40),
+        line(columns_for(80, 40), ROW, 40),
         "aime: mean@4 0.5",
         "warning: look [here]",
     ]
@@ -89,7 +103,7 @@ def test_the_heading_comes_again_every_twenty_rows() -> None:
     view, stream = plain_view()
     for _ in range(21):
         view.iteration(ROW)
-    assert stream.getvalue().count(heading()) == 2
+    assert stream.getvalue().count(heading(columns_for(80, 40), 40)) == 2
 
 
 def test_a_terminal_gets_a_spinner_and_is_left_clean() -> None:

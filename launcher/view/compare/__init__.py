@@ -1,0 +1,1 @@
+"""`tandem compare`: the curves, times and settings of several runs side by side."""

@@ -1,0 +1,152 @@
+"""Reads the runs to compare: their rows, how they stand, and the settings in which they differ."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from servicekit.errors import ConfigError
+from tandem_files.metrics_file import Row
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_folder import metrics_rows, read_state
+
+# Figures of which less is better; of all others more is.
+_LESS_IS_BETTER = (
+    *("_s", "_share", "_errors", "_timeouts", "_answers", "_groups", "_calls", "truncated_ratio"),
+    *("zero_variance_ratio", "loss", "kl_old", "logprob_abs_diff_max", "logprob_abs_diff_mean"),
+)
+# Settings that differ between any two runs.
+_OWN_SETTINGS = frozenset({"run.name", "run.output_dir"})
+_NO_VALUE = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """A run, as far as it has got.
+
+    Attributes:
+        label: tells it apart from the others.
+        total: run.iterations.
+        settings: its configuration, by dotted key.
+    """
+
+    label: str
+    rows: Sequence[Row]
+    status: str
+    total: int
+    initial_accuracy: float | None
+    settings: dict[str, Any]
+    troubles: tuple[str, ...]
+
+    def points(self, metric: str) -> list[tuple[int, float]]:
+        """Return (iteration, value) where the metric was measured; held-out accuracy with that before the training."""
+        found = [
+            (int(row["iteration"] or 0), float(value)) for row in self.rows if (value := row.get(metric)) is not None
+        ]
+        if metric == "heldout_accuracy" and self.initial_accuracy is not None:
+            found.insert(0, (0, self.initial_accuracy))
+        return found
+
+    def median_of(self, metric: str) -> float | None:
+        """Return the median of a figure over all iterations; None if it was never measured."""
+        values = [value for _, value in self.points(metric)]
+        return median(values) if values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What a table says of a metric of a run; `best_at` is its iteration."""
+
+    first: float
+    final: float
+    best: float
+    best_at: int
+    mean: float
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
+    """Read the runs in these folders.
+
+    Raises: ConfigError: a folder is not a run's, or its run has no iteration yet.
+    """
+    absolute = [folder.absolute() for folder in folders]
+    names = [folder.name for folder in absolute]
+    twice = next((folder for place, folder in enumerate(absolute) if folder in absolute[:place]), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is given twice: compare it with another run")
+    # Runs of one name in two folders have the folders in their labels.
+    labels = [
+        folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}" for folder in absolute
+    ]
+    return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+
+
+def check_metrics(runs: Sequence[RunCurves], metrics: Sequence[str]) -> None:
+    """Check that each metric was measured in one of the runs. Raises: ConfigError: names it, and what there is."""
+    known = sorted({name for run in runs for row in run.rows for name, value in row.items() if value is not None})
+    for metric in metrics:
+        if metric not in known:
+            close = difflib.get_close_matches(metric, known, 1, 0.5)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ConfigError(f"--metric {metric}: no run has measured it; {hint}")
+
+
+def curve_of(run: RunCurves, metric: str, last: int) -> Curve | None:
+    """Sum a metric up; None if the run has not measured it. last: number of newest values in the mean."""
+    points = run.points(metric)
+    if not points:
+        return None
+    better = min if metric.endswith(_LESS_IS_BETTER) else max
+    best_at, best = better(points, key=lambda point: point[1])
+    newest = [value for _, value in points[-last:]]
+    return Curve(first=points[0][1], final=points[-1][1], best=best, best_at=best_at, mean=fmean(newest))
+
+
+def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
+    """Return the settings in which the runs differ: by key, the value of each run."""
+    keys = sorted({key for run in runs for key in run.settings} - _OWN_SETTINGS)
+    values = {key: [_text(run.settings, key) for run in runs] for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def _read(folder: Path, label: str) -> RunCurves:
+    try:
+        config = yaml.safe_load((folder / RESOLVED_CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        why = f"it has no {RESOLVED_CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{folder} is not a run's folder: {why}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder / RESOLVED_CONFIG} cannot be read: {error}") from None
+    rows, state = metrics_rows(folder), read_state(folder)
+    if not rows:
+        raise ConfigError(f"{folder} has no finished iteration yet (see: tandem status {folder})")
+    settings = dict(_flat("", config))
+    return RunCurves(
+        label=label,
+        rows=rows,
+        status=str(state.get("status", "unknown")),
+        total=int(settings.get("run.iterations") or 0),
+        initial_accuracy=state.get("initial_accuracy"),
+        settings=settings,
+        troubles=tuple(map(str, state.get("troubles") or ())),
+    )
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [
+            pair for name, inner in value.items() for pair in _flat(f"{prefix}.{name}" if prefix else str(name), inner)
+        ]
+    return [(prefix, value)]
+
+
+def _text(settings: dict[str, Any], key: str) -> str:
+    if key not in settings:
+        return _NO_VALUE
+    value = settings[key]
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,71 @@
+"""Prints the comparison: a table per metric, one of times, the settings that differ, and the runs' troubles."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.view.compare.runs import RunCurves, curve_of, differing
+
+# Iterations whose mean is shown.
+LAST = 10
+_TIMES = (("all s", "iteration_s"), ("gen s", "generate_s"), ("train s", "train_s"), ("sync s", "sync_s"))
+_SETTING_CHARACTERS = 24
+
+
+def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Sequence[str], last: int = LAST) -> None:
+    """Print the tables.
+
+    Args:
+        last: number of newest values in the means.
+    """
+    for metric in metrics:
+        table = _table(metric, "first", "final", "best", "at", f"mean of last {last}")
+        for run in runs:
+            curve = curve_of(run, metric, last)
+            if curve is None:
+                table.add_row(run.label, *["-"] * 5)
+                continue
+            first, final, best, mean = (f"{value:.4g}" for value in (curve.first, curve.final, curve.best, curve.mean))
+            table.add_row(run.label, first, final, best, str(curve.best_at), mean)
+        console.print(table)
+        console.print()
+    console.print(_times(runs))
+    different = differing(runs)
+    console.print()
+    if different:
+        table = _table("settings that differ", *(run.label for run in runs))
+        for key, texts in different.items():
+            table.add_row(key, *map(_short, texts))
+        console.print(table)
+    else:
+        console.print(Text("the settings of the runs do not differ"))
+    for run in runs:
+        for trouble in run.troubles:
+            console.print(Text(f"! {run.label}: {trouble}", style="bold yellow"))
+
+
+def _times(runs: Sequence[RunCurves]) -> Table:
+    table = _table("median times", "done", "state", *(title for title, _ in _TIMES), "tokens/s")
+    for run in runs:
+        done = f"{run.rows[-1]['iteration']}/{run.total}"
+        seconds = [_number(run.median_of(metric), ".3g") for _, metric in _TIMES]
+        table.add_row(run.label, done, run.status, *seconds, _number(run.median_of("tokens_per_s"), ".0f"))
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="left" if place == 0 else "right", no_wrap=place == 0, overflow="fold")
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _short(text: str) -> str:
+    """Shorten a value at its front: the ends of paths differ."""
+    return text if len(text) <= _SETTING_CHARACTERS else "..." + text[3 - _SETTING_CHARACTERS :]

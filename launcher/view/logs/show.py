@@ -1,0 +1,140 @@
+"""Prints the entries of several logs in the order of their times, and follows them as they grow."""
+
+import heapq
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.view.logs.lines import LEVELS, Entry, parse
+from servicekit.errors import ConfigError
+
+# Pause between two looks at logs that may have grown.
+FOLLOW_S = 0.5
+_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedLines:
+    """What to print.
+
+    Attributes:
+        services: names of log files, or their beginnings before a dash (`rollout`); empty: all.
+        level: the lowest level.
+        since_s: Unix seconds.
+        newest: at most so many of the newest entries; None: all.
+    """
+
+    services: Sequence[str] = ()
+    level: str = "debug"
+    since_s: float = 0.0
+    newest: int | None = None
+
+    def has(self, entry: Entry) -> bool:
+        """Whether to print the entry."""
+        return entry.time_s >= self.since_s and LEVELS.index(entry.level) >= LEVELS.index(self.level)
+
+
+@dataclass
+class _Log:
+    """A log file, read as far as it has complete lines."""
+
+    path: Path
+    at: int = 0
+    time_s: float = 0.0
+
+    def entries(self) -> list[Entry]:
+        """Read what has been added since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            content = file.read()
+        # A line that is being written is read when it is complete.
+        complete = content[: content.rfind(b"\n") + 1]
+        self.at += len(complete)
+        found = list(parse(self.path.stem, complete.decode(errors="replace").split("\n"), self.time_s))
+        self.time_s = found[-1].time_s if found else self.time_s
+        return found
+
+
+def find_logs(run_dir: Path, services: Sequence[str]) -> list[Path]:
+    """Find the logs of these services; of all, if none is named.
+
+    Raises: ConfigError: there are no logs, or none of a service that is named.
+    """
+    found = sorted((run_dir / "logs").glob("*.log"))
+    if not found:
+        raise ConfigError(f"{run_dir} has no logs/*.log: give the folder of a run that `tandem run` has started")
+    for name in services:
+        if not any(_is_of(path, name) for path in found):
+            raise ConfigError(f"there is no log of {name!r} in {run_dir}; there are {', '.join(p.stem for p in found)}")
+    return [path for path in found if not services or any(_is_of(path, name) for name in services)]
+
+
+def time_of(text: str, now_s: float) -> float:
+    """Read `--since`: a time ago (`90s`, `10m`, `2h`, `1d`) or a local time (`14:30`, `2026-05-01 14:30`).
+
+    Returns: Unix seconds.
+    Raises: ConfigError: it is neither.
+
+    >>> time_of("10m", 1000.0)
+    400.0
+    """
+    if ago := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip()):
+        return now_s - float(ago[1]) * _UNITS[ago[2]]
+    today = datetime.fromtimestamp(now_s).strftime("%Y-%m-%d")
+    for candidate in (text.strip(), f"{today} {text.strip()}"):
+        try:
+            return datetime.fromisoformat(candidate).astimezone().timestamp()
+        except ValueError:
+            continue
+    raise ConfigError(f"--since {text}: give a time ago (90s, 10m, 2h, 1d) or a local time (14:30, 2026-05-01 14:30)")
+
+
+def show(run_dir: Path, console: Console, wanted: WantedLines, is_running: Callable[[], bool] | None = None) -> None:
+    """Print the logs of a run.
+
+    Args:
+        is_running: whether the run is, so that more may come; when it is not, the logs are read once more.
+    Raises: ConfigError: as find_logs.
+    """
+    logs = {path: _Log(path) for path in find_logs(run_dir, wanted.services)}
+    first = deque(_in_order(logs.values(), wanted), maxlen=wanted.newest)
+    for entry in first:
+        _print(console, entry)
+    while is_running is not None:
+        ends = not is_running()
+        time.sleep(FOLLOW_S)
+        for path in find_logs(run_dir, wanted.services):  # of a service that was started meanwhile too
+            logs.setdefault(path, _Log(path))
+        for entry in _in_order(logs.values(), wanted):
+            _print(console, entry)
+        if ends:
+            return
+
+
+def _in_order(logs: Iterable[_Log], wanted: WantedLines) -> Iterator[Entry]:
+    """Yield what the logs have gained, by time; of one log in its own order, since some clocks have whole seconds."""
+    merged = heapq.merge(*(log.entries() for log in logs), key=lambda entry: entry.time_s)
+    yield from (entry for entry in merged if wanted.has(entry))
+
+
+def _is_of(path: Path, service: str) -> bool:
+    return path.stem == service or path.stem.rpartition("-")[0] == service
+
+
+def _print(console: Console, entry: Entry) -> None:
+    clock = datetime.fromtimestamp(entry.time_s).strftime("%m-%d %H:%M:%S.%f")[:-3] if entry.time_s else "-" * 18
+    line = Text(f"{clock}  ", style="dim")
+    line.append(f"{entry.service:<11}  ", style="not dim bold")
+    line.append(f"{entry.level:<7}  ", style=f"not dim {_STYLES.get(entry.level, '')}")
+    line.append(entry.text, style="not dim")
+    console.print(line)
+    for more in entry.more:
+        console.print(Text(f"    {more}"))
