@@ -103,21 +103,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
-        evaluations=Evaluations(
-            settings=config.evaluation,
-            # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
-            evaluator=build_evaluator(
-                config,
-                inputs.codec,
-                inputs.evaluation,
-                scorer,
-                rollouts,
-                beside_training=_rollouts(app, services, seed=None),
-            ),
-            state=inputs.state,
-            events=app.events,
-            leaving=app.leaving,
-        ),
+        evaluations=_evaluations(app, services, rollouts, scorer),
         checkpointer=Checkpointer(
             run_dir=app.environment.run_dir,
             model=str(config.model.path),
@@ -140,6 +126,21 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
         sinks=_sinks(app, lead),
+    )
+
+
+def _evaluations(app: App, services: Services, rollouts: Rollouts, scorer: Scorer) -> Evaluations:
+    # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+    beside_training = _rollouts(app, services, seed=None)
+    inputs = app.inputs
+    return Evaluations(
+        settings=app.config.evaluation,
+        evaluator=build_evaluator(
+            app.config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside_training
+        ),
+        state=inputs.state,
+        events=app.events,
+        leaving=app.leaving,
     )
 
 

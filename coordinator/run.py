@@ -20,7 +20,7 @@ from coordinator.lead import Lead, check_lead, last_look
 from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.checkpoint import Checkpointer, set_damaged_aside
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import Watch, troubles
@@ -38,7 +38,7 @@ from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.schema import RunSection
-from tandem_files.checkpoints import Sound, set_aside
+from tandem_files.checkpoints import Sound
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
@@ -190,15 +190,9 @@ class Run:
         """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
         if self.checkpoint is None:
             return
-        damages, complaints = self.checkpoint.stepped_over, self.checkpoint.complaints()
-        for damage, complaint in zip(damages, complaints, strict=True):
-            try:
-                aside = set_aside(damage)
-            except OSError as error:  # it stays where it is, and the next resume skips it too
-                log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
-                aside = None
+        for complaint, remark in set_damaged_aside(self.checkpoint):
             self.state.damaged_checkpoints.append(complaint)
-            self._warn("damaged_checkpoint", complaint + ("" if aside is None else f"; it is kept as {aside.name}"))
+            self._warn("damaged_checkpoint", complaint + remark)
         self.checkpoint = None
 
     def _note_dropped_prompts(self) -> None:

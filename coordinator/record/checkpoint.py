@@ -8,13 +8,14 @@ checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, 
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
 from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import ConfigError
+from servicekit.logs import get_logger
 from tandem_files.atomic import nothing_more
 from tandem_files.checkpoints import (
     COMPLETE,
@@ -28,8 +29,11 @@ from tandem_files.checkpoints import (
     newest_sound,
     prune,
     read_complete,
+    set_aside,
     step_folder,
 )
+
+log = get_logger(__name__)
 
 
 class Checkpointer:
@@ -129,3 +133,17 @@ def marks(run_dir: Path) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):  # pruned just now
             found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns
     return found
+
+
+def set_damaged_aside(sound: Sound) -> Iterator[tuple[str, str]]:
+    """Rename newer checkpoints that could not be used, so that later ones can be written.
+
+    Yields: what is wrong with each, and what was done about it.
+    """
+    for damage, complaint in zip(sound.stepped_over, sound.complaints(), strict=True):
+        try:
+            aside = set_aside(damage)
+        except OSError as error:  # it stays where it is, and the next resume skips it too
+            log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
+            aside = None
+        yield complaint, "" if aside is None else f"; it is kept as {aside.name}"
