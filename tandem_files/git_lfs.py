@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-_BEGINNING = b"version https://git-lfs.github.com/spec/"
+_BEGINNING = b"version https://git-lfs."
 
 
 def is_lfs_pointer(path: Path) -> bool:
