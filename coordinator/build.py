@@ -101,21 +101,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
-        evaluations=Evaluations(
-            settings=config.evaluation,
-            # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
-            evaluator=build_evaluator(
-                config,
-                inputs.codec,
-                inputs.evaluation,
-                scorer,
-                rollouts,
-                beside_training=_rollouts(app, services, seed=None),
-            ),
-            state=inputs.state,
-            events=app.events,
-            leaving=app.leaving,
-        ),
+        evaluations=_evaluations(app, services, scorer, rollouts),
         checkpointer=Checkpointer(
             run_dir=app.environment.run_dir,
             model=str(config.model.path),
@@ -138,6 +124,19 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
         sinks=_sinks(app, lead),
+    )
+
+
+def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollouts) -> Evaluations:
+    config, inputs = app.config, app.inputs
+    # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+    beside = _rollouts(app, services, seed=None)
+    return Evaluations(
+        settings=config.evaluation,
+        evaluator=build_evaluator(config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside),
+        state=inputs.state,
+        events=app.events,
+        leaving=app.leaving,
     )
 
 
