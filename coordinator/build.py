@@ -103,7 +103,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
-        evaluations=_evaluations(app, services, rollouts, scorer),
+        evaluations=_evaluations(app, services, scorer, rollouts),
         checkpointer=Checkpointer(
             run_dir=app.environment.run_dir,
             model=str(config.model.path),
@@ -129,15 +129,13 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     )
 
 
-def _evaluations(app: App, services: Services, rollouts: Rollouts, scorer: Scorer) -> Evaluations:
+def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollouts) -> Evaluations:
+    config, inputs = app.config, app.inputs
     # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
-    beside_training = _rollouts(app, services, seed=None)
-    inputs = app.inputs
+    beside = _rollouts(app, services, seed=None)
     return Evaluations(
-        settings=app.config.evaluation,
-        evaluator=build_evaluator(
-            app.config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside_training
-        ),
+        settings=config.evaluation,
+        evaluator=build_evaluator(config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside),
         state=inputs.state,
         events=app.events,
         leaving=app.leaving,

@@ -157,14 +157,11 @@ class Run:
 
     async def _evaluate_at_the_start(self) -> None:
         """Evaluate the policy before the first iteration: the baseline of all later ones."""
-        state = self.state
         evaluated = await self.evaluations.at_the_start()
-        if not evaluated:
-            return
-        self._note_evaluated(evaluated, state.iteration)
-        state.baseline = dict(state.evaluations)
-        row: Row = {"iteration": state.iteration, "policy_version": state.policy_version, **state.baseline}
-        self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
+        if evaluated:
+            self._note_evaluated(evaluated, self.state.iteration)
+            row = self.evaluations.note_baseline()
+            self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
         """Bring run and trainer to one policy version.
@@ -241,14 +238,12 @@ class Run:
                 await self._check_lead()
                 self._warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
-        timing = Timing(parts=parts, total_s=watch.total_s() + self._report_s)
-        await self._report(record, evaluated, timing, checkpoint)
+        await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
     def _has_checkpoint(self, number: int) -> bool:
         """Whether iteration `number` ends with a checkpoint, or has ended with one."""
-        return (
-            number % self.settings.checkpoint_every == 0 or self._is_over(number) or number in (0, self._checkpointed)
-        )
+        every, over = self.settings.checkpoint_every, self._is_over(number)
+        return number % every == 0 or over or number == self._checkpointed
 
     async def _report(
         self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool

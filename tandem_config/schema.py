@@ -10,13 +10,12 @@ from pydantic import Field
 
 from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
-from tandem_config.sections.evaluation import HELDOUT, EvaluationSection, EvaluationSet
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
-from tandem_config.sections.run import ModelSection, RunSection
+from tandem_config.sections.run import HELDOUT, EvaluationSection, EvaluationSet, ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection

@@ -17,8 +17,8 @@ from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import kinds, note_of, sections
 from tandem_config.schema import Section
 from tandem_config.sections.data import DataSource
-from tandem_config.sections.evaluation import EvaluationSet
 from tandem_config.sections.reward import CodeReference
+from tandem_config.sections.run import EvaluationSet
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"

@@ -86,6 +86,11 @@ class Evaluations:
             return False
         return note_best(self.state, self.settings.best, evaluated, iteration)
 
+    def note_baseline(self) -> Row:
+        """Keep the evaluations so far as those that later ones are compared with. Returns: them, as a row."""
+        self.state.baseline = dict(self.state.evaluations)
+        return {"iteration": self.state.iteration, "policy_version": self.state.policy_version, **self.state.baseline}
+
     def wants_checkpoint(self, number: int, *, improved: bool) -> bool:
         """Whether iteration `number` is to be saved as the best; improved: it has made the best policy so far."""
         if self.settings.best is None or not self.settings.save_best:

@@ -5,9 +5,9 @@ import re
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_config.sections.evaluation import HELDOUT
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
+from tandem_config.sections.run import HELDOUT
 
 
 @check("run.target_accuracy", "data.heldout", "evaluation.sets")

@@ -80,7 +80,9 @@ class RolloutSection(Section):
             "Sample each completion with a seed made of run.seed, iteration, place and number: a run that is repeated "
             "samples the same, up to rounding, whatever its replicas and their order."
         ),
-        json_schema_extra=about("free on CPUs; with large vocabularies it costs a GPU part of a decode step"),
+        json_schema_extra=about(
+            "free on CPUs; on GPUs the hash of a large vocabulary costs part of a decode step, not measured yet"
+        ),
     )
     generate_timeout_s: PositiveFloat = Field(
         1800.0,
