@@ -58,7 +58,7 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     """
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
-    rewards = await _ready_rewards(config, inputs, stop)
+    rewards = await _ready_rewards(config, inputs, identity, stop)
     try:
         app = await _assemble(config, environment, identity, inputs, rewards)
         return await _serve_and_run(app, stop)
@@ -113,13 +113,15 @@ async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
             await asyncio.to_thread(app.registry.close)
 
 
-async def _ready_rewards(config: RunConfig, inputs: Inputs, stop: asyncio.Event) -> list[Part]:
+async def _ready_rewards(
+    config: RunConfig, inputs: Inputs, identity: Identity | None, stop: asyncio.Event
+) -> list[Part]:
     """Start the rewards before any service is called; when asked to stop meanwhile, the run ends before it scores.
 
     Raises: ConfigError: a reward cannot work; none is left running.
     """
     try:
-        rewards = build_rewards(config)
+        rewards = build_rewards(config, identity)
         await first_of({"started": start_rewards(rewards, inputs.columns()), "stop": stop})
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -133,7 +133,6 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
             folder=SampleFolder(app.environment.run_dir),
             settings=config.samples,
             codec=app.inputs.codec,
-            sources={"train": str(config.data.train), "heldout": str(config.data.heldout)},
             truncated=config.grpo.truncated,
             last_look=partial(last_look, lead),
         )

@@ -28,9 +28,10 @@ class Prompt:
     row: int
     token_ids: Sequence[int]
     answer: str
-    # Name of the data source, and of the row's file in group ids; the latter is "" if the data are a single file.
-    source: str = ""
+    # The row's file, its name in group ids ("" if the data are a single file), and the name of its source.
+    file: str = ""
     file_label: str = ""
+    source: str = ""
     # What was tokenized: the prompt's column, or its messages in the chat template.
     text: str = ""
     # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.

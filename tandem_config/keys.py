@@ -47,10 +47,6 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("micro_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
                     "trainer.max_tokens_per_micro_batch"),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
-    **dict.fromkeys(("reward_function", "reward_fn", "reward_funcs", "custom_reward_function", "custom_rm_path"),
-                    "reward.function"),
-    **dict.fromkeys(("reward_weights",), "reward.weight"),
-    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "soft_punish_cache"), "reward.cache_tokens"),
     **dict.fromkeys(("train_files", "train_file", "train_data", "dataset", "dataset_name", "prompt_data"),
                     "data.train"),
     **dict.fromkeys(("eval_data", "eval_prompt_data", "val_files", "val_data", "test_files"), "data.heldout"),
@@ -62,6 +58,10 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("tool_key", "tools"), "data.tools_key"),
     **dict.fromkeys(("filter_overlong_prompts", "truncation"), "data.overlong_prompts"),
     **dict.fromkeys(("rollout_shuffle",), "data.shuffle"),
+    **dict.fromkeys(("reward_function", "reward_fn", "reward_funcs", "custom_reward_function", "custom_rm_path"),
+                    "reward.function"),
+    **dict.fromkeys(("reward_weights",), "reward.weight"),
+    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "soft_punish_cache"), "reward.cache_tokens"),
 }  # fmt: skip
 
 

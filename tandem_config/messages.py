@@ -53,9 +53,9 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
         origins: where a value was given, by dotted key.
     """
     key = _key(detail, origins)
-    given = detail["type"] != "missing"
+    given = detail["type"] != "missing" and not detail.get("ctx", {}).get("secret")
     value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
-    within = len(detail["loc"]) > 2 and not keys.kinds(str(detail["loc"][0]))
+    within = len(detail["loc"]) > 2 and bool(keys.entry_fields(key))
     message, suggestion = _explain_within(key, detail) if within else _explain(key, detail)
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))
 
@@ -109,18 +109,6 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     return _TYPE.get(kind, detail["msg"]), _type_hint(key, kind, detail["input"])
 
 
-def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
-    if not field:
-        return "unknown section", keys.did_you_mean("", section)
-    readers = [name for name, model in keys.kinds(section).items() if field in model.model_fields]
-    if readers:
-        return (
-            f"does nothing with {section}.kind: {kind}",
-            f"leave it out; it is a setting of kind: {' or '.join(readers)}",
-        )
-    return "unknown key", keys.did_you_mean(section, field)
-
-
 def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
     """Explain an error inside a list or mapping: `entry 2: weight must be greater than 0`."""
     *places, field = detail["loc"][2:]
@@ -134,6 +122,18 @@ def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
         return f"{entry}{name} is missing", keys.entry_fields(key).get(name, "")
     message, suggestion = _explain(key, detail)
     return f"{entry}{name} {message}", keys.entry_fields(key).get(name, suggestion)
+
+
+def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
+    if not field:
+        return "unknown section", keys.did_you_mean("", section)
+    readers = [name for name, model in keys.kinds(section).items() if field in model.model_fields]
+    if readers:
+        return (
+            f"does nothing with {section}.kind: {kind}",
+            f"leave it out; it is a setting of kind: {' or '.join(readers)}",
+        )
+    return "unknown key", keys.did_you_mean(section, field)
 
 
 def _shown(value: Any) -> str:

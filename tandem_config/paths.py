@@ -1,7 +1,7 @@
 """Paths in the values of keys: made absolute when they are read, and written again as a user would write them.
 
 A path is the whole value (`model.path`) or lies within it (`data.train`: a list of sources; `data.chat_template`: a
-path or a text; `reward.function`: a file and a name).
+path or a text).
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem_config import keys
-from tandem_config.sections.reward import split_reference
+from tandem_config.sections.reward import CodeReference, split_reference
 
 
 def absolute(path: Path) -> Path:
@@ -22,6 +22,8 @@ def anchored(key: str, value: Any, base: Path) -> Any:
     """Return the raw value of a dotted key with its paths below `base`; what is no path stays as it is."""
     if key in _WITHIN:
         return _WITHIN[key](value, base)
+    if keys.takes(key, CodeReference):
+        return _reference(value, base)
     return _path(value, base) if keys.takes(key, Path) else value
 
 
@@ -50,6 +52,14 @@ def _template(value: Any, base: Path) -> Any:
     return _text(value, base) if isinstance(value, str) and is_jinja_file(value) else value
 
 
+def _reference(value: Any, base: Path) -> Any:
+    """Make the file of `FILE.py:FUNCTION` absolute; a module's name stays."""
+    if not isinstance(value, str):
+        return value
+    place, function = split_reference(value)
+    return f"{_text(place, base)}:{function}" if place.endswith(".py") else value
+
+
 def _sources(value: Any, base: Path) -> Any:
     if isinstance(value, list):
         return [_sources(entry, base) for entry in value]
@@ -68,14 +78,8 @@ def _written_sources(sources: tuple[dict[str, Any], ...]) -> Any:
     return short[0] if len(short) == 1 else short
 
 
-def _code(value: Any, base: Path) -> Any:
-    place, name = split_reference(value) if isinstance(value, str) else ("", "")
-    return f"{_text(place, base)}:{name}" if place.endswith(".py") else value
-
-
 _WITHIN: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _sources,
     "data.heldout": _sources,
     "data.chat_template": _template,
-    "reward.function": _code,
 }

@@ -12,7 +12,8 @@ from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
-from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards, RewardSection
+from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
+from tandem_config.sections.reward_base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection

@@ -123,6 +123,8 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
+    if field.default_factory is not None:
+        return "empty"
     value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"

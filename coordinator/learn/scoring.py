@@ -40,6 +40,11 @@ class Scorer:
         items = self._items(groups)
         found = await self._score_all(items)
         scores_SR = {part.name: np.array(scores.values, dtype=np.float64) for part, scores in found}
+        shown_SR = {
+            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
+            for part, scores in found
+            for name, values_S in scores.parts.items()
+        } | scores_SR
         missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], len(items))
         right_S = scores_SR[self._accuracy][~missing_S]
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
@@ -49,7 +54,7 @@ class Scorer:
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
-            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in scores_SR.items()},
+            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
             num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
             first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
@@ -69,6 +74,8 @@ class Scorer:
                 columns=group.prompt.columns,
                 sample_id=group.sample_id(index),
                 group=place,
+                prompt_ids=group.prompt.token_ids,
+                completion_ids=completion.token_ids,
             )
             for place, group in enumerate(groups)
             for index, completion in enumerate(group.completions)

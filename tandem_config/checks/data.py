@@ -6,6 +6,7 @@ from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
+from tandem_config.sections.reward_base import RewardSection
 
 
 @check("run.target_accuracy", "data.heldout")
@@ -53,18 +54,22 @@ def _a_reward_needs_answers(config: RunConfig) -> ConfigProblem | None:
     sources = [*config.data.train, *(config.data.heldout or ())]
     if config.data.answer_key is not None or all(source.answer_key is not None for source in sources):
         return None
-    for reward in config.reward:
-        # A pattern without a group decides alone.
-        if isinstance(reward, ExactMatchReward | MathVerifyReward) or (
-            isinstance(reward, RegexReward) and re.compile(reward.pattern).groups > 0
-        ):
-            return ConfigProblem(
-                key="data.answer_key",
-                value="null",
-                message=f"reward.kind: {reward.kind} compares completions with answers, and rows have none",
-                suggestion="name the column of the answers",
-            )
-    return None
+    needing = [section.label for section in config.reward if _compares(section)]
+    if not needing:
+        return None
+    return ConfigProblem(
+        key="data.answer_key",
+        value="null",
+        message=f"reward {needing[0]} compares completions with answers, and rows have none",
+        suggestion="name the column of the answers",
+    )
+
+
+def _compares(section: RewardSection) -> bool:
+    """Whether a reward cannot score without an answer."""
+    if isinstance(section, RegexReward):
+        return re.compile(section.pattern).groups > 0
+    return isinstance(section, ExactMatchReward | MathVerifyReward)
 
 
 @check("data.prompt_as", "data.chat_template")

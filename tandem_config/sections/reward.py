@@ -13,83 +13,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NewType, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
-from tandem_config.sections.base import Fraction, PositiveInt, Section, about
+from tandem_config.sections.base import PositiveInt, about
+from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
+from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
 
 # `FILE.py:FUNCTION` or `package.module:FUNCTION`. Loading makes the file absolute.
 CodeReference = NewType("CodeReference", str)
 
 Value = TypeVar("Value")
-Timeout = Annotated[float, Field(gt=0, le=3600)]
 Workers = Annotated[int, Field(gt=0, le=1024)]
-_NAME = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
 _REFERENCE = re.compile(r"(?P<place>.*[^:]):(?P<name>[^\W\d]\w*)", re.DOTALL)
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def wrong(message: str, suggestion: str = "") -> PydanticCustomError:
-    """Make the error of a setting whose value is wrong, for a validator to raise."""
-    return PydanticCustomError("setting", "{message}", {"message": message, "suggestion": suggestion})
-
-
-class RewardSection(Section):
-    """How completions are scored: one reward, or a list of them whose weighted scores are added (docs/rewards.md)."""
-
-    name: str | None = Field(
-        None,
-        description="Name in metrics (reward/NAME_mean) and messages; null: the kind, or the function's name.",
-        json_schema_extra=about("several rewards of a kind need names that tell them apart"),
-    )
-    weight: float = Field(
-        1.0,
-        description="Factor on the score; a sample's reward is the sum over all rewards. 0: measured, not trained on.",
-        json_schema_extra=about("one reward needs none: advantages are divided by the spread", unit="factor"),
-    )
-    accuracy: bool = Field(
-        False,
-        description="Whether the mean of this reward's unweighted scores is the accuracy (heldout_accuracy, "
-        "run.target_accuracy); if no reward says so, the first one.",
-        json_schema_extra=about("the first in a list is usually the one for being right"),
-    )
-
-    @property
-    def label(self) -> str:
-        """The name in metrics and messages."""
-        return self.name or str(getattr(self, "kind", "reward"))
-
-    @field_validator("name")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is None or _NAME.fullmatch(name):
-            return name
-        raise wrong("must be at most 40 letters, digits and '_', and start with a letter")
-
-
-class StopSection(RewardSection):
-    """A reward that a completion without an end does not earn."""
-
-    require_stop: bool = Field(
-        True,
-        description="Score completions that were cut off by the length limit 0, whatever they contain.",
-        json_schema_extra=about("a completion that does not end would be rewarded for its beginning"),
-    )
-
-
-class FailureSection(StopSection):
-    """A reward whose scoring may fail."""
-
-    on_error: Literal["zero", "drop", "stop"] = Field(
-        "zero",
-        description="What a completion gets that could not be scored. zero: the score 0; drop: no reward at all, so "
-        "that it is left out of its group's statistics and of training; stop: the run ends. Counted in any case.",
-        json_schema_extra=about("what breaks a scorer is more often a bad completion than a good one"),
-    )
-    max_error_share: Fraction = Field(
-        0.05,
-        description="Share of a batch's completions whose scoring may fail; above it the run ends.",
-        json_schema_extra=about("a few odd texts must not end a run, a broken reward must not train it", unit="share"),
-    )
 
 
 class TextSection(FailureSection):
@@ -130,7 +65,7 @@ class RegexReward(TextSection):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        return _compiled(pattern)
+        return compiled(pattern)
 
 
 class FormatReward(TextSection):
@@ -147,7 +82,7 @@ class FormatReward(TextSection):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        return _compiled(pattern)
+        return compiled(pattern)
 
 
 class MathVerifyReward(TextSection):
@@ -281,14 +216,6 @@ class FunctionReward(FailureSection):
         return reference
 
 
-def _compiled(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise wrong(f"is not a regular expression: {error}", "in YAML, put the pattern in single quotes") from error
-    return pattern
-
-
 def split_reference(reference: str) -> tuple[str, str]:
     """Split `PLACE:FUNCTION` into file or module, and function."""
     place, _, name = reference.rpartition(":")
@@ -303,6 +230,8 @@ REWARD_KINDS: Mapping[str, type[RewardSection]] = {
     "length": LengthReward,
     "overlong": OverlongReward,
     "function": FunctionReward,
+    "remote": RemoteReward,
+    "judge": JudgeReward,
 }
 
 
@@ -328,7 +257,9 @@ Reward = Annotated[
     | Annotated[MathVerifyReward, Tag("math_verify")]
     | Annotated[LengthReward, Tag("length")]
     | Annotated[OverlongReward, Tag("overlong")]
-    | Annotated[FunctionReward, Tag("function")],
+    | Annotated[FunctionReward, Tag("function")]
+    | Annotated[RemoteReward, Tag("remote")]
+    | Annotated[JudgeReward, Tag("judge")],
     Discriminator(_kind_of),
 ]
 Rewards = Annotated[tuple[Reward, ...], BeforeValidator(_as_tuple)]

@@ -24,6 +24,9 @@ class ScoredText:
     sample_id: str = ""
     # The same for all completions of a prompt; they are neighbours.
     group: int = 0
+    # Of the policy's tokenizer, special tokens included.
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,8 @@ class Scores:
     late: frozenset[int] = frozenset()
     # Items whose *answer* cannot be read, so that no completion could score -> why.
     unreadable: Mapping[int, str] = field(default_factory=dict)
+    # [S] parts of the values by name, for the run's figures only.
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Reward(Protocol):
@@ -77,15 +82,18 @@ class StoppedOnly(Reward):
         """Return [S] scores."""
         whole = [place for place, item in enumerate(items) if not item.truncated]
         scores = await self._reward.score([items[place] for place in whole])
-        values = [0.0] * len(items)
-        for place, value in zip(whole, scores.values, strict=True):
-            values[place] = value
+
+        def spread(values: Sequence[float]) -> list[float]:
+            found = dict(zip(whole, values, strict=True))
+            return [found.get(place, 0.0) for place in range(len(items))]
+
         return replace(
             scores,
-            values=values,
+            values=spread(scores.values),
             errors={whole[place]: why for place, why in scores.errors.items()},
             late=frozenset(whole[place] for place in scores.late),
             unreadable={whole[place]: why for place, why in scores.unreadable.items()},
+            parts={name: spread(values) for name, values in scores.parts.items()},
         )
 
     async def close(self) -> None:

@@ -10,21 +10,22 @@ from coordinator.learn.rewards.function import OwnFunction
 from coordinator.learn.rewards.lengths import Length, Overlong
 from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import FormatMatch, RegexMatch
+from coordinator.learn.rewards.servers.remote import RemoteScores
 from servicekit.life.tasks import cancel
+from servicekit.security.tls import Identity
 from tandem_config.checks.reward import entry_key
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import (
     ExactMatchReward,
-    FailureSection,
     FormatReward,
     FunctionReward,
     LengthReward,
     MathVerifyReward,
     OverlongReward,
     RegexReward,
-    RewardSection,
-    StopSection,
 )
+from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection
+from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
 
 # Part of grpo.max_new_tokens over which `overlong` falls, as in DAPO: 4,096 of 20,480.
 _CACHE_SHARE = 5
@@ -50,14 +51,16 @@ class Part:
     max_error_share: float = 0.0
 
 
-def build_rewards(config: RunConfig) -> list[Part]:
+def build_rewards(config: RunConfig, identity: Identity | None = None) -> list[Part]:
     """Build the configured rewards; nothing is started.
 
+    Args:
+        identity: of the coordinator, for servers of the run; None: no TLS.
     Raises: ValueError: a setting is malformed.
     """
     marked = [place for place, section in enumerate(config.reward) if section.accuracy]
     accuracy = marked[0] if marked else 0
-    return [_part(config, place, is_accuracy=place == accuracy) for place in range(len(config.reward))]
+    return [_part(config, place, identity, is_accuracy=place == accuracy) for place in range(len(config.reward))]
 
 
 async def start_rewards(parts: Sequence[Part], columns: Sequence[str]) -> None:
@@ -88,9 +91,9 @@ async def close_rewards(parts: Sequence[Part]) -> None:
     await asyncio.gather(*(part.reward.close() for part in parts))
 
 
-def _part(config: RunConfig, place: int, *, is_accuracy: bool) -> Part:
+def _part(config: RunConfig, place: int, identity: Identity | None, *, is_accuracy: bool) -> Part:
     section = config.reward[place]
-    reward = build_reward(section, max_new_tokens=config.grpo.max_new_tokens)
+    reward = build_reward(section, max_new_tokens=config.grpo.max_new_tokens, identity=identity)
     part = Part(
         key=entry_key(config, place),
         name=section.label,
@@ -103,18 +106,19 @@ def _part(config: RunConfig, place: int, *, is_accuracy: bool) -> Part:
     return replace(part, on_error=section.on_error, max_error_share=section.max_error_share)
 
 
-def build_reward(section: RewardSection, *, max_new_tokens: int) -> Reward:
+def build_reward(section: RewardSection, *, max_new_tokens: int, identity: Identity | None = None) -> Reward:
     """Build one reward.
 
     Args:
         max_new_tokens: grpo.max_new_tokens.
+        identity: as for build_rewards.
     Raises: ValueError: a setting is malformed.
     """
-    reward = _build(section, max_new_tokens)
+    reward = _build(section, max_new_tokens, identity)
     return StoppedOnly(reward) if isinstance(section, StopSection) and section.require_stop else reward
 
 
-def _build(section: RewardSection, max_new_tokens: int) -> Reward:
+def _build(section: RewardSection, max_new_tokens: int, identity: Identity | None) -> Reward:
     match section:
         case ExactMatchReward():
             return ExactMatch()
@@ -131,5 +135,11 @@ def _build(section: RewardSection, max_new_tokens: int) -> Reward:
             return Overlong(longest=max_new_tokens, cache=cache)
         case FunctionReward():
             return OwnFunction(section)
+        case RemoteReward():
+            return RemoteScores(section, identity)
+        case JudgeReward():
+            from coordinator.learn.rewards.servers.judge import JudgedScores  # httpx and jinja2: 0.3 s
+
+            return JudgedScores(section)
         case _:
             raise ValueError(f"reward.kind {section.label!r} cannot be built")

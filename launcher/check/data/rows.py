@@ -56,11 +56,12 @@ def check_data(
             found.formats = prompt_format(config.data, codec)
         except (OSError, ValueError) as error:
             found.problems.append(_unusable_template(config, error))
+    read_answers = usable("reward")
     longest = 0
     for part in _PARTS:
         if getattr(config.data, part) is None or not usable(f"data.{part}", *_COLUMNS):
             continue
-        scans, problems = _check_part(config, part, found.formats, read_answers=usable("reward"))
+        scans, problems = _check_part(config, part, found.formats, read_answers=read_answers)
         found.problems += problems
         found.columns += [name for scan in scans for name in scan.columns if name not in found.columns]
         longest = max([longest, *(scan.longest for scan in scans)])

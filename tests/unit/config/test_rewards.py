@@ -9,6 +9,8 @@ from tandem_config.sections.reward import FunctionReward, LengthReward, RegexRew
 
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\n"
 TWO = "reward:\n  - {kind: math_verify}\n  - {kind: format, pattern: a, weight: 0.2}\n"
+JUDGE = "reward: {kind: judge, model: m, prompt: '{{ completion }}'"
+URL = ", url: 'http://h/v1'}"
 OWN = "reward: {function: mine.py:score, args: {depth: 3}}\n"
 
 
@@ -56,6 +58,21 @@ MISTAKES = [
      "f", "the name of 2", "own", ":5"),
     ("reward:\n  - {accuracy: true}\n  - {kind: overlong, accuracy: true}", [], "reward[1].accuracy", "true",
      "set for 2 rewards", "leave it out", ":5"),
+    ("reward: {kind: remote, address: 'http://h:1'}", [], "reward.address", "http://h:1", "no address", "host:port",
+     ":3"),
+    ("reward: {kind: remote, address: h}", [], "reward.address", "h", "no address", "host:port", ":3"),
+    (JUDGE + ", url: 'h/v1'}", [], "reward.url", "h/v1", "is no URL", "http://", ":3"),
+    (JUDGE + ", url: 'http://u:p@h/v1'}", [], "reward.url", "", "must not hold credentials", "api_key_env", ":3"),
+    (JUDGE + ", url: 'http://h/v1', api_key_env: sk-1}", [], "reward.api_key_env", "", "the key itself", "e.g.", ":3"),
+    (JUDGE + ", url: 'http://h/v1', pattern: score}", [], "reward.pattern", "score", "has no group", "parenth", ":3"),
+    (JUDGE + ", url: 'http://h/v1', scores: {}}", [], "reward.scores", "{}", "is empty", "yes: 1", ":3"),
+    (JUDGE + ", url: 'http://h/v1', scores: {a: 1}, full_score: 5}", [], "reward.full_score", "5", "beside scores",
+     "leave", ":3"),
+    (JUDGE + ", url: 'http://h/v1', body: {stream: true}}", [], "reward.body", "", "sets stream", "leave", ":3"),
+    (JUDGE.replace("n }}", "n }") + URL, [], "reward.prompt", "{{ completion }", "not a Jinja", "",
+     ":3"),
+    (JUDGE.replace("completion", "answer") + URL, [], "reward.prompt", "{{ answer }}", "does not show", "write",
+     ":3"),
     ("reward: {weight: 0}", [], "reward.weight", "0", "nothing to train on", "weight", ":3"),
     ("reward: {kind: overlong, cache_tokens: 300}", [], "reward.cache_tokens", "300",
      "max_new_tokens = 256", "51", ":3"),
@@ -106,7 +123,7 @@ def test_a_function_is_relative_to_what_names_it(tmp_path: Path, monkeypatch: py
     assert functions == [f"{tmp_path}/mine.py:score", f"{elsewhere}/mine.py:score", "package.mine:score"]
 
 
-@pytest.mark.parametrize("text", ["", TWO, OWN, "reward: {kind: length, full_tokens: 9, zero_tokens: 3}"])
+@pytest.mark.parametrize("text", ["", TWO, OWN, JUDGE + URL, "reward: {kind: remote, address: '[::1]:5'}"])
 def test_a_resolved_file_loads_to_the_same_rewards(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(write(tmp_path, text))
     resolved = tmp_path / "elsewhere" / "config.resolved.yaml"

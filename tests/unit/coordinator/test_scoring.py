@@ -89,7 +89,7 @@ async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:
     await scorer(codec, reward).score(groups)
     assert reward.seen[0] == ScoredText(
         completion="1", answer="12", truncated=False, num_tokens=2, prompt="1+2=", columns={"level": 3},
-        sample_id="i1.g0.row7#0", group=0,
+        sample_id="i1.g0.row7#0", group=0, prompt_ids=[3], completion_ids=array("I", [*encode("1"), EOS]),
     )  # fmt: skip
     assert [(item.sample_id, item.group, item.answer) for item in reward.seen[1:]] == [("g#0", 1, "7")]
 
