@@ -1,7 +1,7 @@
 """Paths in the values of keys: made absolute when they are read, and written again as a user would write them.
 
 A path is the whole value (`model.path`) or lies within it (`data.train`: a list of sources; `data.chat_template`: a
-path or a text; `reward.function`: a file and a name).
+path or a text).
 """
 
 import os
