@@ -4,6 +4,7 @@ import difflib
 import glob
 from pathlib import Path
 
+from tandem_files.git_lfs import is_lfs_pointer
 from tandem_files.rows.problems import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -11,8 +12,6 @@ PARQUET_SUFFIXES = (".parquet",)
 _KNOWN = ", ".join(JSONL_SUFFIXES + PARQUET_SUFFIXES)
 _MAGIC = "*?["
 _LISTED = 8
-# What `git clone` leaves in place of a large file when git-lfs is not installed.
-_LFS_POINTER = b"version https://git-lfs."
 
 
 def find_files(path: Path) -> list[Path]:
@@ -48,11 +47,10 @@ def _check(file: Path) -> None:
         packed = ": unpack it first" if file.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
         raise DataError.of(file, f"has the suffix {file.suffix!r}; known are {_KNOWN}{packed}")
     try:
-        with file.open("rb") as content:
-            begin = content.read(len(_LFS_POINTER))
+        pointer = is_lfs_pointer(file)
     except OSError as error:
         raise DataError.of(file, f"cannot be read: {error.strerror}") from error
-    if begin == _LFS_POINTER:
+    if pointer:
         raise DataError.of(file, "is a git-LFS pointer, not the data: install git-lfs and run `git lfs pull`")
 
 
