@@ -38,6 +38,7 @@ class MlflowBackend:
 
     kind = "mlflow"
     rewinds = False
+    resends = 0
 
     def __init__(self, tracker: MlflowTracker, facts: RunFacts) -> None:
         self._tracker, self._facts = tracker, facts
