@@ -9,8 +9,8 @@ from coordinator.attempts import run_or_stop
 from coordinator.build import App
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
-from coordinator.inputs import read_inputs
-from coordinator.learn.rewards.registry import build_reward
+from coordinator.inputs import Inputs, read_inputs
+from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.leaving import Leaving
 from coordinator.record.report import numeric
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
@@ -25,13 +25,14 @@ from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.life.announcing import announce
-from servicekit.life.tasks import cancel, failing
+from servicekit.life.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from servicekit.security.run_token import own_token, page_key
+from servicekit.security.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
@@ -57,10 +58,21 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     """
     identity = environment.identity("coordinator")
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
+    rewards = await _ready_rewards(config, inputs, identity, stop)
     try:
-        reward = build_reward(config.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        app = await _assemble(config, environment, identity, inputs, rewards)
+        return await _serve_and_run(app, stop)
+    finally:
+        await close_rewards(rewards)
+
+
+async def _assemble(
+    config: RunConfig,
+    environment: ServiceEnvironment,
+    identity: Identity | None,
+    inputs: Inputs,
+    rewards: list[Part],
+) -> App:
     registry = await asyncio.to_thread(
         Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
     )
@@ -68,12 +80,12 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
     events = EventLog()
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
-    app = App(
+    return App(
         config=config,
         environment=environment,
         identity=identity,
         inputs=inputs,
-        reward=reward,
+        rewards=rewards,
         registry=registry,
         lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost)),
         lost=lost,
@@ -84,6 +96,9 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         view=FleetView(cluster),
         observed=Observed(),
     )
+
+
+async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
     async with AsyncExitStack() as stack:
         overview = await _overview(app, stack)
         _note_arrivals(app, stack)
@@ -92,11 +107,25 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
         try:
             return await run_or_stop(app, stop)
         finally:
-            await reward.close()
-            events.close()
+            app.events.close()
             await server.drain(_DRAIN_S)
             await asyncio.to_thread(app.lead.close)
-            await asyncio.to_thread(registry.close)
+            await asyncio.to_thread(app.registry.close)
+
+
+async def _ready_rewards(
+    config: RunConfig, inputs: Inputs, identity: Identity | None, stop: asyncio.Event
+) -> list[Part]:
+    """Start the rewards before any service is called; when asked to stop meanwhile, the run ends before it scores.
+
+    Raises: ConfigError: a reward cannot work; none is left running.
+    """
+    try:
+        rewards = build_rewards(config, identity)
+        await first_of({"started": start_rewards(rewards, inputs.columns()), "stop": stop})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return rewards
 
 
 def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> "Cluster | None":

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
 from coordinator.lead import Lead, last_look
 from coordinator.learn.evaluation import Evaluator
-from coordinator.learn.rewards.base import Reward
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -58,7 +59,7 @@ class App:
     environment: ServiceEnvironment
     identity: Identity | None
     inputs: Inputs
-    reward: Reward
+    rewards: Sequence[Part]
     registry: Registry
     lead: CoordinatorLease
     lost: "asyncio.Future[None]"
@@ -80,7 +81,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights)
-    scorer = Scorer(reward=app.reward, codec=inputs.codec, weight=config.reward.weight)
+    scorer = Scorer(parts=app.rewards, codec=inputs.codec)
     loop = GrpoLoop(
         grpo=config.grpo,
         sampling=_sampling(app, config.grpo.temperature),
@@ -134,7 +135,6 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 folder=SampleFolder(run_dir),
                 settings=config.samples,
                 codec=app.inputs.codec,
-                sources={"train": str(config.data.train), "heldout": str(config.data.heldout)},
                 truncated=config.grpo.truncated,
                 last_look=partial(last_look, lead),
             )

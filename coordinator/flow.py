@@ -28,9 +28,10 @@ class Prompt:
     row: int
     token_ids: Sequence[int]
     answer: str
-    # Name of the data source, and of the row's file in group ids; the latter is "" if the data are a single file.
-    source: str = ""
+    # The row's file, its name in group ids ("" if the data are a single file), and the name of its source.
+    file: str = ""
     file_label: str = ""
+    source: str = ""
     # What was tokenized: the prompt's column, or its messages in the chat template.
     text: str = ""
     # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.
@@ -93,10 +94,15 @@ class Generation:
 class Scored:
     """Scores of groups."""
 
-    # [P, G] scores times reward.weight: the input of the advantages.
+    # [P, G] sums of the weighted scores: the input of the advantages.
     rewards_PG: NDArray[np.float64]
     # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
     accuracy: float
+    # Name of the reward whose unweighted scores the accuracy is the mean of.
+    accuracy_part: str = ""
+    # [P, G] True: a score of the sample could not be found (`on_error: drop`), so that its 0 in `rewards_PG` means
+    # nothing: it takes part in no mean and is not trained on. None: there is no such sample.
+    missing_PG: NDArray[np.bool_] | None = None
     # [P, G] unweighted scores by the reward's name.
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     num_errors: int = 0
@@ -106,6 +112,21 @@ class Scored:
     num_unreadable: int = 0
     # Row of the data file -> why its answer cannot be read.
     unreadable_rows: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def scores_PG(self) -> NDArray[np.float64]:
+        """[P, G] scores whose mean is the accuracy."""
+        return self.parts.get(self.accuracy_part, self.rewards_PG)
+
+    @property
+    def present_PG(self) -> NDArray[np.bool_]:
+        """[P, G] True: the sample has a reward."""
+        return np.ones(self.rewards_PG.shape, dtype=np.bool_) if self.missing_PG is None else ~self.missing_PG
+
+    @property
+    def num_missing(self) -> int:
+        """The number of samples without a reward."""
+        return int(self.rewards_PG.size - self.present_PG.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,9 @@ from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model_fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
 
+# Rows of a file whose columns are looked at.
+_SEEN_ROWS = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -42,6 +45,12 @@ class Inputs:
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
         return {"train": self.train.dropped, "heldout": {} if self.heldout is None else self.heldout.dropped}
+
+    def columns(self) -> list[str]:
+        """List the columns of the data's first rows."""
+        sets = [prompts for prompts in (self.train, self.heldout) if prompts is not None]
+        rows = [row for prompts in sets for source in prompts.sources for row in source[:_SEEN_ROWS]]
+        return list(dict.fromkeys(name for row in rows for name in row.columns))
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

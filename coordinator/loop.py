@@ -32,9 +32,11 @@ MAX_STALENESS = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """Advantages of an iteration's samples, and which groups have none."""
+    """Advantages of an iteration's samples, and which groups or samples have none."""
 
     advantages_PG: NDArray[np.float64]
+    # Samples without a reward; None: there are none.
+    missing_PG: NDArray[np.bool_] | None
     zero_variance_P: NDArray[np.bool_]
     dropped_P: NDArray[np.bool_]
 
@@ -105,18 +107,25 @@ class GrpoLoop:
 
     def learn(self, scored: Scored) -> Learnt:
         """Compute the advantages, and which groups have none or are dropped."""
-        zero_variance_P = zero_variance(scored.rewards_PG)
+        zero_variance_P = zero_variance(scored.rewards_PG, scored.missing_PG)
         drop = self.grpo.zero_variance == "drop"
         return Learnt(
-            advantages_PG=group_advantages(scored.rewards_PG, std=self.grpo.advantage_std),
+            advantages_PG=group_advantages(
+                scored.rewards_PG, std=self.grpo.advantage_std, missing_PG=scored.missing_PG
+            ),
+            missing_PG=scored.missing_PG,
             zero_variance_P=zero_variance_P,
             dropped_P=zero_variance_P if drop else np.zeros_like(zero_variance_P),
         )
 
     def make_batch(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
-        """Build the train step's batch; None if every group was dropped."""
+        """Build the train step's batch; None if no sample is left."""
         samples = select_samples(
-            generation.groups, learnt.advantages_PG, learnt.dropped_P, truncated=self.grpo.truncated
+            generation.groups,
+            learnt.advantages_PG,
+            learnt.dropped_P,
+            truncated=self.grpo.truncated,
+            missing_PG=learnt.missing_PG,
         )
         if not samples:
             return None

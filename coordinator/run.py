@@ -287,6 +287,7 @@ class Run:
         totals.generated_tokens += record.generation.num_tokens
         totals.trained_samples += trained
         totals.dropped_groups += dropped
+        totals.dropped_samples += record.scored.num_missing
         totals.skipped_steps += record.step is None
         totals.retried_calls += record.generation.retried_calls
         difference = row["logprob_abs_diff_max"]
@@ -299,6 +300,7 @@ class Run:
         metrics.GENERATED_TOKENS.inc(record.generation.num_tokens)
         metrics.TRAINED_SAMPLES.inc(trained)
         metrics.DROPPED_GROUPS.inc(dropped)
+        metrics.DROPPED_SAMPLES.inc(record.scored.num_missing)
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
 
     def _note_scores(self, data: DataKey, scored: Scored) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -20,11 +20,72 @@ WILDCARDS = ("0.0.0.0", "::", "[::]")
 _REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
 
 
-class ServiceEnvironment(BaseModel):
-    """Environment of a service process; the launcher or the pod sets it."""
+class ServerEnvironment(BaseModel):
+    """Environment of any process that serves gRPC: where it listens, and how it and its callers know each other."""
 
     # Without inputs in errors, since REDIS_URL has a password.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+
+    run_token: str = Field(
+        "",
+        alias=VARIABLE,
+        pattern=r"^[\x21-\x7e]{16,256}$|^$",
+        description=(
+            "Secret that calls to the run's services must carry. `tandem run` makes one. Unset: everyone who reaches a "
+            "port may call."
+        ),
+    )
+    bind_host: str = Field(
+        "127.0.0.1",
+        alias="TANDEM_BIND_HOST",
+        min_length=1,
+        description="Address to listen on; the default is reachable only from this machine. A pod: 0.0.0.0.",
+    )
+    grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT", description="Port of the service; 0: a free one, announced.")
+    health_port: Port | None = Field(
+        None,
+        alias="TANDEM_HEALTH_PORT",
+        description="Port of a plain gRPC health service, for probes, which cannot do mutual TLS. Unset: none.",
+    )
+    tls_cert: str = Field(
+        "", alias=CERT, description="PEM file: certificate of this service for mutual TLS; all three or none."
+    )
+    tls_key: str = Field("", alias=KEY, description="PEM file: the key of TANDEM_TLS_CERT.")
+    tls_ca: str = Field("", alias=CA, description="PEM file: the trusted authorities.")
+
+    @field_validator("health_port", mode="before")
+    @classmethod
+    def _empty_is_none(cls, given: object) -> object:
+        return None if given == "" else given
+
+    @property
+    def bind(self) -> str:
+        """Address for GrpcServer(bind=...)."""
+        return f"{self.bind_host}:{self.grpc_port}"
+
+    @property
+    def health_bind(self) -> str | None:
+        """Address for GrpcServer(health_bind=...)."""
+        return None if self.health_port is None else f"{self.bind_host}:{self.health_port}"
+
+    def identity(self, role: str) -> Identity | None:
+        """Make this process's identity for mutual TLS; None: no TLS. Raises: ConfigError: the files are invalid."""
+        files = TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
+        return None if files is None else Identity(files, role)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Read the environment. Raises: ConfigError: with every variable that is unset or malformed."""
+        aliases = [field.alias for field in cls.model_fields.values() if field.alias is not None]
+        given = {alias: environ[alias] for alias in aliases if alias in environ}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_problem(dict(detail), given) for detail in error.errors())) from None
+
+
+class ServiceEnvironment(ServerEnvironment):
+    """Environment of a service process of a run; the launcher or the pod sets it."""
 
     # Before redis_url, since they become options of it.
     redis_ca: str = Field("", alias="TANDEM_REDIS_CA", description="PEM file: the authority of a rediss:// server.")
@@ -50,24 +111,9 @@ class ServiceEnvironment(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         description="Name of the run in Redis; the same for all services of a run.",
     )
-    run_token: str = Field(
-        "",
-        alias=VARIABLE,
-        pattern=r"^[\x21-\x7e]{16,256}$|^$",
-        description=(
-            "Secret that calls to the run's services must carry. `tandem run` makes one. Unset: everyone who reaches a "
-            "port may call."
-        ),
-    )
     run_dir: Path = Field(
         alias="TANDEM_RUN_DIR",
         description="Folder of the run: checkpoints, metrics, state. Shared by coordinator and trainer.",
-    )
-    bind_host: str = Field(
-        "127.0.0.1",
-        alias="TANDEM_BIND_HOST",
-        min_length=1,
-        description="Address to listen on; the default is reachable only from this machine. A pod: 0.0.0.0.",
     )
     advertise_host: str = Field(
         "",
@@ -78,7 +124,6 @@ class ServiceEnvironment(BaseModel):
             "A pod: status.podIP."
         ),
     )
-    grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT", description="Port of the service; 0: a free one, announced.")
     metrics_port: Port = Field(
         0, alias="TANDEM_METRICS_PORT", description="Port of Prometheus's /metrics; 0: a free one, announced."
     )
@@ -86,11 +131,6 @@ class ServiceEnvironment(BaseModel):
         "",
         alias="TANDEM_KUBE_NAMESPACE",
         description="Namespace of the pods of fleet.kind kubernetes. Unset: the service account's, or kubeconfig's.",
-    )
-    health_port: Port | None = Field(
-        None,
-        alias="TANDEM_HEALTH_PORT",
-        description="Port of a plain gRPC health service, for probes, which cannot do mutual TLS. Unset: none.",
     )
     web_port: Port | None = Field(
         None,
@@ -102,15 +142,10 @@ class ServiceEnvironment(BaseModel):
         alias="TANDEM_DEVICE",
         description="cuda: a trainer or rollout without a GPU refuses to start, instead of training on the CPU.",
     )
-    tls_cert: str = Field(
-        "", alias=CERT, description="PEM file: certificate of this service for mutual TLS; all three or none."
-    )
-    tls_key: str = Field("", alias=KEY, description="PEM file: the key of TANDEM_TLS_CERT.")
-    tls_ca: str = Field("", alias=CA, description="PEM file: the trusted authorities.")
 
-    @field_validator("health_port", "web_port", mode="before")
+    @field_validator("web_port", mode="before")
     @classmethod
-    def _empty_is_none(cls, given: object) -> object:
+    def _empty_port_is_none(cls, given: object) -> object:
         return None if given == "" else given
 
     @field_validator("redis_url")
@@ -143,34 +178,9 @@ class ServiceEnvironment(BaseModel):
             raise ValueError(f"{host!r} is not a host name or an IPv4 address; the port is added to it")
         return host
 
-    @property
-    def bind(self) -> str:
-        """Address for GrpcServer(bind=...)."""
-        return f"{self.bind_host}:{self.grpc_port}"
-
-    @property
-    def health_bind(self) -> str | None:
-        """Address for GrpcServer(health_bind=...)."""
-        return None if self.health_port is None else f"{self.bind_host}:{self.health_port}"
-
-    def identity(self, role: str) -> Identity | None:
-        """Make this process's identity for mutual TLS; None: no TLS. Raises: ConfigError: the files are invalid."""
-        files = TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
-        return None if files is None else Identity(files, role)
-
     def advertised(self, bound: str | int) -> str:
         """Return the address `host:port` at which others reach a bound address or port of this process."""
         return f"{self.advertise_host}:{str(bound).rpartition(':')[2]}"
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "ServiceEnvironment":
-        """Read the environment. Raises: ConfigError: with every variable that is unset or malformed."""
-        aliases = [field.alias for field in cls.model_fields.values() if field.alias is not None]
-        given = {alias: environ[alias] for alias in aliases if alias in environ}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            raise ConfigError("; ".join(_problem(dict(detail), given) for detail in error.errors())) from None
 
 
 def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:

@@ -1,11 +1,17 @@
-"""The keys of the schema: their types and texts, and suggestions for a misspelt key."""
+"""The keys of the schema: their types and texts, and suggestions for a misspelt key.
+
+A key is `section.field`. That of an entry of a list is `section[1].field` in messages; functions here ignore the place.
+"""
 
 import difflib
+import re
+import types
 import typing
+from collections.abc import Mapping
 
 from pydantic.fields import FieldInfo
 
-from tandem_config.schema import RunConfig, Section
+from tandem_config.schema import LISTED, RunConfig, Section
 
 # A typo of one or two letters in a word of six scores about 0.7; below 0.6 suggestions are noise.
 _CLOSE_ENOUGH = 0.6
@@ -73,25 +79,47 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("tool_key", "tools"), "data.tools_key"),
     **dict.fromkeys(("filter_overlong_prompts", "truncation"), "data.overlong_prompts"),
     **dict.fromkeys(("rollout_shuffle",), "data.shuffle"),
-    **dict.fromkeys(("reward_function", "reward_fn", "function"), "reward.kind"),
+    **dict.fromkeys(("reward_function", "reward_fn", "reward_funcs", "custom_reward_function", "custom_rm_path"),
+                    "reward.function"),
+    **dict.fromkeys(("reward_weights",), "reward.weight"),
+    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "soft_punish_cache"), "reward.cache_tokens"),
 }  # fmt: skip
 
 
 def sections() -> dict[str, type[Section]]:
-    """Return the model of every section, by name, in the order of the schema."""
-    models = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, Section)}
+    """Return the model of every section, by name, in the order of the schema; of a list, what all entries have."""
+    return {
+        name: LISTED[name][0] if name in LISTED else typing.cast(type[Section], field.annotation)
+        for name, field in RunConfig.model_fields.items()
+    }
 
 
-def lists() -> list[str]:
-    """List the names at the top of the file that hold a list of entries instead of keys."""
-    return [name for name in RunConfig.model_fields if name not in sections()]
+def kinds(section: str) -> Mapping[str, type[Section]]:
+    """Return the models of a list's entries by `kind`; empty for other sections."""
+    return LISTED[section][1] if section in LISTED else {}
+
+
+def split(key: str) -> tuple[str, str]:
+    """Split a dotted key into section and field, either of them "".
+
+    >>> split("reward[1].pattern"), split("reward[1]")
+    (('reward', 'pattern'), ('reward', ''))
+    """
+    section, _, field = key.partition(".")
+    return re.sub(r"\[\d+\]$", "", section), field
+
+
+def _fields(section: str) -> dict[str, FieldInfo]:
+    """Return the settings of a section, those of all kinds together; the first of a name counts."""
+    found: dict[str, FieldInfo] = {}
+    for model in (sections().get(section), *kinds(section).values()):
+        found = {**({} if model is None else model.model_fields), **found}
+    return found
 
 
 def fields_of(section: str) -> list[str]:
     """List the keys of a section; empty if there is no such section."""
-    model = sections().get(section)
-    return [] if model is None else list(model.model_fields)
+    return list(_fields(section))
 
 
 def all_keys() -> list[str]:
@@ -101,39 +129,40 @@ def all_keys() -> list[str]:
 
 def description(key: str) -> str:
     """Return the description of a dotted key; "" if there is no such key."""
-    section, _, field = key.partition(".")
-    info = sections()[section].model_fields.get(field) if section in sections() else None
+    section, field = split(key)
+    info = _fields(section).get(field)
     return "" if info is None or info.description is None else info.description
 
 
 def note(key: str, about: typing.Literal["unit", "why"]) -> str:
     """Return the unit of a dotted key's values, or the reason for its default; "" if its field states none."""
-    section, _, field = key.partition(".")
-    return about_field(sections()[section].model_fields[field], about)
+    section, field = split(key)
+    return note_of(_fields(section)[field], about)
 
 
-def about_field(field: FieldInfo, about: typing.Literal["unit", "why"]) -> str:
-    """Return the unit of a setting's values, or the reason for its default; "" if it states none."""
+def note_of(field: FieldInfo, about: typing.Literal["unit", "why"]) -> str:
+    """Return the unit of a field's values, or the reason for its default; "" if it states none."""
     extra = field.json_schema_extra
     return str(extra.get(about, "")) if isinstance(extra, dict) else ""
 
 
-def takes(key: str, kind: type) -> bool:
+def takes(key: str, kind: typing.Any) -> bool:
     """Whether a dotted key's type is, or may be, `kind` (str, Path, int, ...)."""
-    section, _, field = key.partition(".")
-    model = sections().get(section)
-    if model is None or field not in model.model_fields:
+    section, field = split(key)
+    info = _fields(section).get(field)
+    if info is None:
         return False
-    annotation = model.model_fields[field].annotation
+    annotation = info.annotation
     if typing.get_origin(annotation) is typing.Literal:
         return kind is str
-    return annotation is kind or kind in typing.get_args(annotation)
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else ()
+    return annotation is kind or kind in members
 
 
 def entry_fields(key: str) -> dict[str, str]:
     """Return the keys of the mappings that a dotted key's list holds, with their descriptions; {}: it holds none."""
-    section, _, field = key.partition(".")
-    info = sections()[section].model_fields.get(field)
+    section, field = split(key)
+    info = _fields(section).get(field)
     entries = [] if info is None else [part for part in _parts(info.annotation) if isinstance(part, type)]
     for part in entries:
         if issubclass(part, Section):
@@ -172,7 +201,7 @@ def did_you_mean(section: str, field: str) -> str:
     for candidates in _candidate_lists(section, field):
         if candidates:
             return f"did you mean {' or '.join(candidates)}?"
-    valid = fields_of(section) if section else [*sections(), *lists()]
+    valid = fields_of(section) if section else list(sections())
     return f"known keys here: {', '.join(valid)}" if valid else ""
 
 
@@ -180,7 +209,7 @@ def _candidate_lists(section: str, field: str) -> typing.Iterator[list[str]]:
     if section:
         yield [f"{section}.{name}" for name in difflib.get_close_matches(field, fields_of(section), 1, 0.75)]
     else:
-        yield difflib.get_close_matches(field, [*sections(), *lists()], 1, _CLOSE_ENOUGH)
+        yield difflib.get_close_matches(field, list(sections()), 1, _CLOSE_ENOUGH)
     by_name = {key.partition(".")[2]: key for key in all_keys()}
     yield [key for key in all_keys() if key.partition(".")[2] == field]
     if section:

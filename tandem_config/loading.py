@@ -1,6 +1,6 @@
 """Turns a YAML file and `--set` options into a `RunConfig`, or reports everything that is wrong with them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tandem_config import entries, keys, paths
+from tandem_config import keys, paths
 from tandem_config.cross_checks import cross_check
-from tandem_config.messages import translate
+from tandem_config.messages import place_of, translate
 from tandem_config.overrides import Override, parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
-from tandem_config.schema import RunConfig
+from tandem_config.schema import LISTED, RunConfig
 from tandem_config.yaml_source import YamlSource, read_yaml
 
 # Results must not go beside the file by default: an example's file can lie in a read-only folder.
@@ -40,16 +40,25 @@ class Draft:
 
     def placed(self, problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
         """Add to every problem where its key was given, if it was."""
-        return [
-            problem if problem.where else replace(problem, where=self.origins.get(problem.key, ""))
-            for problem in problems
-        ]
+        return [problem if problem.where else replace(problem, where=self._place(problem.key)) for problem in problems]
+
+    def _place(self, key: str) -> str:
+        """Return where a key was given; for a list's entry, at least where that is."""
+        return self.origins.get(key) or (place_of(key, self.origins) if "[" in key else "")
 
     def usable(self, *wanted: str) -> bool:
         """Whether `config` holds what the user wrote for all of these dotted keys."""
-        return self.config is not None and not any(
-            key in self.bad_keys or key.partition(".")[0] in self.bad_keys for key in wanted
-        )
+        return self.config is not None and not any(_concerns(bad, key) for bad in self.bad_keys for key in wanted)
+
+
+def _concerns(bad: str, key: str) -> bool:
+    """Whether a bad key is `key`, its section or entry, or (`key` is a section or entry) one of its keys."""
+    entry, bad_entry = (name.partition(".")[0] for name in (key, bad))
+    if entry != bad_entry and "[" in entry and "[" in bad_entry:
+        return False
+    section, field = keys.split(key)
+    bad_section, bad_field = keys.split(bad)
+    return section == bad_section and (not field or bad_field in ("", field))
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -76,15 +85,16 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
         source = YamlSource(values={}) if path is None else read_yaml(path)
     except ConfigErrors as unreadable:
         return Draft(config=None, problems=[*unreadable.problems, *problems], bad_keys=frozenset(keys.all_keys()))
-    values, origins = _merge(source, path, parsed)
+    values, origins = _merge(source, path)
+    problems += _override(values, origins, parsed)
     config, invalid = _validate(values, origins)
     # A rejected option invalidates its key, not the rest of its section.
-    rejected = {problem.key for problem in (*source.problems, *problems)} & set(keys.all_keys())
+    known = set(keys.all_keys())
+    rejected = {problem.key for problem in (*source.problems, *problems) if ".".join(keys.split(problem.key)) in known}
     draft = Draft(
         config=config,
         problems=[*source.problems, *problems, *invalid],
-        # An entry of a list (`trackers[1].mode`) makes the whole list unusable.
-        bad_keys=frozenset(rejected | {problem.key.partition("[")[0] for problem in invalid}),
+        bad_keys=frozenset(rejected | {problem.key for problem in invalid}),
         origins=origins,
     )
     if config is not None:
@@ -95,42 +105,90 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
 def dump_resolved(config: RunConfig) -> str:
     """Dump the configuration as YAML, with every key and absolute paths; loading it gives an equal configuration."""
     data = config.model_dump(mode="python")
-    for name in keys.lists():
-        data[name] = config.model_dump(mode="json", include={name})[name]
-    for section in keys.sections():
-        for name, value in data[section].items():
-            data[section][name] = paths.written(f"{section}.{name}", value)
+    for section, content in data.items():
+        for entry in content if section in LISTED else [content]:
+            for name, value in entry.items():
+                entry[name] = paths.written(f"{section}.{name}", value)
+    for name in LISTED:
+        data[name] = data[name][0] if len(data[name]) == 1 else list(data[name])
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
-def _merge(
-    source: YamlSource, path: Path | None, overrides: Sequence[Override]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the raw values with absolute paths, and where each dotted key was given."""
+def _merge(source: YamlSource, path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the file's raw values with absolute paths, and where each dotted key was given.
+
+    A list of one entry is the same as the entry alone, which has the simpler keys.
+    """
     base = Path.cwd() if path is None else path.absolute().parent
-    values: dict[str, Any] = {
-        section: _absolute_paths(section, content, base)
-        if isinstance(content, dict)
-        else ({} if content is None else content)
-        for section, content in source.values.items()
-    }
-    origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
-    for name in keys.lists():
-        if name in source.values:
-            values[name] = entries.with_absolute_paths(source.values[name], base)
+    values: dict[str, Any] = {}
+    lines = dict(source.lines)
+    for section, content in source.values.items():
+        if isinstance(content, list) and len(content) == 1 and section in LISTED:
+            content, first = content[0], f"{section}[0]"
+            lines |= {section + key.removeprefix(first): line for key, line in lines.items() if key.startswith(first)}
+        values[section] = _with_absolute_paths(section, content, base)
+    return values, {key: f"{path}:{line}" for key, line in lines.items()}
+
+
+def _override(
+    values: dict[str, Any], origins: dict[str, str], overrides: Sequence[Override]
+) -> Iterator[ConfigProblem]:
+    """Put the options into the raw values; yield a problem for each that names an entry which is not there."""
     for override in overrides:
-        if override.field == "":
-            values[override.section] = entries.with_absolute_paths(override.value, Path.cwd())
-            origins[override.section] = f"--set {override.text}"
+        name = override.section
+        if not override.field:
+            values[name] = _with_absolute_paths(name, override.value, Path.cwd())
+            origins[name] = f"--set {override.text}"
             continue
-        section = values.setdefault(override.section, {})
-        if isinstance(section, dict):
-            section.update(_absolute_paths(override.section, {override.field: override.value}, Path.cwd()))
-            origins[override.key] = f"--set {override.text}"
-    return values, origins
+        section = values.setdefault(name, {})
+        if isinstance(section, list) and override.index is None:
+            which = f"say which, e.g. {name}.0.{override.field}"
+            yield _not_there(override, f"the file has a list of {len(section)}", which)
+            continue
+        entries = section if isinstance(section, list) else [section]
+        place = override.index or 0
+        if place >= len(entries):
+            yield _not_there(override, f"the file has {len(entries)} of them, and the first is {name}.0", "")
+        elif isinstance(entries[place], dict):
+            entry = f"{name}[{place}]" if isinstance(section, list) else name
+            if override.field == "kind" and name in LISTED:
+                _forget_other_kinds(name, str(override.value), entries[place], entry, origins)
+            given = {override.field: override.value}
+            entries[place].update(_with_absolute_paths(name, given, Path.cwd()))
+            origins[f"{entry}.{override.field}"] = f"--set {override.text}"
 
 
-def _absolute_paths(section: str, content: dict[Any, Any], base: Path) -> dict[Any, Any]:
+def _forget_other_kinds(section: str, kind: str, given: dict[str, Any], entry: str, origins: Mapping[str, str]) -> None:
+    """Remove the file's settings that another kind reads: an option chooses this kind instead of the file's."""
+    model = keys.kinds(section).get(kind)
+    if model is None:
+        return
+    for name in keys.fields_of(section):
+        if name not in model.model_fields and not origins.get(f"{entry}.{name}", "").startswith("--set"):
+            given.pop(name, None)
+
+
+def _not_there(override: Override, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(
+        key=override.key,
+        value=str(override.value),
+        message=message,
+        suggestion=suggestion,
+        where=f"--set {override.text}",
+    )
+
+
+def _with_absolute_paths(section: str, content: Any, base: Path) -> Any:
+    """Copy a section's raw content with absolute paths; an empty section is one without keys.
+
+    In a section that may be a list, a word is the kind of an entry without other keys.
+    """
+    if isinstance(content, list) and section in LISTED:
+        return [_with_absolute_paths(section, entry, base) for entry in content]
+    if isinstance(content, str) and section in LISTED:
+        return {"kind": content}
+    if not isinstance(content, dict):
+        return {} if content is None else content
     result = dict(content)
     for name, value in content.items():
         key = f"{section}.{name}"
@@ -148,7 +206,7 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfi
     for location in locations:
         _discard(values, location)
     for key in ("model.path", "data.train"):
-        section, _, name = key.partition(".")
+        section, name = keys.split(key)
         values.setdefault(section, {}).setdefault(name, _PLACEHOLDER)
     try:
         return _anchored(RunConfig.model_validate(values, strict=True)), problems
@@ -163,9 +221,12 @@ def _anchored(config: RunConfig) -> RunConfig:
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the value at `section[.key]`; a location inside a value removes the whole value."""
+    """Remove the value at `section[.key]`, which a location may lie within; empty a list's entry, keeping its place."""
     section = location[0]
-    if len(location) == 1 or not isinstance(values.get(str(section)), dict):
+    entries = values.get(str(section))
+    if section in LISTED and isinstance(entries, list) and len(location) > 1:
+        entries[int(location[1])] = {}
+    elif len(location) == 1 or section in LISTED or not isinstance(entries, dict):
         values.pop(section, None)  # type: ignore[arg-type]
     else:
-        values[str(section)].pop(location[1], None)
+        entries.pop(location[1], None)

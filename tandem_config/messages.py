@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from tandem_config import entries, keys
+from tandem_config import keys
 from tandem_config.problems import ConfigProblem
 
 _BOUND = {
@@ -26,6 +26,9 @@ _TYPE = {
     "is_instance_of": "must be a path",
     "model_type": "must be a section with keys",
     "model_attributes_type": "must be a section with keys",
+    "union_tag_not_found": "must be a section with keys",
+    "dict_type": "must be a mapping",
+    "invalid-json-value": "must be text, a number, true, false, null, or a list or mapping of these",
 }
 # Ranges that are explained, not just stated.
 _REASONS = {
@@ -49,34 +52,47 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem
     Args:
         origins: where a value was given, by dotted key.
     """
-    if detail["loc"][0] in keys.lists():
-        return _translate_entry(detail, origins)
-    location = [str(part) for part in detail["loc"][:2]]
-    key = ".".join(location)
-    value = "" if detail["type"] == "missing" else _shown(detail["input"])
-    message, suggestion = _explain(key, detail) if len(detail["loc"]) <= 2 else _explain_within(key, detail)
-    where = origins.get(key, origins.get(location[0], ""))
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=where)
+    key = _key(detail, origins)
+    given = detail["type"] != "missing" and not detail.get("ctx", {}).get("secret")
+    value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
+    within = len(detail["loc"]) > 2 and bool(keys.entry_fields(key))
+    message, suggestion = _explain_within(key, detail) if within else _explain(key, detail)
+    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))
 
 
-def _translate_entry(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
-    """Translate an error in an entry of a list."""
-    key = entries.key_of(detail)
-    message, suggestion = entries.explain(detail) or _explain(key, detail)
-    return ConfigProblem(
-        key=key,
-        value=_shown(entries.shown(detail)),
-        message=message,
-        suggestion=suggestion,
-        where=origins.get(str(detail["loc"][0]), ""),
-    )
+def place_of(key: str, origins: Mapping[str, str]) -> str:
+    """Return where a key was given, or else its entry of a list, or its section; "" if none of them was."""
+    parents = (key, key.rpartition(".")[0], keys.split(key)[0])
+    return next((origins[parent] for parent in parents if parent in origins), "")
+
+
+def _key(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
+    """Return the dotted key that an error is about; `section[1].key` in a list."""
+    section, *inner = (str(part) for part in detail["loc"])
+    if not keys.kinds(section) or not inner:
+        return ".".join([section, *inner[:1]])
+    entry = f"{section}[{inner[0]}]" if f"{section}[0]" in origins and f"{section}[1]" in origins else section
+    field = "kind" if detail["type"] == "union_tag_invalid" else "".join(inner[2:3])
+    return f"{entry}.{field}" if field else entry
+
+
+def _kind(detail: ErrorDetails) -> str:
+    """Return the kind of the list's entry that an error is about; "" if it is about something else."""
+    section, *inner = (str(part) for part in detail["loc"])
+    if detail["type"] == "union_tag_invalid":
+        return str(detail.get("ctx", {}).get("tag", ""))
+    return inner[1] if keys.kinds(section) and len(inner) > 1 else ""
 
 
 def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     kind, context = detail["type"], detail.get("ctx", {})
-    section, _, field = key.rpartition(".")
+    section, field = keys.split(key)
+    if kind == "setting":
+        return context["message"], context["suggestion"]
     if kind == "extra_forbidden":
-        return ("unknown key" if section else "unknown section"), keys.did_you_mean(section, field)
+        return _unknown(section, field, _kind(detail))
+    if kind == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}", _closest(context["tag"], context["expected_tags"])
     if kind == "missing":
         return "is missing and has no default", _how_to_add(key)
     if (key, kind) in _REASONS:
@@ -108,13 +124,25 @@ def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
     return f"{entry}{name} {message}", keys.entry_fields(key).get(name, suggestion)
 
 
+def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
+    if not field:
+        return "unknown section", keys.did_you_mean("", section)
+    readers = [name for name, model in keys.kinds(section).items() if field in model.model_fields]
+    if readers:
+        return (
+            f"does nothing with {section}.kind: {kind}",
+            f"leave it out; it is a setting of kind: {' or '.join(readers)}",
+        )
+    return "unknown key", keys.did_you_mean(section, field)
+
+
 def _shown(value: Any) -> str:
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _how_to_add(key: str) -> str:
-    section, _, field = key.partition(".")
+    section, field = keys.split(key)
     if not field:
         required = [name for name, info in keys.sections()[key].model_fields.items() if info.is_required()]
         return f"add a section `{key}:` with {', '.join(f'`{name}:`' for name in required)}"
@@ -129,8 +157,9 @@ def _closest(value: Any, expected: str) -> str:
 
 
 def _type_hint(key: str, kind: str, value: Any) -> str:
-    if kind in ("model_type", "model_attributes_type"):
-        return f"write `{key}:` and its keys indented below: {', '.join(keys.fields_of(key)[:3])}, ..."
+    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        section, _ = keys.split(key)
+        return f"write `{section}:` and its keys indented below: {', '.join(keys.fields_of(section)[:3])}, ..."
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'quote it: "{_shown(value)}"'
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and abs(value) < 1e15:

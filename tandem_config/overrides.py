@@ -1,5 +1,6 @@
-"""Parses `--set section.key=value` options."""
+"""Parses `--set section.key=value` options; `section.0.key` is the key of a list's first entry."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,22 +10,29 @@ import yaml
 
 from tandem_config import keys
 from tandem_config.problems import ConfigProblem
+from tandem_config.sections.reward import CodeReference
 from tandem_config.yaml_source import parse_scalar
 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """A parsed `--set` option; `text` is the option as written, `field` is "" for a whole list (`trackers=...`)."""
+    """A parsed `--set` option; `text` is the option as written, `index` the place in a list, if it says one.
+
+    `field` is "" if the value is a whole section that may be a list: `trackers=[tensorboard]`.
+    """
 
     section: str
     field: str
     value: Any
     text: str
+    index: int | None = None
 
     @property
     def key(self) -> str:
         """The dotted key."""
-        return f"{self.section}.{self.field}"
+        if not self.field:
+            return self.section
+        return f"{self.section}.{self.field}" if self.index is None else f"{self.section}[{self.index}].{self.field}"
 
 
 def parse_overrides(options: Sequence[str]) -> tuple[list[Override], list[ConfigProblem]]:
@@ -45,26 +53,36 @@ def _parse(text: str) -> Override | ConfigProblem:
     key = key.strip()
     if not equals:
         return _problem(text, key, "", "has no '='", f"write --set {key or 'section.key'}=VALUE")
-    section, dot, field = key.partition(".")
-    if key in keys.lists():
-        return _override(text, key, "", raw)
-    if not dot or not field:
+    section, index, field = _split(key)
+    if not field and index is None and keys.kinds(section):
+        return _override(text, section, None, "", raw)
+    if not field:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
         guess = keys.did_you_mean("", section) if field not in _all_fields() else keys.did_you_mean(section, field)
         return _problem(text, key, raw, f"there is no section {section!r}", guess)
     if field not in keys.fields_of(section):
         return _problem(text, key, raw, "unknown key", keys.did_you_mean(section, field))
-    return _override(text, section, field, raw)
+    if index is not None and not keys.kinds(section):
+        return _problem(text, key, raw, f"{section} is not a list", f"did you mean {section}.{field}?")
+    return _override(text, section, index, field, raw)
 
 
-def _override(text: str, section: str, field: str, raw: str) -> Override | ConfigProblem:
+def _override(text: str, section: str, index: int | None, field: str, raw: str) -> Override | ConfigProblem:
     key = f"{section}.{field}" if field else section
     try:
-        return Override(section=section, field=field, value=_value(key, raw) if field else parse_scalar(raw), text=text)
+        value = _value(key, raw) if field else parse_scalar(raw)
+        return Override(section=section, index=index, field=field, value=value, text=text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not valid YAML"
         return _problem(text, key, raw, f"the value is not valid YAML: {reason}", "quote it, e.g. --set 'a.b=\"text\"'")
+
+
+def _split(key: str) -> tuple[str, int | None, str]:
+    """Split `section.field`, `section.0.field` or `section[0].field`; the field is "" if there is none."""
+    section, _, field = key.partition(".")
+    listed = re.fullmatch(r"(\w+)(?:\.|\[)(\d+)\]?\.(.+)", key)
+    return (section, None, field) if listed is None else (listed[1], int(listed[2]), listed[3])
 
 
 def _value(key: str, raw: str) -> Any:
@@ -74,7 +92,7 @@ def _value(key: str, raw: str) -> Any:
     """
     is_list = raw.strip().startswith(("[", "{"))
     takes_paths = "path" in keys.entry_fields(key)
-    if keys.takes(key, str) or keys.takes(key, Path) or (takes_paths and not is_list):
+    if any(keys.takes(key, kind) for kind in (str, Path, CodeReference)) or (takes_paths and not is_list):
         return _literal(raw)
     return parse_scalar(raw)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem_config import keys
+from tandem_config.sections.reward import CodeReference, split_reference
 
 
 def absolute(path: Path) -> Path:
@@ -21,6 +22,8 @@ def anchored(key: str, value: Any, base: Path) -> Any:
     """Return the raw value of a dotted key with its paths below `base`; what is no path stays as it is."""
     if key in _WITHIN:
         return _WITHIN[key](value, base)
+    if keys.takes(key, CodeReference):
+        return _reference(value, base)
     return _path(value, base) if keys.takes(key, Path) else value
 
 
@@ -52,6 +55,14 @@ def _text(value: Any, base: Path) -> Any:
 
 def _template(value: Any, base: Path) -> Any:
     return _text(value, base) if isinstance(value, str) and is_jinja_file(value) else value
+
+
+def _reference(value: Any, base: Path) -> Any:
+    """Make the file of `FILE.py:FUNCTION` absolute; a module's name stays."""
+    if not isinstance(value, str):
+        return value
+    place, function = split_reference(value)
+    return f"{_text(place, base)}:{function}" if place.endswith(".py") else value
 
 
 def _sources(value: Any, base: Path) -> Any:

@@ -4,21 +4,25 @@ Every field states what it is, its unit and the reason for its default. This pac
 that the coordinator can load a configuration without torch: see `loading.py`.
 """
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
-from tandem_config.sections.base import Section, about
+from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
-from tandem_config.sections.reward import RewardSection
+from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
+from tandem_config.sections.reward_base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
 from tandem_config.sections.run import ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
-from tandem_config.sections.trackers import Trackers
+from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
 from tandem_config.sections.trainer import TrainerSection
 
 __all__ = [
+    "LISTED",
     "RunConfig",
     "Section",
     "RunSection",
@@ -40,15 +44,18 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection)
     model: ModelSection
     data: DataSection
-    reward: RewardSection = Field(default_factory=RewardSection)
+    reward: Rewards = Field(default_factory=lambda: (ExactMatchReward(),))
     grpo: GrpoSection = Field(default_factory=GrpoSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
     samples: SamplesSection = Field(default_factory=SamplesSection)
-    trackers: Trackers = Field(
-        default_factory=list,
-        description="Experiment trackers that get each iteration's figures.",
-        json_schema_extra=about("metrics.jsonl and the page need none"),
-    )
+    trackers: Trackers = Field(default_factory=tuple)
+
+
+# Sections that may be lists: name -> (the settings that every entry has, the models of its kinds).
+LISTED: Mapping[str, tuple[type[Section], Mapping[str, type[Section]]]] = {
+    "reward": (RewardSection, REWARD_KINDS),
+    "trackers": (TrackerSection, TRACKER_KINDS),
+}

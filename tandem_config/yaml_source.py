@@ -106,11 +106,16 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> ConfigProblem:
 
 
 def _walk(root: yaml.Node | None, path: Path) -> tuple[list[ConfigProblem], dict[str, int]]:
-    """Find the lines of all keys down to section.key, and the duplicate keys, which construction would hide."""
+    """Find the lines of keys down to section.key or section[0].key, and duplicate keys, which construction hides."""
     problems: list[ConfigProblem] = []
     lines: dict[str, int] = {}
 
     def visit(node: yaml.Node, prefix: str, depth: int) -> None:
+        if isinstance(node, yaml.SequenceNode) and depth == 2:
+            for place, entry in enumerate(node.value):
+                item = f"{prefix[:-1]}[{place}]"
+                lines[item] = entry.start_mark.line + 1
+                visit(entry, item + ".", depth)
         if not isinstance(node, yaml.MappingNode) or depth > 2:
             return
         for key_node, value_node in node.value:

@@ -171,8 +171,8 @@ class Attack:
             self.untyped[f"{method.name} {code}: {(call.details() or '')[:200]}"] += 1
 
     def status(self) -> None:
-        """GetStatus answers, with odd connections beside it."""
-        path = f"{self._prefix}GetStatus"
+        """The call that only asks answers, with odd connections beside it."""
+        path = f"{self._prefix}{'Describe' if 'reward' in self._prefix else 'GetStatus'}"
         self._channel.unary_unary(path)(b"", timeout=CALL_S)
 
     def odd_connections(self, many: int) -> list[socket.socket]:

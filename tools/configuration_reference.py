@@ -13,15 +13,16 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import about_field, sections
-from tandem_config.sections.base import Section
+from tandem_config.keys import kinds, note_of, sections
+from tandem_config.schema import Section
 from tandem_config.sections.data import DataSource
-from tandem_config.sections.trackers import TRACKER_KINDS
+from tandem_config.sections.reward import CodeReference
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
 _PART = re.compile(r"(?P<begin><!-- (?P<name>\w+): generated -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_SETTING = "type | unit | default | what it is | why this default"
 _EMPTY: tuple[Any, ...] = (None, "")
 
 
@@ -33,24 +34,45 @@ def rendered(page: str) -> str:
 
 def parts() -> dict[str, str]:
     """Generate the Markdown of each part, by the name in its markers."""
-    tables = [f"### {name}\n\n{_section(model)}" for name, model in sections().items()]
-    entries = [f"#### trackers: {kind}\n\n{_section(model)}" for kind, model in TRACKER_KINDS.items()]
-    return {"settings": "\n\n".join(tables), "trackers": "\n\n".join(entries), "environment": _environment()}
+    tables = [f"### {name}\n\n{_text(model)}\n\n{_section(name, model)}" for name, model in sections().items()]
+    return {"settings": "\n\n".join(tables), "environment": _environment()}
 
 
-def _section(model: type[Section]) -> str:
+def _text(model: type[Section]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _section(name: str, model: type[Section]) -> str:
+    if kinds(name):
+        return _kinds(name)
+    rows = [f"| `{key}` | {_setting(field)}" for key, field in model.model_fields.items()]
+    return _table(f"key | {_SETTING}", rows)
+
+
+def _kinds(section: str) -> str:
+    """Generate the kinds of a list's entries, and one table of all settings, with the kinds that read each of them."""
+    readers: dict[str, list[str]] = {}
+    for kind, model in kinds(section).items():
+        for key, field in model.model_fields.items():
+            if key != "kind":
+                readers.setdefault(f"| `{key}` | KINDS | {_setting(field)}", []).append(kind)
     rows = [
-        f"| `{key}` | {type_text(field)} | {about_field(field, 'unit') or '-'} | {default_text(field)} "
-        f"| {_cell(field.description)} | {_cell(about_field(field, 'why'))} |"
-        for key, field in model.model_fields.items()
+        row.replace("KINDS", "all" if len(some) == len(kinds(section)) else ", ".join(some), 1)
+        for row, some in sorted(readers.items(), key=lambda item: -len(item[1]))
     ]
+    described = [f"| `{kind}` | {_cell(_text(model))} |" for kind, model in kinds(section).items()]
+    return "\n\n".join([_table("kind | what it gives", described), _table(f"key | of kind | {_SETTING}", rows)])
+
+
+def _setting(field: FieldInfo) -> str:
     return (
-        (model.__doc__ or "").strip()
-        + "\n\n"
-        + "\n".join(
-            ["| key | type | unit | default | what it is | why this default |", "|---|---|---|---|---|---|", *rows]
-        )
+        f"{type_text(field)} | {note_of(field, 'unit') or '-'} | {default_text(field)} | {_cell(field.description)} "
+        f"| {_cell(note_of(field, 'why'))} |"
     )
+
+
+def _table(heading: str, rows: list[str]) -> str:
+    return "\n".join([f"| {heading} |", "|---" * (heading.count("|") + 1) + "|", *rows])
 
 
 def _environment() -> str:
@@ -80,13 +102,13 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
-    if typing.get_origin(annotation) is list:
-        return f"list of {_type(typing.get_args(annotation)[0], [])}s"
     if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
         return "path, glob, or list"
+    if typing.get_origin(annotation) is list:
+        return f"list of {_type(typing.get_args(annotation)[0], [])}s"
     if typing.get_origin(annotation) is dict:
         return "mapping"
-    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", CodeReference: "string"}
     return " ".join([names[annotation], *_bounds(metadata)])
 
 
@@ -103,6 +125,8 @@ def default_text(field: FieldInfo) -> str:
     """Describe the default, or that there is none."""
     if field.is_required():
         return "**required**"
+    if field.default_factory is not None:
+        return "empty"
     value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"

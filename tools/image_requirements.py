@@ -46,7 +46,10 @@ class Image:
 
 _ENGINE_SIDE = "only those modules of weightsync import it that run inside an engine"
 _TORCH_FIRST = {"torch": "installed before, from requirements/torch.txt"}
-_READS_NO_DATA = {"pyarrow": "for Parquet data, which the coordinator reads"}
+_READS_NO_DATA = {
+    "pyarrow": "for Parquet data, which the coordinator reads",
+    "jinja2": "for chat templates, which the coordinator renders; torch brings it too",
+}
 _READS_NO_TEXT = _READS_NO_DATA | {"tokenizers": "for prompts and completions, which the coordinator reads and writes"}
 
 # Debian 12's Python; a later 3.11 needs nothing more.
@@ -54,7 +57,7 @@ _OLDEST = {"extra": "", "python_full_version": "3.11.2"}
 
 IMAGES = {
     "coordinator": Image(
-        packages=("coordinator", "launcher", *SHARED),
+        packages=("coordinator", "launcher", "reward_service", *SHARED),
         without={
             "torch": _ENGINE_SIDE,
             "safetensors": _ENGINE_SIDE,

@@ -59,8 +59,9 @@ class PromptSource(Sequence[Prompt]):
                 row=row.number,
                 token_ids=ids,
                 answer=row.answer,
-                source=file.name,
+                file=str(file.path),
                 file_label=file.label,
+                source=file.name,
                 text=text.text,
                 columns=row.columns,
             )

@@ -13,28 +13,38 @@ StdKind = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6
 
 
-def zero_variance(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
+def zero_variance(rewards_PG: NDArray[np.float64], missing_PG: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
     """Find the groups that carry no signal because all of their rewards are equal.
 
     Args:
         rewards_PG: [P, G] rewards, G >= 1.
-    Returns: [P] booleans.
+        missing_PG: [P, G] True: no reward; None: all have one.
+    Returns: [P] booleans; True too for a group with fewer than two rewards.
 
     >>> zero_variance(np.array([[1.0, 0.0], [0.3, 0.3]])).tolist()
     [False, True]
+    >>> zero_variance(np.array([[1.0, 0.0, 0.0]]), np.array([[False, True, True]])).tolist()
+    [True]
     """
-    spread: NDArray[np.float64] = np.ptp(rewards_PG, axis=1)
-    flat_P: NDArray[np.bool_] = spread == 0.0
+    if missing_PG is None:
+        missing_PG = np.zeros(rewards_PG.shape, dtype=np.bool_)
+    highest_P = np.where(missing_PG, -np.inf, rewards_PG).max(axis=1)
+    lowest_P = np.where(missing_PG, np.inf, rewards_PG).min(axis=1)
+    flat_P: NDArray[np.bool_] = highest_P <= lowest_P
     return flat_P
 
 
-def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group") -> NDArray[np.float64]:
+def group_advantages(
+    rewards_PG: NDArray[np.float64], *, std: StdKind = "group", missing_PG: NDArray[np.bool_] | None = None
+) -> NDArray[np.float64]:
     """Centre rewards within each prompt's group and scale them.
 
     Args:
         rewards_PG: [P, G] finite rewards.
         std: what centred rewards are divided by: the group's unbiased standard deviation + 1e-6, the whole batch's, or
             nothing.
+        missing_PG: [P, G] True: the sample has no reward. It takes part in no mean and no deviation, as if the group
+            were smaller, and its advantage is 0. None: all have one.
     Returns: [P, G]; each row sums to 0 (to rounding) and a row of equal rewards is exactly 0.
     Raises: ValueError: not a non-empty [P, G] array, or a reward is not finite (its place is named).
 
@@ -44,8 +54,13 @@ def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group")
     [[0.866, -0.866, -0.866, 0.866]]
     >>> group_advantages(np.array([[3.0]])).tolist()
     [[0.0]]
+    >>> missing = np.array([[False, False, True]])
+    >>> group_advantages(np.array([[1.0, 0.0, 0.0]]), std="none", missing_PG=missing).tolist()
+    [[0.5, -0.5, 0.0]]
     """
     _check(rewards_PG)
+    if missing_PG is not None and missing_PG.any():
+        return _without_missing(rewards_PG, ~missing_PG, std)
     flat_P = zero_variance(rewards_PG)
     centred_PG: NDArray[np.float64] = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
     # The mean of equal floats may differ from them in the last bit: 1e-17 / 1e-6 would be trained on as a signal.
@@ -54,6 +69,23 @@ def group_advantages(rewards_PG: NDArray[np.float64], *, std: StdKind = "group")
         return centred_PG
     spread = _unbiased_std(rewards_PG) if std == "group" else _unbiased_std(rewards_PG.reshape(1, -1))
     scaled_PG: NDArray[np.float64] = centred_PG / (spread + STD_EPSILON)
+    return scaled_PG
+
+
+def _without_missing(
+    rewards_PG: NDArray[np.float64], present_PG: NDArray[np.bool_], std: StdKind
+) -> NDArray[np.float64]:
+    """Compute each group's advantages from its present rewards alone."""
+    advantages_PG = np.zeros(rewards_PG.shape)
+    for rewards_G, present_G, advantages_G in zip(rewards_PG, present_PG, advantages_PG, strict=True):
+        if present_G.any():
+            inner: StdKind = "group" if std == "group" else "none"
+            advantages_G[present_G] = group_advantages(rewards_G[present_G].reshape(1, -1), std=inner)[0]
+    if std != "batch" or not present_PG.any():
+        return advantages_PG
+    scaled_PG: NDArray[np.float64] = advantages_PG / (
+        _unbiased_std(rewards_PG[present_PG].reshape(1, -1)) + STD_EPSILON
+    )
     return scaled_PG
 
 

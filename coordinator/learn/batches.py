@@ -48,6 +48,7 @@ def select_samples(
     dropped_P: NDArray[np.bool_],
     *,
     truncated: Literal["keep", "mask"],
+    missing_PG: NDArray[np.bool_] | None = None,
 ) -> list[Sample]:
     """Flatten groups to samples, leaving dropped groups out and masking truncated completions if asked to.
 
@@ -56,8 +57,11 @@ def select_samples(
         advantages_PG: [P, G], from the statistics of *all* completions (masking comes after them).
         dropped_P: [P] True: leave the group out.
         truncated: "mask" makes completions that were cut off by the length limit not trainable.
+        missing_PG: [P, G] True: leave the sample out, since it has no reward; None: there is none.
     """
     mask_truncated = truncated == "mask"
+    if missing_PG is None:
+        missing_PG = np.zeros(advantages_PG.shape, dtype=np.bool_)
     return [
         Sample(
             sample_id=group.sample_id(index),
@@ -66,9 +70,14 @@ def select_samples(
             advantage=advantage,
             trainable=not (mask_truncated and completion.truncated),
         )
-        for group, advantages_G, dropped in zip(groups, advantages_PG.tolist(), dropped_P.tolist(), strict=True)
+        for group, advantages_G, missing_G, dropped in zip(
+            groups, advantages_PG.tolist(), missing_PG.tolist(), dropped_P.tolist(), strict=True
+        )
         if not dropped
-        for index, (completion, advantage) in enumerate(zip(group.completions, advantages_G, strict=True))
+        for index, (completion, advantage, missing) in enumerate(
+            zip(group.completions, advantages_G, missing_G, strict=True)
+        )
+        if not missing
     ]
 
 

@@ -1,64 +1,134 @@
-"""Step 4: groups to rewards. Decodes completions, scores them, and limits how many scores may fail."""
+"""Step 4: groups to rewards. Decodes completions, lets every reward score them, and adds up the weighted scores.
 
-from collections.abc import Sequence
+Scores that fail become what the reward's `on_error` says, within budgets: a few odd texts must not end a run, and a
+broken reward must not train one.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.flow import Group, Scored
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import ScoredText, Scores
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.rewards.work import MAX_LATE_SHARE, late_budget
 from servicekit.errors import Internal
+from servicekit.life.tasks import cancel
 from tandem_files.tokenizer import TextCodec
-
-# Share of an iteration's samples whose scoring may fail (each counts as 0) before the run stops: a few odd texts must
-# not end a run, and a broken reward must not train on zeros.
-MAX_ERROR_SHARE = 0.05
 
 
 class Scorer:
-    """Scores groups with one reward."""
+    """Scores groups with all rewards of the run.
 
-    def __init__(self, *, reward: Reward, codec: TextCodec, weight: float) -> None:
-        self._reward = reward
+    Args:
+        parts: the rewards, started; one of them is the accuracy.
+    """
+
+    def __init__(self, *, parts: Sequence[Part], codec: TextCodec) -> None:
+        self._parts = parts
         self._codec = codec
-        self._weight = weight
+        (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
     async def score(self, groups: Sequence[Group]) -> Scored:
-        """Score P groups of G completions each. Returns: [P, G] rewards, and counts of failed scores.
+        """Score P groups of G completions scores. Returns: [P, G] rewards, and counts of failed scores.
 
-        Raises: Internal: scoring failed for more than 5 % of the samples, or took too long for more than 25 %.
+        Raises: Internal: scoring failed for more samples than a reward's max_error_share, or at all with `on_error:
+            stop`, or took too long for more than 25 %.
         """
-        texts = self._codec.decode(c.token_ids for group in groups for c in group.completions)
-        owners = [group.prompt.row for group in groups for _ in group.completions]
-        answers = [(group.prompt.answer, c.truncated) for group in groups for c in group.completions]
-        scores = await self._reward.score(
-            [
-                ScoredText(completion=text, answer=answer, truncated=truncated)
-                for text, (answer, truncated) in zip(texts, answers, strict=True)
-            ]
-        )
-        _check_budget(scores, len(texts))
-        values = np.array(scores.values, dtype=np.float64)
+        items = self._items(groups)
+        found = await self._score_all(items)
+        scores_SR = {part.name: np.array(scores.values, dtype=np.float64) for part, scores in found}
+        shown_SR = {
+            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
+            for part, scores in found
+            for name, values_S in scores.parts.items()
+        } | scores_SR
+        missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], len(items))
+        right_S = scores_SR[self._accuracy][~missing_S]
+        unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
+        rewards_S: NDArray[np.float64] = np.sum([part.weight * scores_SR[part.name] for part in self._parts], axis=0)
         return Scored(
-            rewards_PG=self._weight * values.reshape(len(groups), -1),
-            accuracy=float(values.mean()),
-            num_errors=scores.num_errors,
-            first_error=scores.first_error,
-            num_timeouts=scores.num_timeouts,
-            num_unreadable=len(scores.unreadable),
-            unreadable_rows={owners[place]: why for place, why in scores.unreadable.items()},
+            rewards_PG=rewards_S.reshape(len(groups), -1),
+            missing_PG=missing_S.reshape(len(groups), -1),
+            accuracy=float(right_S.mean()) if right_S.size else 0.0,
+            accuracy_part=self._accuracy,
+            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
+            num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
+            first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
+            num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
+            num_unreadable=len(unreadable),
+            unreadable_rows={groups[items[place].group].prompt.row: why for place, why in unreadable.items()},
         )
 
+    def _items(self, groups: Sequence[Group]) -> list[ScoredText]:
+        texts = iter(self._codec.decode(c.token_ids for group in groups for c in group.completions))
+        return [
+            ScoredText(
+                completion=next(texts),
+                answer=group.prompt.answer,
+                truncated=completion.truncated,
+                num_tokens=len(completion.token_ids),
+                prompt=group.prompt.text,
+                columns=group.prompt.columns,
+                sample_id=group.sample_id(index),
+                group=place,
+                prompt_ids=group.prompt.token_ids,
+                completion_ids=completion.token_ids,
+            )
+            for place, group in enumerate(groups)
+            for index, completion in enumerate(group.completions)
+        ]
 
-def _check_budget(scores: Scores, total: int) -> None:
-    if scores.num_errors > MAX_ERROR_SHARE * total:
+    async def _score_all(self, items: Sequence[ScoredText]) -> list[tuple[Part, Scores]]:
+        """Let all rewards score at the same time. Raises: Internal: of the first that is over its budget."""
+        scoring = [
+            asyncio.create_task(_score_in_budget(part, items), name=f"reward {part.name}") for part in self._parts
+        ]
+        try:
+            return list(zip(self._parts, await asyncio.gather(*scoring), strict=True))
+        finally:
+            await cancel(*scoring)
+
+
+async def _score_in_budget(part: Part, items: Sequence[ScoredText]) -> Scores:
+    scores = await part.reward.score(items)
+    total, failed = len(items), _failed(scores)
+    if failed and part.on_error == "stop":
         raise Internal(
-            f"scoring failed for {scores.num_errors} of {total} completions, more than {MAX_ERROR_SHARE:.0%}; "
-            f"first failure: {scores.first_error}"
+            f"reward {part.name}: scoring failed for {len(failed)} of {total} completions, and {part.key}.on_error is "
+            f"stop; first failure: {_first(part, scores, items)}"
         )
-    if scores.num_timeouts > late_budget(total):
+    if len(scores.errors) > part.max_error_share * total:
         raise Internal(
-            f"scoring took longer than reward.timeout_s for {scores.num_timeouts} of {total} completions (the rest was "
-            f"not tried), more than {MAX_LATE_SHARE:.0%}: simplify reward.pattern (quantifiers within quantifiers "
-            "take exponential time), or raise reward.timeout_s and reward.workers"
+            f"reward {part.name}: scoring failed for {len(scores.errors)} of {total} completions, more than "
+            f"{part.key}.max_error_share = {part.max_error_share:.0%}; first failure: {_first(part, scores, items)}"
         )
+    if len(scores.late) > late_budget(total):
+        raise Internal(
+            f"reward {part.name}: scoring took longer than {part.key}.timeout_s for {len(scores.late)} of {total} "
+            f"completions (the rest was not tried), more than {MAX_LATE_SHARE:.0%}: simplify {part.key}.pattern "
+            f"(quantifiers within quantifiers take exponential time), or raise {part.key}.timeout_s and "
+            f"{part.key}.workers"
+        )
+    return scores
+
+
+def _failed(scores: Scores) -> set[int]:
+    return {*scores.errors, *scores.late}
+
+
+def _mask(places: Sequence[Collection[int]], size: int) -> NDArray[np.bool_]:
+    """Return [S] True at all of the places."""
+    mask = np.zeros(size, dtype=np.bool_)
+    for some in places:
+        mask[list(some)] = True
+    return mask
+
+
+def _first(part: Part, scores: Scores, items: Sequence[ScoredText]) -> str:
+    """Describe the first failure: sample, reward, reason."""
+    place = min(_failed(scores))
+    why = scores.errors.get(place, f"it took longer than {part.key}.timeout_s")
+    return f"{part.name} of {items[place].sample_id}: {why}"

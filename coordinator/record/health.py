@@ -177,7 +177,7 @@ def _scoring(now: _Curves) -> Iterator[Trouble]:
         ):
             failed, scored = value(prefix + field), value(prefix + "scored_completions")
             if failed is not None and scored and failed > limit * scored:
-                text = f"{failed / scored:.1%} of {whose} completions {why}, and count as wrong."
+                text = f"{failed / scored:.1%} of {whose} completions {why}."
                 yield Trouble(kind=prefix + field, name=name, text=text)
 
 

@@ -43,7 +43,7 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
             f"grpo.logprob_diff_limit = {logprob_diff_limit:g}",
         )
     if record.step is None:
-        yield "nothing_to_train", f"iteration {record.iteration}: every group was dropped, no train step"
+        yield "nothing_to_train", f"iteration {record.iteration}: no sample was left to train on, no train step"
     if record.generation.retried_calls:
         number, why = record.generation.retried_calls, "; ".join(record.generation.call_errors)[:_CHARACTERS]
         calls = "1 generate call" if number == 1 else f"{number} generate calls"
@@ -59,13 +59,15 @@ def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterat
     if scored.num_errors:
         yield (
             "reward_error",
-            f"data.{data}: scoring failed for {scored.num_errors} completions; first: {scored.first_error}",
+            f"data.{data}: scoring failed for {scored.num_errors} completions, "
+            + ("which are left out" if scored.num_missing else "which score 0")
+            + f"; first: {scored.first_error}",
         )
     if scored.num_timeouts:
         yield (
             "reward_timeout",
-            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, which "
-            "count as wrong",
+            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, "
+            + ("which are left out" if scored.num_missing else "which count as wrong"),
         )
     new = sorted(set(scored.unreadable_rows) - known_rows)
     if new:

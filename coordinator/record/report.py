@@ -77,18 +77,20 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
     """Make the row of metrics.jsonl. heldout: None if the iteration had no evaluation."""
     completions = [completion for group in record.generation.groups for completion in group.completions]
     num_tokens = record.generation.num_tokens
+    rewards_S = record.scored.rewards_PG[record.scored.present_PG]
     metrics = {} if record.step is None else record.step.metrics
     return {
         "iteration": record.iteration,
         "policy_version": record.policy_version,
-        "reward_mean": float(record.scored.rewards_PG.mean()),
-        "reward_std": float(record.scored.rewards_PG.std(ddof=1)),
+        "reward_mean": _mean(rewards_S),
+        "reward_std": _std(rewards_S),
         "heldout_accuracy": None if heldout is None else heldout.accuracy,
         "response_length_mean": num_tokens / len(completions),
         **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
         "zero_variance_ratio": float(record.zero_variance_P.mean()),
         "truncated_ratio": sum(completion.truncated for completion in completions) / len(completions),
         "dropped_groups": int(record.dropped_P.sum()),
+        "dropped_samples": record.scored.num_missing,
         **_scores_row("", record.scored),
         **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
@@ -98,6 +100,8 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
         "tokens_per_s": num_tokens / timing.busy_s,
         "sync_bytes_per_rollout_rank": None if record.sync is None else record.sync.bytes_per_rollout_rank,
         "sync_redundancy": None if record.sync is None else record.sync.redundancy,
+        **_parts_row("", record.scored),
+        **_parts_row("heldout_", heldout),
         **_time_row(record, timing),
     }
 
@@ -110,6 +114,24 @@ def _scores_row(prefix: str, scored: Scored | None) -> Row:
         f"{prefix}reward_timeouts": None if scored is None else scored.num_timeouts,
         f"{prefix}unreadable_answers": None if scored is None else scored.num_unreadable,
     }
+
+
+def _parts_row(prefix: str, scored: Scored | None) -> Row:
+    """Make `reward/NAME_mean` and `_std` of every reward's unweighted scores."""
+    row: Row = {}
+    for name, scores_PG in ({} if scored is None else scored.parts).items():
+        scores_S = scores_PG[scored.present_PG] if scored is not None else scores_PG
+        row[f"{prefix}reward/{name}_mean"] = _mean(scores_S)
+        row[f"{prefix}reward/{name}_std"] = _std(scores_S)
+    return row
+
+
+def _mean(values_S: NDArray[np.float64]) -> float | None:
+    return float(values_S.mean()) if values_S.size else None
+
+
+def _std(values_S: NDArray[np.float64]) -> float | None:
+    return float(values_S.std(ddof=1)) if values_S.size > 1 else None
 
 
 def _time_row(record: IterationRecord, timing: Timing) -> Row:
@@ -126,8 +148,7 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
 
 
 def _num_trained(record: IterationRecord) -> int:
-    group_size = int(record.scored.rewards_PG.shape[1])
-    return group_size * int((~record.dropped_P).sum())
+    return int(record.scored.present_PG[~record.dropped_P].sum())
 
 
 def _finite(value: float | None) -> float | None:

@@ -25,7 +25,6 @@ class SampleSink:
     """Stores the samples of finished iterations.
 
     Attributes:
-        sources: by kind, the data file that its prompts come from.
         truncated: grpo.truncated.
         last_look: called immediately before a file is written; raises if this coordinator no longer leads the run.
     """
@@ -33,7 +32,6 @@ class SampleSink:
     folder: SampleFolder
     settings: SamplesSection
     codec: TextCodec
-    sources: Mapping[str, str]
     truncated: Literal["keep", "mask"]
     last_look: Callable[[], None] = nothing_more
     _sizes: dict[int, int] | None = field(default=None, init=False)
@@ -93,7 +91,7 @@ class SampleSink:
                 iteration=iteration,
                 group_id=group.group_id,
                 sample=g,
-                source=self.sources.get(kind, ""),
+                source=group.prompt.file,
                 row=group.prompt.row,
                 prompt=prompts[p],
                 completion=next(texts),

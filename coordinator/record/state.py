@@ -39,6 +39,7 @@ class Totals(ScoreCounts):
     generated_tokens: int = 0
     trained_samples: int = 0
     dropped_groups: int = 0
+    dropped_samples: int = 0
     skipped_steps: int = 0
     retried_calls: int = 0
     warnings: int = 0

@@ -51,6 +51,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "time": {f"{name}_median": _median_of(rows, name) for name in _TIMES},
         "counts": {
             "dropped_groups": totals.dropped_groups,
+            "dropped_samples": totals.dropped_samples,
             "skipped_steps": totals.skipped_steps,
             "reward_errors": totals.reward_errors,
             "reward_timeouts": totals.reward_timeouts,

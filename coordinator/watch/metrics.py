@@ -114,6 +114,9 @@ DROPPED_PROMPTS = Gauge(
     "tandem_dropped_prompts", "Prompts left out of the data, longer than data.max_prompt_tokens.", ["data"]
 )
 DROPPED_GROUPS = Counter("tandem_dropped_groups_total", "Groups left out because all of their rewards were equal.")
+DROPPED_SAMPLES = Counter(
+    "tandem_dropped_samples_total", "Samples left out of training since a reward of theirs failed (on_error: drop)."
+)
 RETRIED_CALLS = Counter("tandem_generate_retries_total", "Generate calls that failed and were repeated.")
 DISPATCH_STALLS = Counter(
     "tandem_dispatch_stalls_total", "Times that dispatch waited for a replica because none was left."
@@ -124,11 +127,17 @@ DISPATCH_JOINERS = Counter(
 SCORED_COMPLETIONS = Counter(
     "tandem_scored_completions_total", "Completions that were scored, by data file (train, heldout).", ["data"]
 )
-REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions that scored 0 because scoring failed.", ["data"])
+REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions whose scoring failed.", ["data"])
 REWARD_TIMEOUTS = Counter(
-    "tandem_reward_timeouts_total",
-    "Completions that scored 0 because scoring took longer than reward.timeout_s.",
-    ["data"],
+    "tandem_reward_timeouts_total", "Completions whose scoring took longer than reward.timeout_s.", ["data"]
+)
+REWARD_SCORE_MEAN = Gauge(
+    "tandem_reward_score_mean",
+    "Mean unweighted score of each reward, over the last batch that it scored.",
+    ["data", "reward"],
+)
+REWARD_SCORE_STD = Gauge(
+    "tandem_reward_score_std", "Standard deviation of each reward's unweighted scores.", ["data", "reward"]
 )
 UNREADABLE_ANSWERS = Counter(
     "tandem_unreadable_answers_total",
@@ -242,6 +251,11 @@ def observe_scores(data: DataKey, scored: Scored) -> None:
     REWARD_ERRORS.labels(data=data).inc(scored.num_errors)
     REWARD_TIMEOUTS.labels(data=data).inc(scored.num_timeouts)
     UNREADABLE_ANSWERS.labels(data=data).inc(scored.num_unreadable)
+    for name, scores_PG in scored.parts.items():
+        scores_S = scores_PG[scored.present_PG]
+        if scores_S.size > 1:
+            REWARD_SCORE_MEAN.labels(data=data, reward=name).set(float(scores_S.mean()))
+            REWARD_SCORE_STD.labels(data=data, reward=name).set(float(scores_S.std(ddof=1)))
 
 
 def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:

@@ -35,6 +35,7 @@ COPY tandem_config tandem_config
 COPY tandem_files tandem_files
 COPY servicekit servicekit
 COPY weightsync weightsync
+COPY reward_service reward_service
 COPY coordinator coordinator
 COPY launcher launcher
 RUN PYTHONPATH=/opt/build python3 -m pip install --quiet --no-deps --no-index --no-build-isolation --target /opt/app .
@@ -64,6 +65,7 @@ ENTRYPOINT ["python", "-m", "coordinator"]
 COPY --from=packages /opt/tandem /opt/tandem
 COPY --from=app /opt/app /opt/app
 COPY examples/arithmetic /opt/tandem/examples/arithmetic
+COPY examples/reward_server /opt/tandem/examples/reward_server
 ARG VERSION
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="tandem-coordinator" \

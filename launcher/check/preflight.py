@@ -10,6 +10,7 @@ from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
 from launcher.check.resume import check_output, check_resume
+from launcher.check.rewards import check_rewards
 from launcher.check.trackers import check_trackers
 from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
@@ -36,6 +37,7 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
         codec = None
     data = check_data(draft.config, draft.usable, spec, codec)
     problems += data.problems
+    problems += check_rewards(draft.config, draft.usable, None)
     problems += check_host(draft.config, redis_url)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)

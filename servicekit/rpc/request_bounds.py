@@ -29,6 +29,7 @@ _ID = Text(longest=128, pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPTIONAL_ID = Text(longest=128, pattern=r"([A-Za-z0-9][A-Za-z0-9._-]*)?")
 _NAME = Text(longest=512)  # may come from rows of the user's data
 _PATH = Text(longest=4096)
+_TEXT = Text(longest=2**25, pattern=r"(?s).*")
 _FENCE = SubMessage()
 
 _SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
@@ -155,6 +156,19 @@ BOUNDS: Table = {
         "reason": Text(longest=2**16, pattern=r"(?s).*"),  # an error's text, of any form
         "failed": Flag(),
     },
+    # ---- rewards ----
+    "tandem_api.reward.v1.DescribeRequest": {},
+    "tandem_api.reward.v1.Sample": {
+        "sample_id": _NAME,
+        "group": Number(low=0, high=2**24),
+        # Texts of any form: prompts and completions, and the columns of a row as JSON.
+        **dict[str, Bound].fromkeys(("prompt", "completion", "answer", "columns_json"), _TEXT),
+        "num_tokens": Number(low=0, high=2**24),
+        "truncated": Flag(),
+        "prompt_token_ids": Items(most=2**24, each=None),  # the scorer knows its vocabulary
+        "completion_token_ids": Items(most=2**24, each=None),
+    },
+    "tandem_api.reward.v1.ScoreBatchRequest": {"samples": Items(most=2**16, each=SubMessage())},
     # ---- coordinator ----
     "tandem_api.coordinator.v1.GetStatusRequest": {},
     "tandem_api.coordinator.v1.GetOverviewRequest": {},

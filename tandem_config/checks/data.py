@@ -5,6 +5,8 @@ import re
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
+from tandem_config.sections.reward_base import RewardSection
 
 
 @check("run.target_accuracy", "data.heldout")
@@ -47,26 +49,27 @@ def _heldout_has_no_weights(config: RunConfig) -> ConfigProblem | None:
     )
 
 
-@check("data.answer_key", "data.train", "data.heldout", "reward.kind", "reward.pattern")
+@check("data.answer_key", "data.train", "data.heldout", "reward")
 def _a_reward_needs_answers(config: RunConfig) -> ConfigProblem | None:
     sources = [*config.data.train, *(config.data.heldout or ())]
     if config.data.answer_key is not None or all(source.answer_key is not None for source in sources):
         return None
-    if config.reward.kind == "regex" and not _has_group(config.reward.pattern or ""):
-        return None  # the pattern alone decides
+    needing = [section.label for section in config.reward if _compares(section)]
+    if not needing:
+        return None
     return ConfigProblem(
         key="data.answer_key",
         value="null",
-        message=f"reward.kind: {config.reward.kind} compares completions with answers, and rows have none",
+        message=f"reward {needing[0]} compares completions with answers, and rows have none",
         suggestion="name the column of the answers",
     )
 
 
-def _has_group(pattern: str) -> bool:
-    try:
-        return re.compile(pattern).groups > 0
-    except re.error:
-        return False  # reported by the pattern's own check
+def _compares(section: RewardSection) -> bool:
+    """Whether a reward cannot score without an answer."""
+    if isinstance(section, RegexReward):
+        return re.compile(section.pattern).groups > 0
+    return isinstance(section, ExactMatchReward | MathVerifyReward)
 
 
 @check("data.prompt_as", "data.chat_template")

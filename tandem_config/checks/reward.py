@@ -1,60 +1,67 @@
-"""Checks of the reward."""
+"""Checks of the rewards together; what concerns one of them alone is in its section."""
 
-import re
+from collections import Counter
 
-from tandem_config.checks.registry import Find, check
+from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
-from tandem_config.schema import RewardSection, RunConfig
+from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import OverlongReward
 
 
-@check("reward.kind", "reward.pattern")
-def _regex_needs_pattern(config: RunConfig) -> ConfigProblem | None:
-    if config.reward.kind != "regex":
+def entry_key(config: RunConfig, place: int) -> str:
+    """Return the key of a reward: `reward`, or `reward[1]` if there are several."""
+    return "reward" if len(config.reward) == 1 else f"reward[{place}]"
+
+
+@check("reward")
+def _names_differ(config: RunConfig) -> ConfigProblem | None:
+    labels = [reward.label for reward in config.reward]
+    label, count = Counter(labels).most_common(1)[0]
+    if count == 1:
         return None
-    if config.reward.pattern is None:
-        return ConfigProblem(
-            key="reward.pattern",
-            value="null",
-            message="reward.kind: regex needs a pattern",
-            suggestion="e.g. pattern: 'answer is (\\d+)'; group 1 is compared with the answer",
-        )
-    try:
-        re.compile(config.reward.pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return ConfigProblem(
-            key="reward.pattern",
-            value=config.reward.pattern,
-            message=f"is not a regular expression: {error}",
-            suggestion="in YAML, put the pattern in single quotes",
-        )
+    place = labels.index(label, labels.index(label) + 1)
+    return ConfigProblem(
+        key=f"{entry_key(config, place)}.name",
+        value=label,
+        message=f"is the name of {count} rewards, and metrics are by name",
+        suggestion="give each a `name:` of its own",
+    )
+
+
+@check("reward")
+def _one_is_the_accuracy(config: RunConfig) -> ConfigProblem | None:
+    marked = [place for place, reward in enumerate(config.reward) if reward.accuracy]
+    if len(marked) < 2:
+        return None
+    return ConfigProblem(
+        key=f"{entry_key(config, marked[1])}.accuracy",
+        value="true",
+        message=f"is set for {len(marked)} rewards, and the accuracy is one of them",
+        suggestion="leave it out of all others",
+    )
+
+
+@check("reward")
+def _something_is_rewarded(config: RunConfig) -> ConfigProblem | None:
+    if any(reward.weight != 0 for reward in config.reward):
+        return None
+    return ConfigProblem(
+        key=f"{entry_key(config, 0)}.weight",
+        value="0",
+        message="leaves nothing to train on: every reward is 0",
+        suggestion="give one of them a weight",
+    )
+
+
+@check("reward", "grpo.max_new_tokens")
+def _overlong_has_a_beginning(config: RunConfig) -> ConfigProblem | None:
+    longest = config.grpo.max_new_tokens
+    for place, reward in enumerate(config.reward):
+        if isinstance(reward, OverlongReward) and (reward.cache_tokens or 0) > longest:
+            return ConfigProblem(
+                key=f"{entry_key(config, place)}.cache_tokens",
+                value=str(reward.cache_tokens),
+                message=f"is more than grpo.max_new_tokens = {longest}: even an empty completion would be too long",
+                suggestion=f"a part of it, e.g. {max(1, longest // 5)}",
+            )
     return None
-
-
-# Settings of the reward -> the kinds that read them.
-_REWARD_SETTINGS = {
-    "pattern": ("regex",),
-    "find_answer": ("math_verify",),
-    "timeout_s": ("regex", "math_verify"),
-    "workers": ("regex", "math_verify"),
-}
-
-
-def _unread_reward_setting(name: str) -> Find:
-    def find(config: RunConfig) -> ConfigProblem | None:
-        value, default = getattr(config.reward, name), RewardSection.model_fields[name].default
-        kinds = _REWARD_SETTINGS[name]
-        if config.reward.kind in kinds or value == default:
-            return None
-        return ConfigProblem(
-            key=f"reward.{name}",
-            value=str(value),
-            message=f"does nothing with reward.kind: {config.reward.kind}",
-            suggestion=f"set reward.kind: {' or '.join(kinds)}, or leave reward.{name} out",
-            severity="warning",
-        )
-
-    return find
-
-
-for _name in _REWARD_SETTINGS:
-    check("reward.kind", f"reward.{_name}")(_unread_reward_setting(_name))

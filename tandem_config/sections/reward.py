@@ -1,53 +1,265 @@
-"""How completions are scored."""
+r"""How completions are scored: one reward, or a list of them whose weighted scores are added.
 
-from typing import Annotated, Literal
+reward: {kind: math_verify}
 
-from pydantic import Field
+reward:
+  - {kind: math_verify}
+  - {kind: format, pattern: '<think>.*</think>.*', weight: 0.2}
+  - {function: my_rewards.py:score, weight: 0.5, args: {depth: 3}}
+"""
 
-from tandem_config.sections.base import Section, about
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NewType, TypeVar
+
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationInfo, field_validator
+
+from tandem_config.sections.base import PositiveInt, about
+from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
+from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
+
+# `FILE.py:FUNCTION` or `package.module:FUNCTION`. Loading makes the file absolute.
+CodeReference = NewType("CodeReference", str)
+
+Value = TypeVar("Value")
+Workers = Annotated[int, Field(gt=0, le=1024)]
+_REFERENCE = re.compile(r"(?P<place>.*[^:]):(?P<name>[^\W\d]\w*)", re.DOTALL)
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-class RewardSection(Section):
-    """How completions are scored."""
+class TextSection(FailureSection):
+    """A reward that works in processes of its own, since one text may take it for ever."""
 
-    kind: Literal["exact_match", "regex", "math_verify"] = Field(
-        "exact_match",
-        description="Registered reward function.",
-        json_schema_extra=about("the one that needs no other setting"),
+    timeout_s: Timeout = Field(
+        3.0,
+        description="CPU seconds for scoring one completion; one that takes longer is treated as on_error says and "
+        "counted (reward_timeouts).",
+        json_schema_extra=about("math-verify takes 7 ms on average, 0.1 s in one of a hundred", unit="s"),
     )
-    require_stop: bool = Field(
-        True,
-        description="Score completions that were cut off by the length limit 0, whatever they contain.",
-        json_schema_extra=about("a completion that does not end would be rewarded for its beginning"),
+    workers: Workers = Field(
+        2,
+        description="Processes of the coordinator that score.",
+        json_schema_extra=about("1,000 completions in a few seconds", unit="processes"),
     )
-    pattern: str | None = Field(
-        None,
-        description="regex: pattern searched in the completion; with a group, group 1 must equal the answer.",
-        json_schema_extra=about("only regex needs it"),
+
+
+class ExactMatchReward(StopSection):
+    """1 if the completion is the answer, letter by letter, else 0."""
+
+    kind: Literal["exact_match"] = Field(
+        "exact_match", description="Kind of reward.", json_schema_extra=about("the one that needs no other setting")
     )
+
+
+class RegexReward(TextSection):
+    """1 if a pattern is found in the completion and, if it has a group, group 1 of its last match is the answer."""
+
+    kind: Literal["regex"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    pattern: str = Field(
+        ...,
+        description="Python regular expression, searched in the completion; with a group, group 1 must equal the "
+        "answer, e.g. 'answer is (\\d+)'.",
+        json_schema_extra=about("no default: it depends on the task"),
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        return compiled(pattern)
+
+
+class FormatReward(TextSection):
+    """1 if the whole completion has a form, else 0; the answer does not matter."""
+
+    kind: Literal["format"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    pattern: str = Field(
+        ...,
+        description="Python regular expression that the whole completion must match; a dot is any character, line "
+        "ends too, e.g. '<think>.*</think>.*'.",
+        json_schema_extra=about("no default: it depends on the task"),
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        return compiled(pattern)
+
+
+class MathVerifyReward(TextSection):
+    """1 if math-verify finds the completion's answer equal to the row's, else 0; docs/numerics.md says how it reads."""
+
+    kind: Literal["math_verify"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
     find_answer: Literal["anywhere", "anchored"] = Field(
         "anywhere",
         description=(
-            "math_verify: where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after "
-            "the word answer; anywhere: else the last expression or number of the text."
+            "Where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after the word "
+            "answer; anywhere: else the last expression or number of the text."
         ),
         json_schema_extra=about("a policy that has not learnt the format yet is rewarded for right answers"),
     )
-    timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        3.0,
-        description=(
-            "regex, math_verify: CPU seconds for scoring one completion; one that takes longer scores 0 and is counted "
-            "(reward_timeouts)."
-        ),
-        json_schema_extra=about("math-verify takes 7 ms on average, 0.1 s in one of a hundred", unit="s"),
+
+
+class LengthReward(RewardSection):
+    """1 up to (or from) a length in tokens, 0 from (or up to) another, and linear between them."""
+
+    kind: Literal["length"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    full_tokens: Annotated[int, Field(ge=0)] = Field(
+        ...,
+        description="Length that earns 1; so does what is further away from zero_tokens.",
+        json_schema_extra=about("no default: it depends on the task", unit="tokens"),
     )
-    workers: Annotated[int, Field(gt=0, le=1024)] = Field(
+    zero_tokens: Annotated[int, Field(ge=0)] = Field(
+        ...,
+        description="Length that earns 0; less than full_tokens rewards long completions, more rewards short ones.",
+        json_schema_extra=about("no default: it depends on the task", unit="tokens"),
+    )
+
+    @field_validator("zero_tokens")
+    @classmethod
+    def _lengths_differ(cls, zero_tokens: int, info: ValidationInfo) -> int:
+        if zero_tokens == info.data.get("full_tokens"):
+            raise wrong("is full_tokens: no length would be in between", "make one of them longer")
+        return zero_tokens
+
+
+class OverlongReward(RewardSection):
+    """DAPO's soft overlong punishment: 0, falling from 0 to -1 over the last tokens before grpo.max_new_tokens."""
+
+    kind: Literal["overlong"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    cache_tokens: PositiveInt | None = Field(
+        None,
+        description="The last tokens before grpo.max_new_tokens, over which the score falls; null: a fifth of it.",
+        json_schema_extra=about("as in DAPO: 4,096 of 20,480", unit="tokens"),
+    )
+
+
+class FunctionReward(FailureSection):
+    """Your own Python function, in processes of its own (docs/rewards.md)."""
+
+    kind: Literal["function"] = Field(
+        "function", description="Kind of reward.", json_schema_extra=about("`function:` alone says it")
+    )
+    function: CodeReference = Field(
+        ...,
+        description="FILE.py:FUNCTION, the file relative to this one, or package.module:FUNCTION.",
+        json_schema_extra=about("no default: it is yours"),
+    )
+    args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Values for parameters of the function, by name.",
+        json_schema_extra=about("most functions need none"),
+    )
+    per: Literal["sample", "batch", "group"] | None = Field(
+        None,
+        description="What one call scores; null: a batch if a parameter is called completions, prompts or answers, "
+        "else a sample. group: all completions of a prompt, for rankings.",
+        json_schema_extra=about("a signature says it"),
+    )
+    batch_size: PositiveInt | None = Field(
+        None,
+        description="per: batch: most completions in a call; null: 128.",
+        json_schema_extra=about("enough for a model's forward pass; a call that fails costs no more", unit="samples"),
+    )
+    concurrency: PositiveInt | None = Field(
+        None,
+        description="async def: calls at a time in each of the workers; null: 16.",
+        json_schema_extra=about("what a server of one's own bears", unit="calls"),
+    )
+    require_stop: bool = Field(
+        False,
+        description="Score completions that were cut off by the length limit 0, without a call.",
+        json_schema_extra=about("the function sees `truncated`, and 0 need not be the worst score"),
+    )
+    timeout_s: Timeout = Field(
+        10.0,
+        description="Seconds for a call; one that takes longer fails.",
+        json_schema_extra=about("a program that is tried, a request to a server", unit="s"),
+    )
+    start_timeout_s: Timeout = Field(
+        120.0,
+        description="Seconds for importing the file, once in each of the workers.",
+        json_schema_extra=about("large libraries on a busy machine; a model that it loads may take longer", unit="s"),
+    )
+    workers: Workers = Field(
         2,
-        description="regex, math_verify: processes of the coordinator that score.",
-        json_schema_extra=about("1,000 completions in a few seconds", unit="processes"),
+        description="Processes of the coordinator that call it.",
+        json_schema_extra=about("a hang or a crash stops one of them only", unit="processes"),
     )
-    weight: float = Field(
-        1.0,
-        description="Factor on the score.",
-        json_schema_extra=about("advantages are divided by the spread anyway", unit="factor"),
+    memory_mib: Annotated[int, Field(ge=64)] = Field(
+        4096,
+        description="Memory that each of the workers may allocate; beyond it Python raises MemoryError.",
+        json_schema_extra=about("one call must not take the coordinator with it", unit="MiB"),
     )
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and messages."""
+        return self.name or self.function.rpartition(":")[2]
+
+    @field_validator("batch_size")
+    @classmethod
+    def _is_read(cls, batch_size: int | None, info: ValidationInfo) -> int | None:
+        per = info.data.get("per")
+        if batch_size is not None and per not in (None, "batch"):
+            raise wrong(f"does nothing with per: {per}", "leave it out, or set per: batch")
+        return batch_size
+
+    @field_validator("function")
+    @classmethod
+    def _is_a_reference(cls, reference: CodeReference) -> CodeReference:
+        match = _REFERENCE.fullmatch(reference)
+        example = "e.g. my_rewards.py:score, or package.module:score"
+        if match is None:
+            raise wrong("needs the form FILE.py:FUNCTION", example)
+        if not match["place"].endswith(".py") and not _MODULE.fullmatch(match["place"]):
+            raise wrong(f"{match['place']!r} is neither a .py file nor a module", example)
+        return reference
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """Split `PLACE:FUNCTION` into file or module, and function."""
+    place, _, name = reference.rpartition(":")
+    return place, name
+
+
+REWARD_KINDS: Mapping[str, type[RewardSection]] = {
+    "exact_match": ExactMatchReward,
+    "regex": RegexReward,
+    "format": FormatReward,
+    "math_verify": MathVerifyReward,
+    "length": LengthReward,
+    "overlong": OverlongReward,
+    "function": FunctionReward,
+    "remote": RemoteReward,
+    "judge": JudgeReward,
+}
+
+
+def _kind_of(value: Any) -> str | None:
+    """Return the kind of a reward that is a mapping or built already; None if it is something else."""
+    if isinstance(value, Mapping):
+        return str(value.get("kind", "function" if "function" in value else "exact_match"))
+    return getattr(value, "kind", None)
+
+
+def _as_tuple(value: Value | list[Value]) -> tuple[Value, ...]:
+    if isinstance(value, list | tuple):
+        if not value:
+            raise wrong("is an empty list", "leave it out for exact_match, or name a reward")
+        return tuple(value)
+    return (value,)
+
+
+Reward = Annotated[
+    Annotated[ExactMatchReward, Tag("exact_match")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[FormatReward, Tag("format")]
+    | Annotated[MathVerifyReward, Tag("math_verify")]
+    | Annotated[LengthReward, Tag("length")]
+    | Annotated[OverlongReward, Tag("overlong")]
+    | Annotated[FunctionReward, Tag("function")]
+    | Annotated[RemoteReward, Tag("remote")]
+    | Annotated[JudgeReward, Tag("judge")],
+    Discriminator(_kind_of),
+]
+Rewards = Annotated[tuple[Reward, ...], BeforeValidator(_as_tuple)]

@@ -1,28 +1,37 @@
 """Experiment trackers that get each iteration's figures: the list `trackers`, one entry per tracker."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints
 
 from tandem_config.sections.base import Section, about
+from tandem_config.sections.reward_base import wrong
 
 # W&B's own bounds on names, groups and tags.
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 _Tag = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-class TensorboardTracker(Section):
+class TrackerSection(Section):
+    """Where each iteration's figures go: a list of trackers, none by default (docs/monitoring.md).
+
+    `trackers: [tensorboard, {kind: wandb, project: sums}]`; the name of a kind alone is an entry with its defaults.
+    """
+
+
+class TensorboardTracker(TrackerSection):
     """TensorBoard: event files in `<run>/tensorboard`; look at them with `tensorboard --logdir runs`."""
 
     kind: Literal["tensorboard"] = Field(
         ...,
-        description="TensorBoard. The whole entry may be the word `tensorboard`.",
+        description="TensorBoard.",
         json_schema_extra=about("each entry says which tracker it is"),
     )
 
 
-class WandbTracker(Section):
+class WandbTracker(TrackerSection):
     """Weights & Biases, with the login that `wandb login` or `WANDB_API_KEY` gives."""
 
     kind: Literal["wandb"] = Field(
@@ -54,7 +63,7 @@ class WandbTracker(Section):
     )
 
 
-class MlflowTracker(Section):
+class MlflowTracker(TrackerSection):
     """MLflow, with the login of MLflow's own variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`, ...)."""
 
     kind: Literal["mlflow"] = Field(
@@ -71,26 +80,26 @@ class MlflowTracker(Section):
 
 
 Tracker = TensorboardTracker | WandbTracker | MlflowTracker
-# Every kind of entry, for texts and tables.
-TRACKER_KINDS: dict[str, type[Section]] = {
+TRACKER_KINDS: Mapping[str, type[TrackerSection]] = {
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
 }
 
 
-def _spelt_out(entry: Any) -> Any:
-    """Turn `tensorboard` into `{kind: tensorboard}`."""
-    return {"kind": entry} if isinstance(entry, str) else entry
+def _entry(value: Any) -> Any:
+    """Check that an entry says its kind."""
+    if isinstance(value, TrackerSection) or (isinstance(value, Mapping) and "kind" in value):
+        return value
+    raise wrong("says no kind of tracker", "write e.g. `trackers: [tensorboard, {kind: wandb, project: my-project}]`")
 
 
-def _listed(entries: Any) -> Any:
-    """Turn a single entry into a list, and none into an empty one."""
-    if entries is None:
-        return []
-    return [entries] if isinstance(entries, str | dict) else entries
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Turn a single entry into a list; an empty entry is none."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    return tuple(entry for entry in entries if entry not in ({}, None))
 
 
 Trackers = Annotated[
-    list[Annotated[Tracker, Discriminator("kind"), BeforeValidator(_spelt_out)]], BeforeValidator(_listed)
+    tuple[Annotated[Tracker, Discriminator("kind"), BeforeValidator(_entry)], ...], BeforeValidator(_as_tuple)
 ]

@@ -9,10 +9,11 @@ from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 
 
-def with_settings(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+def with_settings(config: RunConfig, **sections: Any) -> RunConfig:
+    """Add settings to sections; a list (of rewards) replaces the one before."""
     merged = config.model_dump()
     for section, settings in sections.items():
-        merged[section] |= settings
+        merged[section] = merged[section] | settings if isinstance(merged[section], dict) else settings
     return RunConfig.model_validate(merged)
 
 

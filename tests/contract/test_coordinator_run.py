@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -384,7 +385,62 @@ async def test_held_out_completions_that_are_not_scored_are_counted_like_those_o
     assert (counts["reward_timeouts"], counts["warnings"]) == (0, 3)
     (trouble,) = saved_state(environment)["troubles"]
     share = f"{late / 40:.1%} of the held-out completions"
-    assert trouble == f"{share} took longer than reward.timeout_s to score, and count as wrong."
+    assert trouble == f"{share} took longer than reward.timeout_s to score."
+
+
+OWN_REWARD = """
+import os, time
+def score(num_tokens, sample_id):
+    where, _, number = sample_id.partition(".row")
+    first = number.endswith("#0")
+    if where == "i1.g0" and first: raise KeyError("odd sample")
+    if where == "i2.g1" and first: time.sleep(60)
+    if where == "i3.g2" and first: os._exit(9)
+    if where == "i3.g3" and first: print("looked at", sample_id)
+    return num_tokens
+"""
+
+
+async def test_own_rewards_that_fail_cost_their_samples_only(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_REWARD)
+    own = {"function": f"{tmp_path}/own.py:score", "name": "own", "weight": 0.5, "on_error": "drop", "timeout_s": 0.5}
+    rewards = [{"kind": "exact_match"}, own]
+    config = with_settings(config, reward=rewards, run={"iterations": 4, "evaluate_every": 4})
+    async with fleet_of(environment) as fleet:
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    table = rows(environment)
+    assert [(row["dropped_samples"], row["reward_errors"], row["trained_samples"]) for row in table] == [
+        *[(1, 1, 31)] * 3,
+        (0, 0, 32),
+    ]
+    for row in table:
+        assert row["reward/own_mean"] >= 3.0 - 0.5
+        assert row["reward_mean"] == pytest.approx(row["reward/exact_match_mean"] + 0.5 * row["reward/own_mean"])
+        assert row["reward/own_std"] is not None
+    assert table[-1]["heldout_accuracy"] == table[-1]["heldout_reward/exact_match_mean"]
+    trained = [{name for chunk in step.chunks for name in chunk.sample_ids} for step in fleet.trainer_service.steps]
+    assert [len(names) for names in trained] == [31, 31, 31, 32]
+    assert not any(name.startswith("i1.g0.") and name.endswith("#0") for name in trained[0])
+    for why in ("KeyError: odd sample (own.py:6)", "took longer than timeout_s = 0.5 s", "exited with status 9"):
+        assert re.search(
+            rf"1 completions, which are left out; first: own of i\d\.g\d\.row\d+#0: .*{re.escape(why)}", caplog.text
+        )
+    assert re.search(r"looked at i3\.g3\.row\d+#0", caplog.text)
+    summary = json.loads((environment.run_dir / "summary.json").read_text())
+    assert (summary["counts"]["dropped_samples"], summary["counts"]["reward_errors"]) == (3, 3)
+    labels = {"data": "train", "reward": "own"}
+    assert REGISTRY.get_sample_value("tandem_reward_score_mean", labels) == table[-1]["reward/own_mean"]
+
+
+async def test_a_reward_that_cannot_work_is_found_before_any_service_is_called(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("def score(completion, level): return 1")
+    rewards = [{"kind": "exact_match"}, {"function": f"{tmp_path}/own.py:score"}]
+    with pytest.raises(ConfigError, match=r"^reward\[1\]: .*own.py:score takes 'level', which nothing fills"):
+        await conduct(with_settings(config, reward=rewards), environment, resume=False, stop=asyncio.Event())
 
 
 def timeouts(data: str) -> float:

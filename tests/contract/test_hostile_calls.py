@@ -1,4 +1,4 @@
-"""The three services' own servicers, over fake engines, under requests that nobody should send: typed errors only."""
+"""The services' own servicers, over fake engines, under requests that nobody should send: typed errors only."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tandem_api.coordinator.v1 import coordinator_pb2
+from tandem_api.reward.v1 import reward_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -22,6 +23,7 @@ from weightsync.layouts.layout import Parallel
 SERVICES = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
     "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+    "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"],
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
 }
 # What trainer and replica serve beside their own.
@@ -53,7 +55,7 @@ class Target:
 
 
 def right_requests(name: str, target: Target) -> Near | None:
-    """None: the coordinator's have no field that could be nearly right."""
+    """None: the coordinator's have no field that could be nearly right, and a reward server has no state."""
     sizes = Parallel(tensor=2).to_proto()
     replicas = [weights_pb2.ReplicaSpec(name="rollout-0", parallel=sizes)]
     new_round = partial(weights_pb2.Round, group="tandem:run", epoch=1, trainer=sizes, replicas=replicas)
@@ -77,7 +79,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tar
 
 def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any, Near | None]) -> None:
     served, service, near = target
-    also = [] if service is SERVICES["coordinator"] else [ROUNDS]
+    also = [ROUNDS] if service in (SERVICES["trainer"], SERVICES["rollout"]) else []
     attack = Attack(served.address, service, also=also, leave_out=("WatchEvents",))  # which waits for what comes
     attack.send(Hostile(SEED), 20)
     before = Usage.of(served.process.pid)

@@ -1,4 +1,4 @@
-"""`python -m tests.fakes.hostile_target trainer|rollout|coordinator FOLDER`: a servicer of ours over fake engines.
+"""`python -m tests.fakes.hostile_target trainer|rollout|reward|coordinator FOLDER`: a servicer over fake engines.
 
 In a process of its own, as services are (the metrics of two do not fit into one). Prints its address, and serves until
 its standard input ends.
@@ -105,6 +105,17 @@ def coordinator(folder: Path, server: GrpcServer) -> None:
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
 
 
+def reward(folder: Path, server: GrpcServer) -> None:
+    """RewardService, of a scorer that is loaded."""
+    from examples.reward_server.server import LastNumber
+    from reward_service.servicer import FULL_NAME, RewardServicer
+    from tandem_api.reward.v1 import reward_pb2_grpc
+
+    servicer = RewardServicer(LastNumber())
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, FULL_NAME)
+    asyncio.get_running_loop().create_task(servicer.load())
+
+
 async def main() -> None:
     """Serves what the command line names."""
     configure_logging("hostile-target")
@@ -117,7 +128,7 @@ async def main() -> None:
         server, address = served.server, served.address
     else:
         server = GrpcServer(name)
-        {"trainer": trainer, "coordinator": coordinator}[name](folder, server)
+        {"trainer": trainer, "reward": reward, "coordinator": coordinator}[name](folder, server)
         address = await server.start()
     print(address, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -13,6 +13,7 @@ PACKAGES = (
     "weightsync",
     "trainer_service",
     "rollout_service",
+    "reward_service",
     "coordinator",
     "launcher",
 )

@@ -29,6 +29,7 @@ def loaded_by(module: str) -> set[str]:
         "servicekit.redis.registry",
         "tandem_config.loading",
         "launcher.cli",
+        "reward_service",
     ],
 )
 def test_importing_it_loads_no_engine(module: str) -> None:

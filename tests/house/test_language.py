@@ -20,6 +20,7 @@ FOLLOWS = (
     "trainer_service",
     "weightsync",
     "rollout_service",
+    "reward_service",
     "servicekit",
     "tests/kit",
 )

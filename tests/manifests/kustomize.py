@@ -21,7 +21,7 @@ COMPONENTS = tuple(sorted(path.parent.name for path in DEPLOY.glob("components/*
 # Components need kustomize 3.7, `labels` with includeTemplates 5.0 (kubectl 1.27); Debian 12's own kubectl has 2.0.
 OLDEST_KUSTOMIZE = (5, 0)
 _BUILD_S = 60.0
-WORKLOADS = ("StatefulSet", "Job", "JobSet", "LeaderWorkerSet")
+WORKLOADS = ("StatefulSet", "Job", "Deployment", "JobSet", "LeaderWorkerSet")
 # Pods of one service that are not all alike: component -> service.
 WORKERS = {"rollout-worker": "rollout"}
 # Overlays with the components that people combine: name -> (overlay, components in their order).
@@ -31,6 +31,7 @@ VARIANTS = {
         ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "lws-rollout", "kueue"),
     ),
     "cluster + external-redis": ("cluster", ("external-redis", "monitoring", "lws-rollout")),
+    "cluster + reward-server": ("cluster", ("reward-server",)),
     "single-node-gpu + mtls": ("single-node-gpu", ("gpu-nccl", "mtls")),
     "dev-cpu + jobset": ("dev-cpu", ("jobset-trainer", "monitoring")),
 }

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from reward_service.serve import DRAIN_S
+from servicekit.environment import ServerEnvironment
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
     COMPONENTS,
@@ -32,8 +34,11 @@ PROMISED = {
     "lws-rollout",
     "monitoring",
     "mtls",
+    "reward-server",
     "single-node",
 }
+README = DEPLOY / "components/reward-server/README.md"
+DOCKERFILE = DEPLOY / "images/coordinator.Dockerfile"
 # In kustomize's order: what is changed, then what removes or copies it.
 LAST = ("external-redis", "jobset-trainer", "lws-rollout", "kueue")
 
@@ -131,6 +136,26 @@ def test_mtls_gives_every_service_its_own_certificate(tmp_path: Path) -> None:
         files = {name: environ[name]["value"] for name in ("TANDEM_TLS_CERT", "TANDEM_TLS_KEY", "TANDEM_TLS_CA")}
         assert {str(Path(path).parent) for path in files.values()} == {mount["mountPath"]}
     assert names["operator-tls"] == ["operator.tandem"]
+
+
+def test_a_reward_server_is_found_where_its_readme_says(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["reward-server"])
+    (address,) = re.findall(r'address: "([\w.-]+):(\d+)"', README.read_text(encoding="utf-8"))
+    service, deployment = (find(manifests, kind, address[0]) for kind in ("Service", "Deployment"))
+    template = pod_template(deployment)
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    (container,) = template["spec"]["containers"]
+    ports = {each["name"]: str(each["containerPort"]) for each in container["ports"]}
+    environ = {name: each["value"] for name, each in environment(container).items()}
+    assert str(port["port"]) == address[1]
+    assert (ports[port["targetPort"]], ports["health"]) == (environ["TANDEM_GRPC_PORT"], environ["TANDEM_HEALTH_PORT"])
+    assert ServerEnvironment.from_env(environ).bind == f"0.0.0.0:{address[1]}"
+    assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
+    program = container["command"][1].removeprefix("/opt/tandem/")
+    assert (REPO / program).is_file()
+    assert f"COPY {Path(program).parent} /opt/tandem/{Path(program).parent}\n" in DOCKERFILE.read_text(encoding="utf-8")
 
 
 def test_mtls_redis_differs_in_tls_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator import app as coordinator_app
 from launcher.run import processes as plan_processes
+from reward_service import serve as reward_server
 from rollout_service import app as rollout_app
 from rollout_service import worker_app
 from tandem_config.loading import load_config
@@ -33,6 +34,8 @@ from tests.manifests.kustomize import (
 ALL = ["base", *OVERLAYS, *VARIANTS]
 # trainer_service.app imports torch; these three are read from its text.
 TRAINER_DRAINS = 3
+# Services without an image of their own.
+IMAGE_OF = {"reward-server": "coordinator"}
 
 
 @pytest.fixture(params=ALL)
@@ -127,6 +130,7 @@ def grace_needed_s() -> dict[str, float]:
         "rollout-worker": worker_app.LET_GO_S + plan_processes._SERVICE_GRACE_S,
         "coordinator": (RunSection().stop_timeout_s + coordinator_app._DRAIN_S + plan_processes._COORDINATOR_GRACE_S),
         "redis": 10.0,
+        "reward-server": reward_server.DRAIN_S,
     }
 
 
@@ -143,7 +147,8 @@ def test_images_are_pinned_to_this_version(manifests: tuple[Manifest, ...]) -> N
             assert tag not in ("", "latest"), f"{owner}: {container['image']}"
             if image.startswith("tandem/"):
                 assert tag.removesuffix("-cpu") == project_version(), f"{owner}: {container['image']}"
-                assert image == f"tandem/{service_of(template)}"
+                service = service_of(template)
+                assert image == f"tandem/{IMAGE_OF.get(service, service)}"
 
 
 def test_nothing_says_latest() -> None:

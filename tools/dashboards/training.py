@@ -13,6 +13,12 @@ _LEARNING = Row(
             unit="short",
         ),
         panel(
+            "Scores",
+            "Mean unweighted score of each reward, of the last iteration and of the last evaluation.",
+            gauge("tandem_reward_score_mean", "{{reward}}, {{data}}"),
+            unit="short",
+        ),
+        panel(
             "Held-out accuracy",
             "Greedy, last measured, and before the first iteration.",
             gauge("tandem_heldout_accuracy_ratio", "accuracy"),
@@ -80,9 +86,10 @@ _SAMPLES = Row(
         ),
         panel(
             "Dropped and failed",
-            "Groups without variance that were dropped, completions (by data file) whose scoring failed or took "
-            "too long, calls that were repeated.",
+            "Groups without variance and samples without a score that were dropped, completions (by data file) whose "
+            "scoring failed or took too long, calls that were repeated.",
             increase("tandem_dropped_groups_total", "dropped groups"),
+            increase("tandem_dropped_samples_total", "dropped samples"),
             increase("tandem_reward_errors_total", "scoring errors, {{data}}", by="data"),
             increase("tandem_reward_timeouts_total", "scoring time-outs, {{data}}", by="data"),
             increase("tandem_generate_retries_total", "retried calls"),

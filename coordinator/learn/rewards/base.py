@@ -1,8 +1,8 @@
 """What a reward is: texts with reference answers in, scores out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,35 +14,58 @@ class ScoredText:
     answer: str
     # Cut off by the length limit: it has not stopped by itself.
     truncated: bool
+    # Tokens of the completion, its stop token included.
+    num_tokens: int = 0
+    # What was tokenized: the prompt's column, or its messages in the chat template.
+    prompt: str = ""
+    # All columns of the row.
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    # As in the trainer's errors: i12.g3.row77#5.
+    sample_id: str = ""
+    # The same for all completions of a prompt; they are neighbours.
+    group: int = 0
+    # Of the policy's tokenizer, special tokens included.
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """[S] scores, and how many of them are 0 for another reason than a wrong completion."""
+    """[S] scores, and which of them are 0 for another reason than a wrong completion."""
 
     values: list[float]
-    # Scoring failed.
-    num_errors: int = 0
-    # The first failure, for the message that ends the run when the budget is spent; quotes no completion.
-    first_error: str = ""
-    # Scoring took longer than reward.timeout_s.
-    num_timeouts: int = 0
-    # Items whose *answer* cannot be read, so that no completion could score: item -> why.
-    unreadable: dict[int, str] = field(default_factory=dict)
+    # Items whose scoring failed -> why; quotes no completion, unless the user's own code does.
+    errors: Mapping[int, str] = field(default_factory=dict)
+    # Items that took longer than the reward's timeout_s.
+    late: frozenset[int] = frozenset()
+    # Items whose *answer* cannot be read, so that no completion could score -> why.
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+    # [S] parts of the values by name, for the run's figures only.
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Reward(Protocol):
     """Scores completions; does not block the event loop for longer than a few milliseconds."""
 
+    async def start(self, columns: Sequence[str]) -> None:
+        """Get ready, so that what cannot work is found before the run begins; most rewards need not.
+
+        Args:
+            columns: the columns that rows of the data have.
+        Raises: ValueError: it cannot score; says why and what to do.
+        """
+        return
+
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """Return [S] scores, 1.0 for a right answer; a completion that could not be scored gets 0.0 and is counted."""
+        """Return [S] finite scores, 1.0 for a right answer; a completion that could not be scored has 0.0."""
 
     async def close(self) -> None:
-        """Release processes; idempotent."""
+        """Release processes, if there are any; idempotent."""
+        return
 
 
-class StoppedOnly:
-    """`reward.require_stop`: 0.0 for completions that were cut off by the length limit, whatever their text.
+class StoppedOnly(Reward):
+    """`require_stop`: 0.0 for completions that were cut off by the length limit, whatever their text.
 
     Args:
         reward: scores the other completions.
@@ -51,15 +74,27 @@ class StoppedOnly:
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
 
+    async def start(self, columns: Sequence[str]) -> None:
+        """Start the reward."""
+        await self._reward.start(columns)
+
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores."""
         whole = [place for place, item in enumerate(items) if not item.truncated]
         scores = await self._reward.score([items[place] for place in whole])
-        values = [0.0] * len(items)
-        for place, value in zip(whole, scores.values, strict=True):
-            values[place] = value
-        unreadable = {whole[place]: why for place, why in scores.unreadable.items()}
-        return replace(scores, values=values, unreadable=unreadable)
+
+        def spread(values: Sequence[float]) -> list[float]:
+            found = dict(zip(whole, values, strict=True))
+            return [found.get(place, 0.0) for place in range(len(items))]
+
+        return replace(
+            scores,
+            values=spread(scores.values),
+            errors={whole[place]: why for place, why in scores.errors.items()},
+            late=frozenset(whole[place] for place in scores.late),
+            unreadable={whole[place]: why for place, why in scores.unreadable.items()},
+            parts={name: spread(values) for name, values in scores.parts.items()},
+        )
 
     async def close(self) -> None:
         """Close the reward."""

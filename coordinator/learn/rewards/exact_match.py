@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 
-from coordinator.learn.rewards.base import ScoredText, Scores
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores
 
 
-class ExactMatch:
+class ExactMatch(Reward):
     """Reward 1.0 if the decoded completion equals the answer, else 0.0."""
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores of 0.0 or 1.0."""
         return Scores(values=[float(item.completion == item.answer) for item in items])
-
-    async def close(self) -> None:
-        """Do nothing: there is nothing to release."""

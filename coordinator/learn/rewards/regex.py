@@ -1,19 +1,19 @@
-"""Reward 1 when a pattern is found in the completion and, if it has a group, group 1 is the answer."""
+"""Rewards for a pattern in the completion.
 
-from collections.abc import Sequence
+Patterns with nested quantifiers can take exponential time, and Python's `re` blocks the interpreter meanwhile: they
+run in workers.
+"""
 
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.patterns import compiled
-from coordinator.learn.rewards.tasks import REGEX
-from coordinator.learn.rewards.work import score_with
-from coordinator.learn.rewards.workers import RewardWorkers
+from coordinator.learn.rewards.work import WorkedReward
+from coordinator.learn.rewards.workers.patterns import compiled
+from coordinator.learn.rewards.workers.task import Task
+from coordinator.learn.rewards.workers.tasks import FORMAT, REGEX
 
 
-class RegexMatch:
+class RegexMatch(WorkedReward):
     """Reward 1.0 if `pattern` is found and its group 1 (when it has groups) equals the answer, else 0.0.
 
-    The *last* match counts: a completion that reasons before it answers ends with its answer. Patterns with nested
-    quantifiers can take exponential time, and Python's `re` blocks the interpreter meanwhile: it runs in workers.
+    The *last* match counts: a completion that reasons before it answers ends with its answer.
 
     Args:
         pattern: a Python regular expression, searched from left to right.
@@ -23,16 +23,22 @@ class RegexMatch:
     """
 
     def __init__(self, *, pattern: str, num_workers: int = 2, timeout_s: float = 3.0) -> None:
-        try:
-            compiled(pattern)
-        except ValueError as error:
-            raise ValueError(f"reward.pattern {pattern!r} {error}") from error
-        self._workers = RewardWorkers(REGEX, {"pattern": pattern}, count=num_workers, timeout_s=timeout_s)
+        super().__init__(_task(REGEX, pattern, timeout_s), num_workers=num_workers)
 
-    async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """Return [S] scores of 0.0 or 1.0."""
-        return await score_with(self._workers, items)
 
-    async def close(self) -> None:
-        """End the worker processes, busy ones too."""
-        await self._workers.close()
+class FormatMatch(WorkedReward):
+    """Reward 1.0 if the whole completion matches `pattern`, whose dots match line ends too, else 0.0.
+
+    Args and Raises: as of RegexMatch.
+    """
+
+    def __init__(self, *, pattern: str, num_workers: int = 2, timeout_s: float = 3.0) -> None:
+        super().__init__(_task(FORMAT, pattern, timeout_s), num_workers=num_workers)
+
+
+def _task(name: str, pattern: str, timeout_s: float) -> Task:
+    try:
+        compiled(pattern)
+    except ValueError as error:
+        raise ValueError(f"reward.pattern {pattern!r} {error}") from error
+    return Task(name=name, settings={"pattern": pattern}, timeout_s=timeout_s)

@@ -1,41 +1,145 @@
-"""Rewards by their names in `reward.kind`."""
+"""Builds the rewards that the configuration names."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from coordinator.learn.rewards.base import Reward, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.rewards.function import OwnFunction
+from coordinator.learn.rewards.lengths import Length, Overlong
 from coordinator.learn.rewards.math_verify import MathVerify
-from coordinator.learn.rewards.regex import RegexMatch
-from tandem_config.schema import RewardSection
+from coordinator.learn.rewards.regex import FormatMatch, RegexMatch
+from coordinator.learn.rewards.servers.remote import RemoteScores
+from servicekit.life.tasks import cancel
+from servicekit.security.tls import Identity
+from tandem_config.checks.reward import entry_key
+from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import (
+    ExactMatchReward,
+    FormatReward,
+    FunctionReward,
+    LengthReward,
+    MathVerifyReward,
+    OverlongReward,
+    RegexReward,
+)
+from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection
+from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
+
+# Part of grpo.max_new_tokens over which `overlong` falls, as in DAPO: 4,096 of 20,480.
+_CACHE_SHARE = 5
 
 
-def _exact_match(section: RewardSection) -> Reward:
-    return ExactMatch()
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A reward of the run, and what its scores are used for.
 
-
-def _regex(section: RewardSection) -> Reward:
-    if section.pattern is None:
-        raise ValueError("reward.kind is 'regex', but reward.pattern is not set: give it a regular expression")
-    return RegexMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
-
-
-def _math_verify(section: RewardSection) -> Reward:
-    return MathVerify(find=section.find_answer, num_workers=section.workers, timeout_s=section.timeout_s)
-
-
-REWARDS: dict[str, Callable[[RewardSection], Reward]] = {
-    "exact_match": _exact_match,
-    "regex": _regex,
-    "math_verify": _math_verify,
-}
-
-
-def build_reward(section: RewardSection) -> Reward:
-    """Build the configured reward.
-
-    Raises: ValueError: an unknown kind, or a setting that it needs is missing or malformed.
+    Attributes:
+        key: its key in the configuration, for messages: `reward`, or `reward[1]` of several.
+        name: its name in metrics.
+        on_error: "zero", "drop" or "stop": what a completion gets that could not be scored.
+        max_error_share: share of a batch's completions whose scoring may fail.
     """
-    if section.kind not in REWARDS:
-        raise ValueError(f"reward.kind {section.kind!r} is unknown; known are {', '.join(REWARDS)}")
-    reward = REWARDS[section.kind](section)
-    return StoppedOnly(reward) if section.require_stop else reward
+
+    key: str
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    is_accuracy: bool = False
+    on_error: str = "stop"
+    max_error_share: float = 0.0
+
+
+def build_rewards(config: RunConfig, identity: Identity | None = None) -> list[Part]:
+    """Build the configured rewards; nothing is started.
+
+    Args:
+        identity: of the coordinator, for servers of the run; None: no TLS.
+    Raises: ValueError: a setting is malformed.
+    """
+    marked = [place for place, section in enumerate(config.reward) if section.accuracy]
+    accuracy = marked[0] if marked else 0
+    return [_part(config, place, identity, is_accuracy=place == accuracy) for place in range(len(config.reward))]
+
+
+async def start_rewards(parts: Sequence[Part], columns: Sequence[str]) -> None:
+    """Start all rewards at the same time.
+
+    Args:
+        columns: the columns that rows of the data have.
+    Raises: ValueError: one cannot work, by its key; all are closed then. Cancelled, it closes them too.
+    """
+    starting = [asyncio.create_task(_start(part, columns), name=f"reward {part.name}") for part in parts]
+    try:
+        await asyncio.gather(*starting)
+    except BaseException:
+        await cancel(*starting)
+        await close_rewards(parts)
+        raise
+
+
+async def _start(part: Part, columns: Sequence[str]) -> None:
+    try:
+        await part.reward.start(columns)
+    except ValueError as error:
+        raise ValueError(f"{part.key}: {error}") from error
+
+
+async def close_rewards(parts: Sequence[Part]) -> None:
+    """Release the processes of all rewards."""
+    await asyncio.gather(*(part.reward.close() for part in parts))
+
+
+def _part(config: RunConfig, place: int, identity: Identity | None, *, is_accuracy: bool) -> Part:
+    section = config.reward[place]
+    reward = build_reward(section, max_new_tokens=config.grpo.max_new_tokens, identity=identity)
+    part = Part(
+        key=entry_key(config, place),
+        name=section.label,
+        reward=reward,
+        weight=section.weight,
+        is_accuracy=is_accuracy,
+    )
+    if not isinstance(section, FailureSection):
+        return part
+    return replace(part, on_error=section.on_error, max_error_share=section.max_error_share)
+
+
+def build_reward(section: RewardSection, *, max_new_tokens: int, identity: Identity | None = None) -> Reward:
+    """Build one reward.
+
+    Args:
+        max_new_tokens: grpo.max_new_tokens.
+        identity: as for build_rewards.
+    Raises: ValueError: a setting is malformed.
+    """
+    reward = _build(section, max_new_tokens, identity)
+    return StoppedOnly(reward) if isinstance(section, StopSection) and section.require_stop else reward
+
+
+def _build(section: RewardSection, max_new_tokens: int, identity: Identity | None) -> Reward:
+    match section:
+        case ExactMatchReward():
+            return ExactMatch()
+        case RegexReward():
+            return RegexMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
+        case FormatReward():
+            return FormatMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
+        case MathVerifyReward():
+            return MathVerify(find=section.find_answer, num_workers=section.workers, timeout_s=section.timeout_s)
+        case LengthReward():
+            return Length(full=section.full_tokens, zero=section.zero_tokens)
+        case OverlongReward():
+            cache = section.cache_tokens or max(1, max_new_tokens // _CACHE_SHARE)
+            return Overlong(longest=max_new_tokens, cache=cache)
+        case FunctionReward():
+            return OwnFunction(section)
+        case RemoteReward():
+            return RemoteScores(section, identity)
+        case JudgeReward():
+            from coordinator.learn.rewards.servers.judge import JudgedScores  # httpx and jinja2: 0.3 s
+
+            return JudgedScores(section)
+        case _:
+            raise ValueError(f"reward.kind {section.label!r} cannot be built")

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.workers import RewardWorkers
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.workers.task import Task
 
 # Share of the texts that may take too long: a policy may well write a few of them.
 MAX_LATE_SHARE = 0.25
@@ -16,20 +17,31 @@ def late_budget(num_texts: int) -> int:
     return max(_FEW, int(MAX_LATE_SHARE * num_texts))
 
 
-async def score_with(workers: RewardWorkers, items: Sequence[ScoredText]) -> Scores:
-    """Score texts in workers.
+class WorkedReward(Reward):
+    """A reward that compares a completion's text with the answer in worker processes.
 
     A job's value is a score, or `{"unreadable": why}` if no completion could match its answer.
     """
-    jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
-    answers = await workers.map(jobs, give_up_after=late_budget(len(jobs)))
-    unreadable = {
-        place: str(answer.value["unreadable"]) for place, answer in enumerate(answers) if isinstance(answer.value, dict)
-    }
-    return Scores(
-        values=[answer.value if isinstance(answer.value, float) else 0.0 for answer in answers],
-        num_errors=sum(answer.error != "" for answer in answers),
-        first_error=next((answer.error for answer in answers if answer.error), ""),
-        num_timeouts=sum(answer.late for answer in answers),
-        unreadable=unreadable,
-    )
+
+    def __init__(self, task: Task, *, num_workers: int) -> None:
+        self._workers = RewardWorkers(task, count=num_workers)
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        """Return [S] scores of 0.0 or 1.0."""
+        jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
+        answers = await self._workers.map(jobs, give_up_after=late_budget(len(jobs)))
+        unreadable = {
+            place: str(answer.value["unreadable"])
+            for place, answer in enumerate(answers)
+            if isinstance(answer.value, dict)
+        }
+        return Scores(
+            values=[answer.value if isinstance(answer.value, float) else 0.0 for answer in answers],
+            errors={place: answer.error for place, answer in enumerate(answers) if answer.error},
+            late=frozenset(place for place, answer in enumerate(answers) if answer.late or not answer.tried),
+            unreadable=unreadable,
+        )
+
+    async def close(self) -> None:
+        """End the worker processes, busy ones too."""
+        await self._workers.close()

@@ -1,15 +1,18 @@
 """Parses reference answers as `reward.kind: math_verify` will, in worker processes, before a run trains on them."""
 
 import asyncio
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from coordinator.learn.rewards.tasks import ANSWERS
-from coordinator.learn.rewards.workers import Answer, RewardWorkers
+from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.workers.task import Answer, Task
+from coordinator.learn.rewards.workers.tasks import ANSWERS
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import MathVerifyReward
 from tandem_files.rows.reading import Row
 
 # Distinct answers that are parsed: at about 3 ms each, half a minute on one core at most.
@@ -43,9 +46,14 @@ class AnswerSample:
 def check_answers(config: RunConfig, sample: AnswerSample, *, key: str) -> list[ConfigProblem]:
     """Warn about answers that cannot be parsed, or only ambiguously; report an error if none can be.
 
+    Answers are parsed for a reward of kind math_verify only.
+
     Args:
         key: the part's key in the configuration.
     """
+    section = next((reward for reward in config.reward if isinstance(reward, MathVerifyReward)), None)
+    if section is None or importlib.util.find_spec("math_verify") is None:
+        return []
     by_answer: dict[str, list[Place]] = {}
     for place, answer in sample.answers:
         by_answer.setdefault(answer, []).append(place)
@@ -54,7 +62,7 @@ def check_answers(config: RunConfig, sample: AnswerSample, *, key: str) -> list[
     answers = list(by_answer)[::step]
     one_in = step * sample.step
     sampled = "" if one_in == 1 else f" (of {len(answers)} distinct answers that were read, about one in {one_in})"
-    read = asyncio.run(_read(config, answers))
+    read = asyncio.run(_read(section, answers))
     broken = next((answer.error for answer in read if answer.error), "")
     if broken:
         return [_problem(key, "", f"the answers could not be read: {broken}", "")]
@@ -71,8 +79,8 @@ def check_answers(config: RunConfig, sample: AnswerSample, *, key: str) -> list[
     return problems
 
 
-async def _read(config: RunConfig, answers: Sequence[str]) -> list[Answer]:
-    workers = RewardWorkers(ANSWERS, {}, count=config.reward.workers, timeout_s=config.reward.timeout_s)
+async def _read(section: MathVerifyReward, answers: Sequence[str]) -> list[Answer]:
+    workers = RewardWorkers(Task(name=ANSWERS, timeout_s=section.timeout_s), count=section.workers)
     try:
         return await workers.map([{"answer": answer} for answer in answers])
     finally:

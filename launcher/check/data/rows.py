@@ -1,6 +1,5 @@
 """Checks the data files, all rows in one pass."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,17 +49,12 @@ def check_data(
         codec: the tokenizer, for chat template and lengths in tokens; None: not checked.
     """
     found = CheckedData()
-    reward_problems = list(_check_reward(config.reward.kind)) if usable("reward.kind") else []
     if codec is not None and usable(*_FORMAT, *_LENGTHS, "model.path", "model.tokenizer_path"):
         try:
             found.formats = prompt_format(config.data, codec)
         except (OSError, ValueError) as error:
             found.problems.append(_unusable_template(config, error))
-    read_answers = (
-        usable("reward.kind", "reward.workers", "reward.timeout_s")
-        and config.reward.kind == "math_verify"
-        and not reward_problems
-    )
+    read_answers = usable("reward")
     longest = 0
     for part in _PARTS:
         if getattr(config.data, part) is None or not usable(f"data.{part}", *_COLUMNS):
@@ -80,7 +74,6 @@ def check_data(
         "rollout.context_length",
     ):
         found.problems += check_limits(config, spec, longest)
-    found.problems += reward_problems
     return found
 
 
@@ -167,14 +160,4 @@ def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
             message=f"data.train has only {rows} rows, so an iteration sees some prompts more than once",
             suggestion=f"{rows} or fewer",
             severity="warning",
-        )
-
-
-def _check_reward(kind: str) -> Iterator[ConfigProblem]:
-    if kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        yield ConfigProblem(
-            key="reward.kind",
-            value=kind,
-            message="the package math-verify is not installed",
-            suggestion="pip install math-verify",
         )

@@ -5,20 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import psutil
 import pytest
 
-from coordinator.learn.rewards import workers
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import RegexMatch
-from coordinator.learn.rewards.registry import REWARDS, build_reward
-from coordinator.learn.rewards.tasks import REGEX
-from coordinator.learn.rewards.workers import Answer, RewardWorkers
-from tandem_config.schema import RewardSection
+from coordinator.learn.rewards.registry import build_reward
+from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.workers.process import WorkerProcess
+from coordinator.learn.rewards.workers.task import Answer, Task
+from coordinator.learn.rewards.workers.tasks import REGEX
+from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
+from tandem_config.sections.reward_base import RewardSection
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -29,6 +30,10 @@ SLOW_PATTERN = r"(\d+)+=(\d+)"
 
 def text(completion: str, answer: str = "42", *, truncated: bool = False) -> ScoredText:
     return ScoredText(completion=completion, answer=answer, truncated=truncated)
+
+
+def regex_workers(pattern: str) -> RewardWorkers:
+    return RewardWorkers(Task(name=REGEX, settings={"pattern": pattern}, timeout_s=30), count=1)
 
 
 async def scores(reward: Reward, *items: ScoredText) -> Scores:
@@ -51,20 +56,21 @@ async def test_exact_match() -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        RewardSection(),
-        RewardSection(kind="regex", pattern=r"(\d+)"),
-        RewardSection(kind="math_verify", workers=1),
+        ExactMatchReward(),
+        RegexReward(kind="regex", pattern=r"(\d+)"),
+        MathVerifyReward(kind="math_verify", workers=1),
     ],
-    ids=lambda section: str(section.kind),
+    ids=lambda section: section.label,
 )
 async def test_a_completion_that_was_cut_off_is_not_paid_by_any_reward(section: RewardSection) -> None:
     items = [text("42", truncated=True), text("42"), text("41"), text("", "", truncated=True)]
-    assert await values(build_reward(section), *items) == [0.0, 1.0, 0.0, 0.0]
+    assert await values(build_reward(section, max_new_tokens=8), *items) == [0.0, 1.0, 0.0, 0.0]
 
 
 async def test_unless_it_is_configured_so() -> None:
-    section = RewardSection(kind="regex", pattern=r"(\d+)", require_stop=False)
-    assert await values(build_reward(section), text("42", truncated=True), text("42")) == [1.0, 1.0]
+    section = RegexReward(kind="regex", pattern=r"(\d+)", require_stop=False)
+    reward = build_reward(section, max_new_tokens=8)
+    assert await values(reward, text("42", truncated=True), text("42")) == [1.0, 1.0]
 
 
 async def test_regex_compares_group_one_of_the_last_match() -> None:
@@ -97,7 +103,7 @@ async def test_a_pattern_that_takes_for_ever_costs_its_scores_and_nobody_else() 
     found = await scores(reward, text("7=42", "7"), text("1" * 60), text("8=1", "8"), text("é\ud800" * 9, "8"))
     beating = False
     await heartbeat
-    assert found == Scores(values=[1.0, 0.0, 1.0, 0.0], num_timeouts=1)
+    assert found == Scores(values=[1.0, 0.0, 1.0, 0.0], late=frozenset({1}))
     # A search that holds the interpreter would make one gap of it all; a busy host makes small ones.
     assert max(gaps) < 0.2 + 0.1 * sum(gaps)
 
@@ -105,27 +111,26 @@ async def test_a_pattern_that_takes_for_ever_costs_its_scores_and_nobody_else() 
 async def test_when_most_take_too_long_the_rest_is_not_tried() -> None:
     reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=1, timeout_s=0.02)
     found = await scores(reward, *[text("1" * 60)] * 100, text("1=1", "1"))
-    assert (found.num_timeouts, found.num_errors, sum(found.values)) == (101, 0, 0.0)
+    assert (len(found.late), found.errors, sum(found.values)) == (101, {}, 0.0)
 
 
 async def test_a_number_too_large_to_compute_costs_its_score() -> None:
     reward = MathVerify(num_workers=1, timeout_s=1)
     found = await scores(reward, text("1", "1"), text("1", r"9^{9^{9^{9}}}"), text("2", "2"))
-    assert (found.values, found.num_timeouts, found.num_errors) == ([1.0, 0.0, 1.0], 1, 0)
+    assert found == Scores(values=[1.0, 0.0, 1.0], late=frozenset({1}))
 
 
 def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
     """Some minutes of C. Whoever waits for the answer would do so for ten times its time."""
     code = (
-        "import hashlib, signal; from coordinator.learn.rewards.worker import _Timer;"
-        "signal.signal(signal.SIGXCPU, signal.SIG_DFL);"
-        "_Timer(0.1).run(lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1))"
+        "import hashlib; from coordinator.learn.rewards.workers.limits import CpuTimer;"
+        "CpuTimer(0.1).run(lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGXCPU
 
 
 async def test_what_the_kernel_ends_is_late() -> None:
-    workers = RewardWorkers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
+    workers = regex_workers("(4+2)")
     jobs = [{"completion": "42", "answer": "42"}] * 2
     try:
         await workers.map(jobs)
@@ -142,7 +147,7 @@ async def test_what_the_kernel_ends_is_late() -> None:
 
 
 async def test_a_dead_worker_costs_one_score_and_is_replaced() -> None:
-    workers = RewardWorkers(REGEX, {"pattern": "(4+2)"}, count=1, timeout_s=30)
+    workers = regex_workers("(4+2)")
     jobs = [{"completion": "42", "answer": "42"}] * 3
     try:
         assert await workers.map(jobs) == [Answer(value=1.0)] * 3
@@ -152,14 +157,14 @@ async def test_a_dead_worker_costs_one_score_and_is_replaced() -> None:
         working = asyncio.create_task(workers.map(jobs))
         await asyncio.to_thread(until, lambda: workers._idle == [None])
         os.kill(process.pid, signal.SIGKILL)
-        died = Answer(error="a reward worker died (exit status -9)")
+        died = Answer(error="its worker process was ended by SIGKILL (out of memory?)")
         assert await working == [died, Answer(value=1.0), Answer(value=1.0)]
     finally:
         await workers.close()
 
 
 async def test_a_worker_that_cannot_start_says_why() -> None:
-    workers = RewardWorkers(REGEX, {"pattern": "("}, count=1, timeout_s=1)
+    workers = regex_workers("(")
     (answer,) = await workers.map([{"completion": "", "answer": ""}])
     assert "is not a regular expression" in answer.error
     await workers.close()
@@ -170,7 +175,7 @@ async def test_workers_end_with_their_owner() -> None:
 
     def works(child: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            return "coordinator.learn.rewards.worker" in child.cmdline()
+            return "coordinator.learn.rewards.workers.worker" in child.cmdline()
         return False
 
     def working() -> set[int]:
@@ -188,21 +193,21 @@ async def test_workers_end_with_their_owner() -> None:
 async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process that was gone had the ends of the others interrupted: they were killed, and not waited for."""
     reward = RegexMatch(pattern=SLOW_PATTERN, num_workers=4, timeout_s=300)
-    gone, until_gone, start = list[int | None](), workers._wait_ended, workers._start
+    gone, until_gone, start = list[int | None](), WorkerProcess._wait_ended, WorkerProcess.start
     started = asyncio.Semaphore(0)
 
-    async def noted_start(arguments: Sequence[str]) -> asyncio.subprocess.Process:
-        process = await start(arguments)
+    async def noted_start(task: Task) -> WorkerProcess:
+        process = await start(task)
         started.release()
         return process
 
-    async def noted_end(process: asyncio.subprocess.Process) -> None:
+    async def noted_end(process: WorkerProcess) -> None:
         await asyncio.sleep(0.02 * len(gone))  # one after the other
         await until_gone(process)
         gone.append(process.returncode)
 
-    monkeypatch.setattr(workers, "_start", noted_start)
-    monkeypatch.setattr(workers, "_wait_ended", noted_end)
+    monkeypatch.setattr(WorkerProcess, "start", noted_start)
+    monkeypatch.setattr(WorkerProcess, "_wait_ended", noted_end)
     scoring = asyncio.create_task(reward.score([text("1" * 60)] * 4))
     for _ in range(4):
         await asyncio.wait_for(started.acquire(), 60)
@@ -231,12 +236,3 @@ async def test_math_verify_knows_equal_values() -> None:
     ]
     found = await scores(MathVerify(num_workers=1), *items)
     assert found == Scores(values=[1.0, 1.0, 0.0, 1.0, 0.0, 0.0], unreadable={5: "is empty"})
-
-
-def test_the_registry_builds_what_the_configuration_names() -> None:
-    assert set(REWARDS) == {"exact_match", "regex", "math_verify"}
-    assert isinstance(build_reward(RewardSection()), StoppedOnly)
-    assert isinstance(build_reward(RewardSection(require_stop=False)), ExactMatch)
-    assert isinstance(build_reward(RewardSection(require_stop=False, kind="regex", pattern="a")), RegexMatch)
-    with pytest.raises(ValueError, match=r"reward.pattern is not set"):
-        build_reward(RewardSection(kind="regex"))

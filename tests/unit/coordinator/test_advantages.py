@@ -46,3 +46,26 @@ def test_bad_rewards_are_named() -> None:
         group_advantages(np.array([[0.0, np.nan]]))
     with pytest.raises(ValueError, match=r"not of shape \(0, 4\)"):
         group_advantages(np.zeros((0, 4)))
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_a_sample_without_a_reward_is_as_if_it_had_not_been_sampled(std: StdKind) -> None:
+    rewards = RNG.normal(size=(4, 6))
+    missing = np.zeros((4, 6), dtype=bool)
+    missing[:, 2] = True
+    rewards[:, 2] = 1e6
+    without = group_advantages(np.delete(rewards, 2, axis=1), std=std)
+    found = group_advantages(rewards, std=std, missing_PG=missing)
+    np.testing.assert_allclose(np.delete(found, 2, axis=1), without, rtol=1e-12)
+    assert (found[:, 2] == 0.0).all()
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_groups_with_few_rewards_or_none_have_no_signal(std: StdKind) -> None:
+    rewards = np.array([[1.0, 5.0, 5.0], [1.0, 2.0, 5.0], [3.0, 4.0, 5.0]])
+    missing = np.array([[False, True, True], [True, True, True], [False, False, True]])
+    advantages = group_advantages(rewards, std=std, missing_PG=missing)
+    assert (advantages[:2] == 0.0).all()
+    assert advantages[2, 0] == -advantages[2, 1] != 0.0
+    assert zero_variance(rewards, missing).tolist() == [True, True, False]
+    assert (group_advantages(rewards, std=std, missing_PG=np.ones((3, 3), dtype=bool)) == 0.0).all()

@@ -62,6 +62,14 @@ def test_dropped_groups_are_left_out_and_truncated_ones_masked() -> None:
     assert all(s.trainable for s in kept)
 
 
+def test_samples_without_a_reward_are_left_out() -> None:
+    missing = np.array([[False, True], [True, True]])
+    samples = select_samples(
+        groups([1, 2], [3, 4]), np.zeros((2, 2)), np.zeros(2, dtype=bool), truncated="keep", missing_PG=missing
+    )
+    assert [s.sample_id for s in samples] == ["g0#0"]
+
+
 @pytest.mark.parametrize(("samples", "updates"), [(1, 1), (5, 2), (1024, 4), (3, 8), (0, 4)])
 def test_updates_share_samples_equally_and_none_is_empty(samples: int, updates: int) -> None:
     parts = split_updates(samples, updates, RNG)

@@ -19,7 +19,7 @@ from tandem_files.samples.schema import StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_model
 
-PROMPT = Prompt(row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
+PROMPT = Prompt(file="train.jsonl", row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
 
 
 def completion(text: str, *, truncated: bool = False, spans: tuple[tuple[int, int], ...] = ()) -> Completion:
@@ -73,7 +73,6 @@ def make_sink(tmp_path: Path) -> Any:
             folder=SampleFolder(tmp_path),
             settings=SamplesSection(**settings),
             codec=codec,
-            sources={"train": "train.jsonl"},
             truncated="mask",
             last_look=last_look,
         )

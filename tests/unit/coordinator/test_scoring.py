@@ -1,19 +1,24 @@
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
+from coordinator.learn.rewards.lengths import Length
+from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model
 
 
-class Failing:
+class Failing(Reward):
     """Fails for the first `count` items, is late for `late`, and cannot read the answer of the second."""
 
     def __init__(self, count: int, late: int = 0) -> None:
@@ -22,14 +27,10 @@ class Failing:
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         return Scores(
             values=[0.0] * len(items),
-            num_errors=self.count,
-            first_error="KeyError: 'x'",
-            num_timeouts=self.late,
+            errors={place: f"KeyError: 'x{place}'" for place in range(self.count)},
+            late=frozenset(range(self.count, self.count + self.late)),
             unreadable={1: "is empty"},
         )
-
-    async def close(self) -> None:
-        pass
 
 
 def completion(said: str) -> Completion:
@@ -49,8 +50,9 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.from_folders(write_small_model(tmp_path / "model"))
 
 
-def scorer(codec: TextCodec, reward: Reward, weight: float = 1.0) -> Scorer:
-    return Scorer(reward=reward, codec=codec, weight=weight)
+def scorer(codec: TextCodec, reward: Reward, *others: Part, **changes: Any) -> Scorer:
+    settings: dict[str, Any] = {"max_error_share": 0.05, "on_error": "zero", "is_accuracy": True} | changes
+    return Scorer(parts=[Part(key="reward", name="first", reward=reward, **settings), *others], codec=codec)
 
 
 async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> None:
@@ -60,10 +62,58 @@ async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> Non
     assert scored.accuracy == 0.5
 
 
+async def test_several_rewards_are_added_by_weight_and_kept_apart(codec: TextCodec) -> None:
+    length = Part(key="reward[1]", name="length", reward=Length(full=0, zero=4), weight=0.5)
+    scored = await scorer(codec, ExactMatch(), length).score([group("12", "12", "1", "123")])
+    assert {name: part.tolist() for name, part in scored.parts.items()} == {
+        "first": [[1.0, 0.0, 0.0]],
+        "length": [[0.25, 0.5, 0.0]],
+    }
+    assert scored.rewards_PG.tolist() == [[1.125, 0.25, 0.0]]
+    assert (scored.accuracy_part, scored.accuracy) == ("first", 1 / 3)
+    other = await scorer(codec, Length(full=0, zero=4), replace(length, is_accuracy=True), is_accuracy=False).score(
+        [group("12", "12", "1", "123")]
+    )
+    assert (other.accuracy_part, other.accuracy) == ("length", 0.25)
+
+
+async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:
+    class Curious(Reward):
+        async def score(self, items: Sequence[ScoredText]) -> Scores:
+            self.seen = list(items)
+            return Scores(values=[0.0] * len(items))
+
+    reward = Curious()
+    prompt = Prompt(row=7, token_ids=[3], answer="12", text="1+2=", columns={"level": 3})
+    groups = [Group(group_id="i1.g0.row7", prompt=prompt, completions=(completion("1"),)), group("7", "8")]
+    await scorer(codec, reward).score(groups)
+    assert reward.seen[0] == ScoredText(
+        completion="1", answer="12", truncated=False, num_tokens=2, prompt="1+2=", columns={"level": 3},
+        sample_id="i1.g0.row7#0", group=0, prompt_ids=[3], completion_ids=array("I", [*encode("1"), EOS]),
+    )  # fmt: skip
+    assert [(item.sample_id, item.group, item.answer) for item in reward.seen[1:]] == [("g#0", 1, "7")]
+
+
+async def test_a_failed_score_is_zero_or_leaves_its_sample_out_or_ends_the_run(codec: TextCodec) -> None:
+    groups = [group("1", *["1"] * 20)]
+    zero = await scorer(codec, Failing(1)).score(groups)
+    assert (zero.num_missing, zero.num_errors, zero.first_error) == (0, 1, "first of g#0: KeyError: 'x0'")
+    exact = Part(key="reward[1]", name="exact", reward=ExactMatch(), is_accuracy=True)
+    drop = await scorer(codec, Failing(1, late=1), exact, on_error="drop", is_accuracy=False).score(groups)
+    assert drop.missing_PG is not None
+    assert (np.flatnonzero(drop.missing_PG).tolist(), drop.num_missing) == ([0, 1], 2)
+    assert (drop.num_errors, drop.num_timeouts, drop.accuracy) == (1, 1, 1.0)
+    for failing in (Failing(1), Failing(0, late=1)):
+        with pytest.raises(Internal, match=r"reward first: scoring failed for 1 of 20 .*on_error is stop; .*of g#0: "):
+            await scorer(codec, failing, on_error="stop").score(groups)
+
+
 async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:
     groups = [group("1", *["1"] * 20) for _ in range(5)]
     assert (await scorer(codec, Failing(5)).score(groups)).num_errors == 5
-    with pytest.raises(Internal, match=r"scoring failed for 6 of 100 completions, more than 5%; .* KeyError: 'x'"):
+    with pytest.raises(
+        Internal, match=r"failed for 6 of 100 .* more than reward.max_error_share = 5%; .* g#0: KeyError: 'x0'"
+    ):
         await scorer(codec, Failing(6)).score(groups)
 
 
@@ -75,3 +125,10 @@ async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
         await scorer(codec, Failing(0, late=26)).score(groups)
     few = [group("1", "1", "1", "1", "1")]
     assert (await scorer(codec, Failing(0, late=2)).score(few)).num_timeouts == 2
+
+
+async def test_places_of_failures_are_those_of_all_completions() -> None:
+    """With `require_stop` the reward sees the others only."""
+    texts = [ScoredText(completion="1", answer="1", truncated=place in (0, 2)) for place in range(6)]
+    scores = await StoppedOnly(Failing(1, late=1)).score(texts)
+    assert (list(scores.errors), list(scores.late), list(scores.unreadable)) == ([1], [3], [3])

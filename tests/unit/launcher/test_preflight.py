@@ -414,6 +414,38 @@ def test_a_column_without_any_answer_is_refused(tmp_path: Path) -> None:
     assert (found.severity, found.suggestion) == ("error", "correct data.answer_key or the rows")
 
 
+OWN = ["reward.function=mine.py:score"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(completion): return 1", ""),
+        ("def scor(completion): return 1", "mine.py has no score; did you mean scor?"),
+        ("import missing_library", "No module named 'missing_library' (mine.py:1)"),
+        ("def score(completions, answer): return 1", "takes both 'completions', a list, and 'answer'"),
+    ],
+)
+def test_an_own_reward_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(code)
+    found = check(write_config(tmp_path), *OWN)
+    assert [(problem.key, problem.where) for problem in found] == (
+        [("reward.function", "--set reward.function=mine.py:score")] if message else []
+    )
+    assert all(message in problem.message for problem in found)
+
+
+def test_an_own_reward_that_is_missing_is_named_beside_all_else(tmp_path: Path) -> None:
+    file = write_config(tmp_path, model={"path": "missing"})
+    with file.open("a", encoding="utf-8") as text:
+        text.write("reward: [{kind: regx}, {function: 'mine.py:score'}, {function: 'mine.py:score', pattern: a}]")
+    problems = {problem.key: problem for problem in check(file)}
+    assert {"model.path", "reward[0].kind", "reward[2].pattern", "reward[1].function"} <= set(problems)
+    assert "reward[2].function" not in problems
+    assert problems["reward[1].function"].message == f"{tmp_path}/mine.py does not exist"
+
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
 

@@ -18,11 +18,11 @@ def check(file: Path, *overrides: str) -> list[ConfigProblem]:
 @pytest.mark.parametrize(
     ("tracker", "key", "words"),
     [
-        ("{kind: wandb}", "trackers[0].mode", "there is no login to W&B"),
-        ("{kind: wandb, mode: offline, dir: /proc/x}", "trackers[0].dir", "/proc is not a folder that can be written"),
-        ("mlflow", "trackers[0].uri", "there is no tracking server"),
-        ("{kind: mlflow, uri: 'http://me:secret@127.0.0.1:9'}", "trackers[0].uri", "MLflow does not take it"),
-        ("nosuch", "trackers[0].kind", "must be one of tensorboard, wandb, mlflow"),
+        ("{kind: wandb}", "trackers.mode", "there is no login to W&B"),
+        ("{kind: wandb, mode: offline, dir: /proc/x}", "trackers.dir", "/proc is not a folder that can be written"),
+        ("mlflow", "trackers.uri", "there is no tracking server"),
+        ("{kind: mlflow, uri: 'http://me:secret@127.0.0.1:9'}", "trackers.uri", "MLflow does not take it"),
+        ("nosuch", "trackers.kind", "must be one of 'tensorboard', 'wandb', 'mlflow'"),
         ("[tensorboard, tensorboard]", "trackers", "listed twice"),
     ],
 )
@@ -44,7 +44,7 @@ def test_trackers_that_cannot_work_are_named(
 def test_a_tracker_whose_library_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path)
     monkeypatch.setattr("launcher.check.trackers.importlib.util.find_spec", lambda name: None)
-    found = [problem for problem in check(file, "trackers=tensorboard") if problem.key == "trackers[0]"]
+    found = [problem for problem in check(file, "trackers=tensorboard") if problem.key == "trackers.kind"]
     assert [(problem.message, problem.suggestion) for problem in found] == [
         ("the Python package tensorboard is not installed", "pip install 'tandem[trackers]', or remove the entry")
     ]

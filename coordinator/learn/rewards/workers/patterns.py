@@ -1,16 +1,22 @@
-"""Runs in a reward worker: compares the last match of a pattern with an answer. `re` can take exponential time."""
+"""Runs in a reward worker: patterns in completions. `re` can take exponential time."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     """Compile the pattern. Raises: ValueError: it is not a regular expression that Python can use."""
     try:
-        return re.compile(pattern)
+        return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"is not a regular expression: {error}") from error
+
+
+def form_scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
+    """Make the function that scores a job: 1.0 if the whole completion matches; a dot also matches line ends."""
+    wanted = compiled(pattern, re.DOTALL)
+    return lambda job: float(wanted.fullmatch(job["completion"]) is not None)
 
 
 def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:

@@ -1,0 +1,140 @@
+"""A user's own function as a reward, in worker processes (workers/own_code.py calls it)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.workers.signature import unfilled
+from coordinator.learn.rewards.workers.task import Answer, Task
+from coordinator.learn.rewards.workers.tasks import FUNCTION
+from servicekit.logs import get_logger
+from tandem_config.sections.reward import FunctionReward, split_reference
+
+BATCH_SIZE, CONCURRENCY = 128, 16
+# In a small batch at least this many failures before the rest is not tried.
+_FEW = 2
+
+log = get_logger(__name__)
+
+# How a value of a sample is got; the names are those of signature.PLURALS.
+VALUES: Mapping[str, Callable[[ScoredText], Any]] = {
+    "prompt": lambda item: item.prompt,
+    "completion": lambda item: item.completion,
+    "answer": lambda item: item.answer,
+    "columns": lambda item: dict(item.columns),
+    "num_tokens": lambda item: item.num_tokens,
+    "truncated": lambda item: item.truncated,
+    "finish_reason": lambda item: "length" if item.truncated else "stop",
+    "sample_id": lambda item: item.sample_id,
+}
+
+
+def task_of(section: FunctionReward, *, output: bool) -> Task:
+    """Describe what the workers of a function do.
+
+    Args:
+        output: whether what it prints is logged.
+    """
+    place, function = split_reference(section.function)
+    return Task(
+        name=FUNCTION,
+        settings={"place": place, "function": function, "per": section.per, "args": dict(section.args)},
+        timeout_s=section.timeout_s,
+        wall_clock=True,
+        start_timeout_s=section.start_timeout_s,
+        memory_mib=section.memory_mib,
+        concurrency=section.concurrency or CONCURRENCY,
+        output=section.label if output else "",
+    )
+
+
+def check_form(section: FunctionReward, form: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+    """Compare a function's signature with the settings and the data.
+
+    Args:
+        form: Work.form of its code.
+        columns: the columns that rows of the data have; None: not known, so not compared.
+    Raises: ValueError: a parameter that nothing fills, or a setting that does nothing.
+    """
+    complaint = "" if columns is None else unfilled(form["required"], columns, form["per"])
+    if complaint:
+        raise ValueError(f"{section.function} {complaint}")
+    if section.concurrency is not None and not form["is_async"]:
+        raise ValueError(f"concurrency does nothing, since {section.function} is not `async def`: leave it out")
+    if section.batch_size is not None and form["per"] != "batch":
+        raise ValueError(f"batch_size does nothing, since {section.function} scores one {form['per']}: leave it out")
+
+
+class OwnFunction(Reward):
+    """Calls a user's function for each sample, for batches of them, or for the groups.
+
+    Args:
+        section: its settings.
+    """
+
+    def __init__(self, section: FunctionReward) -> None:
+        self._section = section
+        self._task = task_of(section, output=True)
+        self._workers: RewardWorkers | None = None
+        self._form: Mapping[str, Any] = {}
+
+    async def start(self, columns: Sequence[str]) -> None:
+        """Import the function in all workers and compare its parameters with the columns."""
+        self._workers = RewardWorkers(self._task, count=self._section.workers)
+        self._form = await self._workers.start()
+        check_form(self._section, self._form, columns)
+        # A batch is a lot of work: a worker holds one that it does, and the next.
+        window = Task.window if self._form["per"] == "sample" else 2
+        concurrency = self._task.concurrency if self._form["is_async"] else 1
+        self._workers.tune(window=2 * concurrency if self._form["is_async"] else window, concurrency=concurrency)
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        """Return [S] scores."""
+        assert self._workers is not None, "score() before start()"
+        calls = self._calls(items)
+        samples = [self._sample(item) for item in items]
+        single = self._form["per"] == "sample"
+        jobs = samples if single else [[samples[place] for place in call] for call in calls]
+        budget = max(_FEW, int(self._section.max_error_share * len(jobs)))
+        answers = await self._workers.map(jobs, give_up_after=0 if self._section.on_error == "stop" else budget)
+        values, errors = [0.0] * len(items), dict[int, str]()
+        for call, answer in zip(calls, answers, strict=True):
+            scores = [0.0] * len(call) if answer.failed else [answer.value] if single else answer.value
+            for place, value in zip(call, scores, strict=True):
+                values[place] = value
+                if answer.failed:
+                    errors[place] = self._why(answer)
+        return Scores(values=values, errors=errors)
+
+    async def close(self) -> None:
+        """End the worker processes, busy ones too."""
+        if self._workers is not None:
+            await self._workers.close()
+
+    def _calls(self, items: Sequence[ScoredText]) -> list[list[int]]:
+        """Return the places of the samples of each call."""
+        places = range(len(items))
+        if self._form["per"] == "sample":
+            return [[place] for place in places]
+        if self._form["per"] == "group":
+            return [list(group) for _, group in groupby(places, key=lambda place: items[place].group)]
+        # Equal shares for all workers, if they are smaller than a batch may be.
+        share = -(-len(items) // self._section.workers)
+        size = min(self._section.batch_size or BATCH_SIZE, max(1, share))
+        return [list(places[start : start + size]) for start in range(0, len(items), size)]
+
+    def _sample(self, item: ScoredText) -> dict[str, Any]:
+        """Return the values that the function takes; columns that it does not name are not sent."""
+        form = self._form
+        sample = {name: VALUES[name](item) for name in form["values"]}
+        names = [*form["required"], *form["optional"]]
+        if "columns" not in sample and names:
+            sample["columns"] = {name: item.columns[name] for name in names if name in item.columns}
+        return sample
+
+    def _why(self, answer: Answer) -> str:
+        if answer.late:
+            return f"it took longer than timeout_s = {self._section.timeout_s:g} s"
+        return answer.error or "it was not tried, since too many before it had failed"

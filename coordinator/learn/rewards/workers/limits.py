@@ -1,0 +1,93 @@
+"""Runs in a reward worker: limits of time and memory for code that looks at neither."""
+
+import math
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+# Interval at which the signal repeats, in case a bare `except:` has swallowed the first one.
+_AGAIN_S = 0.1
+# C code is not interrupted by Python's signal handlers: this much later the kernel ends the process (SIGXCPU).
+_KILLED_AFTER_S = 1
+
+
+class Late(BaseException):
+    """A job's time is over. Not an Exception: libraries catch those and would continue."""
+
+
+class Timer(Protocol):
+    """Bounds the time of one call after the other."""
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what the call returns. Raises: Late: its time was over first; whatever it raises."""
+
+
+class CpuTimer:
+    """Raises `Late` in the main thread after some seconds *of this process's own CPU time*.
+
+    CPU time, since a busy host must not turn right answers into zeros; the coordinator watches the clock.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._armed = False
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, self._ring)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what the call returns."""
+        cpu_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_s + self._timeout_s) + _KILLED_AFTER_S, most))
+        try:
+            self._armed = True
+            signal.setitimer(signal.ITIMER_PROF, self._timeout_s, _AGAIN_S)
+            return call()
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _ring(self, signum: int, frame: FrameType | None) -> None:
+        if self._armed:
+            raise Late
+
+
+class WallTimer:
+    """Raises `Late` in the main thread after some seconds by the clock, also while it waits.
+
+    A thread looks at the clock, so that SIGALRM stays free for the code that is called (math-verify uses it).
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = math.inf
+        signal.signal(signal.SIGPROF, self._ring)
+        threading.Thread(target=self._look, args=(threading.get_ident(),), name="deadline", daemon=True).start()
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what the call returns."""
+        try:
+            self._deadline = time.monotonic() + self._timeout_s
+            return call()
+        finally:
+            self._deadline = math.inf
+
+    def _look(self, thread: int) -> None:
+        pause_s = min(_AGAIN_S, self._timeout_s / 4)
+        while True:
+            time.sleep(pause_s)
+            if time.monotonic() > self._deadline:
+                signal.pthread_kill(thread, signal.SIGPROF)
+
+    def _ring(self, signum: int, frame: FrameType | None) -> None:
+        if time.monotonic() > self._deadline:
+            raise Late
+
+
+def limit_memory(mebibytes: int) -> None:
+    """Let further allocations beyond this raise MemoryError: data, not the libraries' code, which is mapped as well."""
+    resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20, mebibytes << 20))

@@ -1,0 +1,1 @@
+"""A reward of one's own as a service."""

@@ -1,0 +1,209 @@
+"""Rewards that a server gives: a RewardService, or a language model that judges (docs/remote-rewards.md)."""
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
+
+from tandem_config.sections.base import PositiveFloat, PositiveInt, about
+from tandem_config.sections.reward_base import FailureSection, Timeout, compiled, wrong
+
+_ADDRESS = re.compile(r"unix:/.+|[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Fields of a request that have a setting of their own, or that the answer's reader cannot do without.
+_OWN_FIELDS = ("messages", "model", "temperature", "max_tokens", "stream", "n")
+
+
+class ServerSection(FailureSection):
+    """A reward for which a server is called."""
+
+    require_stop: bool = Field(
+        False,
+        description="Score completions that were cut off by the length limit 0, without a call.",
+        json_schema_extra=about("the server sees `truncated`, and 0 need not be the worst score"),
+    )
+    timeout_s: Timeout = Field(
+        60.0,
+        description="Seconds for a call; one that takes longer is repeated, as `retries` says.",
+        json_schema_extra=about("a large model's forward pass on a batch, a judge that reasons", unit="s"),
+    )
+    concurrency: PositiveInt = Field(
+        8,
+        description="Calls at a time.",
+        json_schema_extra=about("enough to keep a server busy; its own queue is not filled", unit="calls"),
+    )
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        4,
+        description="Repetitions of a call that failed for a reason that may pass (unreachable, late, too busy), after "
+        "0.5 s, 1 s, 2 s, ... 30 s at most, or as long as the server asks for.",
+        json_schema_extra=about("a server that restarts is back within 15 s", unit="calls"),
+    )
+    open_after: PositiveInt = Field(
+        3,
+        description="Calls in a row that must fail, retries included, for the circuit to open: then nothing is sent "
+        "for open_s, and what would be sent fails immediately; then one call tries.",
+        json_schema_extra=about("a server that is down is not waited for by every batch", unit="calls"),
+    )
+    open_s: PositiveFloat = Field(
+        15.0,
+        description="Seconds for which an open circuit stays open.",
+        json_schema_extra=about("as long as the retries of a call take", unit="s"),
+    )
+    start_timeout_s: Timeout = Field(
+        120.0,
+        description="Seconds that a starting run waits for the server.",
+        json_schema_extra=about("a reward model that is started beside the run is loaded by then", unit="s"),
+    )
+
+
+class RemoteReward(ServerSection):
+    """What a server says that speaks `protos/tandem_api/reward/v1` (docs/remote-rewards.md)."""
+
+    kind: Literal["remote"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    address: str = Field(
+        ...,
+        description="Of the server: host:port, or unix:/path.sock.",
+        json_schema_extra=about("no default: it is yours"),
+    )
+    security: Literal["run", "none"] = Field(
+        "run",
+        description="run: as a service of the run is called, with its certificate (the server's must be for the role "
+        "`reward`) and its token, where it has them; none: plain, without either, for a server of others.",
+        json_schema_extra=about("a server that is started beside the run has what the run has"),
+    )
+    batch_size: PositiveInt = Field(
+        32,
+        description="Most completions in a call; the server may set a lower limit.",
+        json_schema_extra=about("enough for a model's forward pass; a call that fails costs no more", unit="samples"),
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        if not _ADDRESS.fullmatch(address):
+            raise wrong("is no address", "host:port without a scheme, e.g. reward-server:50051, or unix:/path.sock")
+        return address
+
+
+class JudgeReward(ServerSection):
+    """What a language model says of the completion, asked by an OpenAI-compatible endpoint (docs/remote-rewards.md)."""
+
+    kind: Literal["judge"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
+    url: str = Field(
+        ...,
+        description="Base of the endpoint, before /chat/completions, e.g. http://127.0.0.1:30000/v1.",
+        json_schema_extra=about("no default: it is yours"),
+    )
+    model: str = Field(
+        ...,
+        description="Name of the model at the endpoint.",
+        json_schema_extra=about("no default: it is the endpoint's"),
+    )
+    prompt: str = Field(
+        ...,
+        description="What the judge is asked: a Jinja template of prompt, completion, answer and columns.",
+        json_schema_extra=about("no default: it depends on the task"),
+    )
+    system: str = Field(
+        "",
+        description="System message; empty: none.",
+        json_schema_extra=about("the prompt can say it all"),
+    )
+    pattern: str = Field(
+        r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)",
+        description="Python regular expression, searched in the judge's answer; group 1 of the last match counts.",
+        json_schema_extra=about("a judge that reasons before it answers ends with its score"),
+    )
+    scores: dict[str, float] | None = Field(
+        None,
+        description="Score of each text that group 1 may be, in any case of letters, e.g. {yes: 1, no: 0}; null: it is "
+        "a number from 0 to full_score.",
+        json_schema_extra=about("numbers need no table"),
+    )
+    full_score: PositiveFloat = Field(
+        10.0,
+        description="The judge's best number, which is the score 1.",
+        json_schema_extra=about("scales of ten points are common", unit="points"),
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(
+        0.0,
+        description="Sampling temperature of the judge.",
+        json_schema_extra=about("the same completion gets the same score, as far as the endpoint can"),
+    )
+    max_answer_tokens: PositiveInt = Field(
+        1024,
+        description="Most tokens of the judge's answer; one that is cut off before its score fails.",
+        json_schema_extra=about("room for some reasoning", unit="tokens"),
+    )
+    body: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}.",
+        json_schema_extra=about("most endpoints need none"),
+    )
+    api_key_env: str | None = Field(
+        None,
+        description="Environment variable with the endpoint's key; null: it needs none.",
+        json_schema_extra=about("a key is in no file of a run"),
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise wrong("is no URL", "e.g. http://127.0.0.1:30000/v1")
+        if parts.username or parts.password or parts.query:
+            advice = "put the key into a variable, and name that in api_key_env"
+            raise wrong("must not hold credentials or a query", advice, secret=True)
+        return url.rstrip("/")
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_a_template(cls, prompt: str) -> str:
+        from jinja2 import TemplateSyntaxError  # takes 50 ms, and most runs have no judge
+        from jinja2.sandbox import SandboxedEnvironment
+
+        try:
+            SandboxedEnvironment().parse(prompt)
+        except TemplateSyntaxError as error:
+            raise wrong(f"is not a Jinja template: line {error.lineno}: {error.message}") from error
+        if "completion" not in prompt:
+            raise wrong("does not show the judge the completion", "write {{ completion }} where it belongs")
+        return prompt
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, pattern: str) -> str:
+        if re.compile(compiled(pattern)).groups < 1:
+            raise wrong("has no group", "put the part that is the score in parentheses, e.g. 'score: (\\d+)'")
+        return pattern
+
+    @field_validator("scores")
+    @classmethod
+    def _is_not_empty(cls, scores: dict[str, float] | None) -> dict[str, float] | None:
+        if scores is not None and not scores:
+            raise wrong("is empty", "e.g. {yes: 1, no: 0}")
+        return scores
+
+    @field_validator("full_score")
+    @classmethod
+    def _is_read(cls, full_score: float, info: ValidationInfo) -> float:
+        if info.data.get("scores") and full_score != cls.model_fields["full_score"].default:
+            raise wrong("does nothing beside scores", "leave it out")
+        return full_score
+
+    @field_validator("body")
+    @classmethod
+    def _sets_nothing_twice(cls, body: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in _OWN_FIELDS:
+            if name in body:
+                raise wrong(f"sets {name}, which another setting or the run itself sets", "leave it out")
+        return body
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_variable(cls, name: str | None) -> str | None:
+        if name is None or _VARIABLE.fullmatch(name):
+            return name
+        raise wrong("must be the name of a variable, not the key itself", "e.g. JUDGE_API_KEY", secret=True)

@@ -1,0 +1,190 @@
+"""Judges at an OpenAI-compatible endpoint, against a small one that answers as each test says."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from coordinator.learn.rewards.base import ScoredText, Scores
+from coordinator.learn.rewards.servers import calls
+from coordinator.learn.rewards.servers.judge import JudgedScores
+from tandem_config.sections.reward_servers import JudgeReward
+
+KEY = "sk-secret-1234567890"
+Reply = tuple[int, Mapping[str, str], Any]
+
+
+def said(text: str | None) -> Reply:
+    return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@dataclass
+class Endpoint:
+    """Speaks as much of HTTP as the judge needs; replies in the order of the list, the last one for ever."""
+
+    replies: list[Reply]
+    models: int = 200
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.keys.add(headers.get("authorization", ""))
+                writer.write(self._answer(lines[0], body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    def _models(self) -> Reply:
+        return self.models, {}, f"models for {KEY}"
+
+    def _answer(self, line: str, body: bytes) -> bytes:
+        status, headers, content = self._models()
+        if line.startswith("POST /v1/chat/completions "):
+            self.requests.append(json.loads(body))
+            status, headers, content = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        data = json.dumps(content).encode()
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"HTTP/1.1 {status} X\r\n{fields}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+Judge = Callable[..., Awaitable[JudgedScores]]
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[Judge]:
+    """`reward = await judge(endpoint, **settings)`: started, against this endpoint."""
+    async with AsyncExitStack() as stack:
+
+        async def make(endpoint: Endpoint, environ: Mapping[str, str] | None = None, **settings: Any) -> JudgedScores:
+            server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
+            stack.callback(server.close)
+            port = server.sockets[0].getsockname()[1]
+            settings = {"model": "m", "prompt": "{{ answer }} {{ completion }}", "start_timeout_s": 1} | settings
+            section = JudgeReward(kind="judge", url=f"http://127.0.0.1:{port}/v1", **settings)
+            reward = JudgedScores(section, {} if environ is None else environ)
+            stack.push_async_callback(reward.close)
+            await reward.start([])
+            return reward
+
+        yield make
+
+
+def text(completion: str = "five", **columns: Any) -> ScoredText:
+    return ScoredText(completion=completion, answer="4", truncated=False, prompt="2+2?", columns=columns)
+
+
+async def test_a_request_has_what_the_settings_say(judge: Judge) -> None:
+    endpoint = Endpoint([said("Reasons. Score: 3, no, Score: 7.5")])
+    template = "{{ prompt }}|{{ completion }}|{{ answer }}|{{ columns.level }}"
+    reward = await judge(
+        endpoint, {"K": f"{KEY}\n"}, api_key_env="K", prompt=template, system="Be fair.", body={"seed": 1}
+    )
+    assert await reward.score([text(level=5)]) == Scores(values=[0.75])
+    assert endpoint.requests == [
+        {
+            "model": "m",
+            "messages": [{"role": "system", "content": "Be fair."}, {"role": "user", "content": "2+2?|five|4|5"}],
+            "temperature": 0.0,
+            "max_tokens": 1024,
+            "seed": 1,
+        }
+    ]
+    assert endpoint.keys == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "value", "why"),
+    [
+        ({}, "score: 10", 1.0, ""),
+        ({"full_score": 4.0}, "Score : 1", 0.25, ""),
+        ({}, "score: 11", 0.0, "the judge said 11, which is not from 0 to full_score = 10"),
+        ({}, "score: -1", 0.0, "the judge said -1"),
+        ({}, "I cannot say.", 0.0, "the judge's answer of 13 characters has no match of pattern"),
+        ({}, None, 0.0, "of 0 characters has no match"),
+        ({"pattern": r"is (\w+)"}, "is nan", 0.0, "the judge said nan"),
+        ({"pattern": r"is (\w+)"}, "is ten", 0.0, "the judge said 'ten', which is no number"),
+        ({"pattern": r"(\w+)$", "scores": {"Yes": 1, "no": -0.5}}, "I say YES", 1.0, ""),
+        ({"pattern": r"(\w+)$", "scores": {"Yes": 1, "no": -0.5}}, "no", -0.5, ""),
+        ({"pattern": r"(\w+)$", "scores": {"Yes": 1, "no": -0.5}}, "maybe", 0.0, "'maybe', which is not in scores"),
+        ({"prompt": "{{ columns.test }} {{ completion }}"}, "score: 1", 0.0, "prompt: 'dict object' has no attribute"),
+    ],
+)
+async def test_answers_are_read(
+    judge: Judge, settings: dict[str, Any], answer: str | None, value: float, why: str
+) -> None:
+    scores = await (await judge(Endpoint([said(answer)]), **settings)).score([text()])
+    assert scores.values == [value]
+    assert why in scores.errors.get(0, "")
+    assert bool(scores.errors) == bool(why)
+
+
+async def test_scores_are_in_order_whoever_is_first(judge: Judge) -> None:
+    endpoint = Endpoint([said("score: 5")])
+    reward = await judge(endpoint, concurrency=3)
+    endpoint._answer = lambda line, body: Endpoint([said(f"score: {json.loads(body)['messages'][0]['content'][2:]}")])._answer(line, body)  # type: ignore[method-assign]  # fmt: skip  # noqa: E501
+    assert (await reward.score([text(str(size)) for size in range(10)])).values == [size / 10 for size in range(10)]
+
+
+async def test_too_many_requests_are_repeated_when_the_endpoint_says(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause_s(state: Any) -> float:
+        pauses.append(state.outcome.exception().after_s)
+        return 0.0
+
+    monkeypatch.setattr(calls, "wait_s", pause_s)
+    endpoint = Endpoint([(429, {"Retry-After": "7"}, "slow down"), (503, {}, "starting"), said("score: 10")])
+    assert (await (await judge(endpoint)).score([text()])).values == [1.0]
+    assert pauses == [7.0, 0.0]
+    assert len(endpoint.requests) == 3
+
+
+async def test_other_statuses_are_not_repeated(judge: Judge) -> None:
+    endpoint = Endpoint([(400, {}, {"error": "no model m"})])
+    scores = await (await judge(endpoint)).score([text()])
+    assert 'status 400: {"error": "no model m"}' in scores.errors[0]
+    assert len(endpoint.requests) == 1
+    endpoint = Endpoint([(200, {}, {"choices": []})])
+    assert "no choices[0].message.content" in (await (await judge(endpoint)).score([text()])).errors[0]
+
+
+async def test_a_judge_that_refuses_is_not_asked_for_every_completion(judge: Judge) -> None:
+    endpoint = Endpoint([(400, {}, "no such model")])
+    scores = await (await judge(endpoint, concurrency=1)).score([text()] * 100)
+    assert (len(endpoint.requests), len(scores.errors)) == (6, 100)
+    assert scores.errors[99] == "not sent, since too many before it had failed"
+
+
+async def test_the_key_is_in_no_error_and_no_log(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(
+        ValueError, match=r"refuses the key of this run \(api_key_env\): status 401: .*\*\*\*"
+    ) as caught:
+        await judge(Endpoint([], models=401), {"K": KEY}, api_key_env="K")
+    endpoint = Endpoint([(400, {}, f"wrong key {KEY}")])
+    scores = await (await judge(endpoint, {"K": KEY}, api_key_env="K")).score([text()])
+    assert "wrong key ***" in scores.errors[0]
+    assert KEY not in f"{caught.value}{scores}{caplog.text}"
+    with pytest.raises(ValueError, match="environment variable K is not set"):
+        await judge(endpoint, {"K": " "}, api_key_env="K")
+
+
+async def test_an_endpoint_that_is_not_there_is_named_in_time() -> None:
+    section = JudgeReward(
+        kind="judge", url="http://127.0.0.1:1/v1", model="m", prompt="{{ completion }}", start_timeout_s=0.2
+    )
+    with pytest.raises(
+        ValueError, match=r"no endpoint at http://127.0.0.1:1/v1 within start_timeout_s = 0.2 s: Connect"
+    ):
+        await JudgedScores(section).start([])

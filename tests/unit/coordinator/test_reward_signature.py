@@ -1,0 +1,153 @@
+"""How a user's function is called: by the names of its parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator.learn.rewards.function import VALUES
+from coordinator.learn.rewards.workers.own_code import BadScore, number, numbers_of
+from coordinator.learn.rewards.workers.signature import PLURALS, Unfit, read_signature, unfilled
+
+ROW = {"level": 3, "answer": "from the row"}
+SAMPLE = {
+    "prompt": "p",
+    "completion": "c",
+    "answer": "a",
+    "columns": ROW,
+    "num_tokens": 5,
+    "truncated": False,
+    "finish_reason": "stop",
+    "sample_id": "i1.g0.row1#0",
+}
+
+
+def keywords_only(*, completion: str, level: int, depth: int = 1) -> float:
+    raise NotImplementedError
+
+
+def anything(completion: str, **kwargs: Any) -> float:
+    raise NotImplementedError
+
+
+def arguments(function: Callable[..., Any], args: dict[str, Any] | None = None) -> dict[str, Any]:
+    return read_signature(function, per=None, args=args or {}).arguments(SAMPLE)
+
+
+def test_parameters_are_filled_by_name() -> None:
+    assert arguments(lambda completion, answer: 0) == {"completion": "c", "answer": "a"}
+    assert arguments(keywords_only) == {"completion": "c", "level": 3}
+    assert arguments(lambda sample_id, num_tokens, truncated, finish_reason, prompt, columns: 0) == {
+        name: SAMPLE[name] for name in SAMPLE if name not in ("completion", "answer")
+    }
+
+
+def test_what_is_the_samples_own_goes_before_args_and_these_before_columns() -> None:
+    found = arguments(lambda answer, level, depth: 0, {"level": "from args", "depth": 2})
+    assert found == {"answer": "a", "level": "from args", "depth": 2}
+
+
+def test_a_default_stands_for_a_column_that_is_missing() -> None:
+    assert arguments(lambda completion, hint=None: 0) == {"completion": "c"}
+    with pytest.raises(KeyError, match="the row has no column 'hint'"):
+        arguments(lambda completion, hint: 0)
+
+
+def test_keyword_arguments_get_everything() -> None:
+    assert arguments(anything, {"depth": 2}) == {**SAMPLE, "level": 3, "depth": 2}
+
+
+def test_lists_for_a_batch_and_for_a_group() -> None:
+    other = {**SAMPLE, "completion": "d", "columns": {"hint": "h"}}
+    for per, function in ((None, lambda completions, level, hint: 0), ("group", lambda completions, level, hint: 0)):
+        signature = read_signature(function, per=per, args={})
+        assert signature.per == (per or "batch")
+        assert signature.arguments_of_all([SAMPLE, other]) == {
+            "completions": ["c", "d"],
+            "level": [3, None],
+            "hint": [None, "h"],
+        }
+    signature = read_signature(lambda num_tokens: 0, per="batch", args={})
+    assert signature.arguments_of_all([SAMPLE, other]) == {"num_tokens": [5, 5]}
+    with pytest.raises(KeyError, match="the row has no column 'level'"):
+        read_signature(lambda completions, level: 0, per=None, args={}).arguments_of_all([other])
+
+
+def positional(completion: str, /) -> float:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("function", "per", "args", "message"),
+    [
+        (lambda completions, answer: 0, None, {}, "takes both 'completions', a list, and 'answer', .* 'answers'"),
+        (lambda completion: 0, "batch", {}, "takes 'completion', which it cannot with per: batch: .* 'completions'"),
+        (lambda completions: 0, "sample", {}, "takes 'completions', .* per: sample: call it 'completion'"),
+        (lambda completion, depth: 0, None, {"dept": 1}, r"args.dept: it takes no such .* did you mean 'depth'\?"),
+        (lambda completion: 0, None, {"completion": 1}, "args.completion: this name is the sample's own"),
+        (positional, None, {}, "remove the '/'"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_refused(
+    function: Callable[..., Any], per: str | None, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Unfit, match=message):
+        read_signature(function, per=per, args=args)
+
+
+def test_a_parameter_that_nothing_fills_is_named_with_what_could() -> None:
+    required = read_signature(lambda solution_str, ground_truth: 0, per=None, args={}).required
+    assert unfilled(required, ["question"], "sample").startswith(
+        "takes 'solution_str', which nothing fills (here it is"
+    )
+    assert "did you mean 'question'?" in unfilled(["questoin"], ["question"], "batch")
+    assert unfilled(["question"], ["question"], "sample") == ""
+
+
+def test_every_name_has_a_value() -> None:
+    assert list(VALUES) == list(PLURALS)
+
+
+class Scalar:
+    """As NumPy's and torch's: of no dimension, with `item()`."""
+
+    shape = ()
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def item(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, Scalar(1), Scalar(True)])
+def test_numbers_of_all_kinds_are_scores(value: Any) -> None:
+    assert number(value) == 1.0
+    assert numbers_of((value, 0), 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "returned None, not a number"),
+        ("1", "returned a str"),
+        ({"score": 1}, "returned a dict"),
+        (float("nan"), "returned nan, which is not finite"),
+        (Scalar(float("-inf")), "returned -inf"),
+        ([1.0], "returned a list"),
+    ],
+)
+def test_what_is_no_score_is_named(value: Any, message: str) -> None:
+    with pytest.raises(BadScore, match=message):
+        number(value)
+    with pytest.raises(BadScore, match=message if value != [1.0] else "returned a list, not a number"):
+        numbers_of([0, value], 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([1.0], "returned 1 scores for 2 completions"), (1.0, "a float, not a list of 2 numbers"), ("ab", "a str, not")],
+)
+def test_a_wrong_number_of_scores_is_named(values: Any, message: str) -> None:
+    with pytest.raises(BadScore, match=message):
+        numbers_of(values, 2)
