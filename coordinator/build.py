@@ -2,26 +2,28 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator.data.prompts import PromptSet
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
-from coordinator.generate.joiners import Patience
+from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
 from coordinator.lead import Lead, last_look
-from coordinator.learn.evaluation import Evaluator
+from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
-from coordinator.record.samples import SampleSink
+from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.record.trackers.base import Outcome
 from coordinator.record.trackers.registry import build_trackers
@@ -37,8 +39,9 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.samples.folder import SampleFolder
+from tandem_files.tokenizer import TextCodec
 from weightsync.group.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
@@ -80,17 +83,18 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     """
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
-    rollouts = _rollouts(app, services, weights)
+    rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = Scorer(parts=app.rewards, codec=inputs.codec)
     loop = GrpoLoop(
         grpo=config.grpo,
-        sampling=_sampling(app, config.grpo.temperature),
+        sampling=_sampling(config, inputs.codec, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,
         scorer=scorer,
         trainer=services.trainer,
         weights=weights,
         incarnation=uuid.uuid4().hex[:8],
+        seed=_seed(config),
         rng=inputs.rng,
     )
     return Run(
@@ -99,7 +103,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
-        evaluator=_evaluator(app, rollouts, scorer),
+        evaluations=_evaluations(app, services, scorer, rollouts),
         checkpointer=Checkpointer(
             run_dir=app.environment.run_dir,
             model=str(config.model.path),
@@ -122,6 +126,19 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
         sinks=_sinks(app, lead),
+    )
+
+
+def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollouts) -> Evaluations:
+    config, inputs = app.config, app.inputs
+    # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+    beside = _rollouts(app, services, seed=None)
+    return Evaluations(
+        settings=config.evaluation,
+        evaluator=build_evaluator(config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside),
+        state=inputs.state,
+        events=app.events,
+        leaving=app.leaving,
     )
 
 
@@ -165,14 +182,14 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
     )
 
 
-def _rollouts(app: App, services: Services, weights: WeightSync) -> Rollouts:
+def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
     config = app.config
     return Rollouts(
         services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
         patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
-        seed=weights.seed_late_joiners,
+        seed=seed,
         warn=partial(_warn_of_fleet, app.events),
     )
 
@@ -183,15 +200,62 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
     log.warning(message)
 
 
-def _evaluator(app: App, rollouts: Rollouts, scorer: Scorer) -> Evaluator | None:
-    if app.inputs.heldout is None:
-        return None
-    return Evaluator(prompts=app.inputs.heldout, rollouts=rollouts, scorer=scorer, sampling=_sampling(app, 0.0))
+def build_evaluator(
+    config: RunConfig,
+    codec: TextCodec,
+    prompts: Mapping[str, PromptSet],
+    scorer: Scorer,
+    rollouts: Rollouts,
+    *,
+    beside_training: Rollouts,
+) -> Evaluator:
+    """Connect the parts of the evaluations.
+
+    Args:
+        prompts: by the names of the configuration's sets.
+        beside_training: generates while the trainer is at work.
+    """
+    return Evaluator(
+        sets=[
+            PromptsToEvaluate(
+                name=chosen.name,
+                prompts=prompts[chosen.name],
+                num_prompts=chosen.num_prompts,
+                num_samples=chosen.samples,
+                sampling=_sampling_of_set(config, codec, chosen),
+                measures=tuple(chosen.metrics()),
+                every=config.run.evaluate_every if chosen.every is None else chosen.every,
+            )
+            for chosen in config.evaluation_sets()
+        ],
+        rollouts=rollouts,
+        rollouts_beside_training=beside_training,
+        scorer=scorer,
+        codec=codec,
+        right_from=config.evaluation.right_from,
+        seed=_seed(config),
+    )
 
 
-def _sampling(app: App, temperature: float) -> Sampling:
+def _sampling_of_set(config: RunConfig, codec: TextCodec, chosen: EvaluationSet) -> Sampling:
+    return replace(
+        _sampling(config, codec, chosen.temperature),
+        max_new_tokens=config.grpo.max_new_tokens if chosen.max_new_tokens is None else chosen.max_new_tokens,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+        repetition_penalty=chosen.repetition_penalty,
+    )
+
+
+def _sampling(config: RunConfig, codec: TextCodec, temperature: float) -> Sampling:
     return Sampling(
         temperature=temperature,
-        max_new_tokens=app.config.grpo.max_new_tokens,
-        stop_token_ids=app.inputs.codec.stop_token_ids,
+        max_new_tokens=config.grpo.max_new_tokens,
+        stop_token_ids=tuple(sorted({*codec.stop_token_ids, *config.grpo.stop_token_ids})),
+        stop=config.grpo.stop,
     )
+
+
+def _seed(config: RunConfig) -> int | None:
+    return config.run.seed if config.rollout.seeded else None

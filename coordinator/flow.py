@@ -115,8 +115,9 @@ class Scored:
 
     @property
     def scores_PG(self) -> NDArray[np.float64]:
-        """[P, G] scores whose mean is the accuracy."""
-        return self.parts.get(self.accuracy_part, self.rewards_PG)
+        """[P, G] scores whose mean is the accuracy; NaN: the sample has none."""
+        scores_PG = self.parts.get(self.accuracy_part, self.rewards_PG)
+        return np.where(self.present_PG, scores_PG, np.nan)
 
     @property
     def present_PG(self) -> NDArray[np.bool_]:

@@ -1,5 +1,7 @@
 """Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,14 +14,11 @@ from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
 from tandem_files.metrics_file import METRICS_FILE
-from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.tokenizer import TextCodec
-
-# Rows of a file whose columns are looked at.
-_SEEN_ROWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,8 @@ class Inputs:
 
     codec: TextCodec
     train: PromptSet
-    heldout: PromptSet | None
+    # By the names of RunConfig.evaluation_sets.
+    evaluation: Mapping[str, PromptSet]
     cursor: DataCursor
     rng: np.random.Generator
     state: RunState
@@ -44,13 +44,17 @@ class Inputs:
 
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
-        return {"train": self.train.dropped, "heldout": {} if self.heldout is None else self.heldout.dropped}
+        heldout = sum((Counter(prompts.dropped) for prompts in self.evaluation.values()), Counter[str]())
+        return {"train": self.train.dropped, "heldout": dict(heldout)}
 
     def columns(self) -> list[str]:
         """List the columns of the data's first rows."""
-        sets = [prompts for prompts in (self.train, self.heldout) if prompts is not None]
-        rows = [row for prompts in sets for source in prompts.sources for row in source[:_SEEN_ROWS]]
-        return list(dict.fromkeys(name for row in rows for name in row.columns))
+        return columns_of([self.train, *self.evaluation.values()])
+
+
+def columns_of(sets: Sequence[PromptSet]) -> list[str]:
+    """List the columns of the first rows of each source."""
+    return list(dict.fromkeys(name for prompts in sets for scan in prompts.scans for name in scan.columns))
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
@@ -61,7 +65,9 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
         train = load_prompts(config.data, "train", codec, run_dir)
-        heldout = load_prompts(config.data, "heldout", codec, run_dir) if config.data.heldout is not None else None
+        evaluation = {
+            chosen.name: evaluation_prompts(config, chosen, codec, run_dir) for chosen in config.evaluation_sets()
+        }
         fingerprint = model_fingerprint(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -83,7 +89,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     return Inputs(
         codec=codec,
         train=train,
-        heldout=heldout,
+        evaluation=evaluation,
         cursor=cursor,
         rng=rng,
         state=state,
@@ -91,6 +97,11 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         checkpoint=None if newest is None else newest.sound,
         marks=found,
     )
+
+
+def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCodec, scratch: Path) -> PromptSet:
+    """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
+    return load_prompts(config.data.model_copy(update={"heldout": chosen.data}), "heldout", codec, scratch)
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:

@@ -7,6 +7,7 @@ Legend: P prompts, G completions per prompt, S samples.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,13 @@ from coordinator.learn.staleness import oldest_versions, stale_samples, stalenes
 from coordinator.record.report import IterationRecord
 from coordinator.sync.weights import WeightSync
 from servicekit.errors import WrongVersion
+from servicekit.life.meanwhile import Meanwhile
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
+NOTHING: Meanwhile[Any] = Meanwhile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +57,35 @@ class GrpoLoop:
     weights: WeightSync
     # Id of this process in step ids: a trainer that outlives us must not answer a new step with an old reply.
     incarnation: str
+    # Of the completions; None: random.
+    seed: int | None = None
     # Shuffles samples into updates; its state is saved with the run's.
     rng: np.random.Generator = field(repr=False)
 
-    async def iterate(self, number: int, policy_version: int, watch: Stopwatch) -> IterationRecord:
+    async def iterate(
+        self, number: int, policy_version: int, watch: Stopwatch, meanwhile: Meanwhile[Any] = NOTHING
+    ) -> IterationRecord:
         """Run iteration `number` (from 1) with the policy that the replicas serve now.
 
+        Args:
+            meanwhile: what the replicas do with that policy from when they have generated until they get the next.
         Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
             await self.weights.seed_late_joiners(policy_version)
             prompts = self.take_prompts(number)
             generation = await self.generate(prompts, policy_version)
-        with watch.part("reward"):
-            scored = await self.scorer.score(generation.groups)
-        with watch.part("batch"):
-            learnt = self.learn(scored)
-            batch = self.make_batch(number, policy_version, generation, learnt)
-        with watch.part("train"):
-            step = await self.train(batch)
+        async with meanwhile:
+            with watch.part("reward"):
+                scored = await self.scorer.score(generation.groups)
+            with watch.part("batch"):
+                learnt = self.learn(scored)
+                batch = self.make_batch(number, policy_version, generation, learnt)
+            with watch.part("train"):
+                step = await self.train(batch)
+            if meanwhile.has_work:
+                with watch.part("evaluate"):
+                    await meanwhile.result()
         with watch.part("sync"):
             sync = await self.publish(step)
         return IterationRecord(
@@ -98,7 +111,12 @@ class GrpoLoop:
 
         Raises: WrongVersion: a sample is too old to train on.
         """
-        order = Order(policy_version=policy_version, num_completions=self.grpo.group_size, sampling=self.sampling)
+        order = Order(
+            policy_version=policy_version,
+            num_completions=self.grpo.group_size,
+            sampling=self.sampling,
+            seed=self.seed,
+        )
         generation = await self.rollouts.generate(prompts, order)
         stale = stale_samples(generation.groups, policy_version, MAX_STALENESS)
         if stale:

@@ -1,7 +1,7 @@
 """A run from its first weight sync to its summary: iterations, evaluations, checkpoints, and when to stop.
 
 start      trainer's version == ours; sync it to every replica; first evaluation
-iterate    gate -> iteration (loop.py) -> evaluation -> checkpoint -> report
+iterate    gate -> iteration (loop.py) -> evaluation (record/evaluations.py) -> checkpoint -> report
 finish     checkpoint, Hugging Face export, summary
 """
 
@@ -17,15 +17,16 @@ from structlog.contextvars import bound_contextvars
 
 from coordinator.flow import DataKey, Scored, SyncResult
 from coordinator.lead import Lead, check_lead, last_look
-from coordinator.learn.evaluation import Evaluator
+from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.checkpoint import Checkpointer, set_damaged_aside
+from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
-from coordinator.record.sinks import Evaluated, Finished, Sink, Sinks
+from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch import metrics
@@ -37,7 +38,7 @@ from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.schema import RunSection
-from tandem_files.checkpoints import Sound, set_aside
+from tandem_files.checkpoints import Sound
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
@@ -59,7 +60,6 @@ class Run:
         settings: the configuration's section `run`.
         logprob_diff_limit: grpo.logprob_diff_limit.
         logprob_diff_stop: grpo.logprob_diff_stop.
-        evaluator: None without held-out data.
         state: progress of the run, by this process and earlier ones.
         resumed: whether earlier processes may have worked on this run, with the same services.
         checkpoint: the one that the run resumes from.
@@ -76,7 +76,7 @@ class Run:
     logprob_diff_stop: float | None
     run_dir: Path
     loop: GrpoLoop
-    evaluator: Evaluator | None
+    evaluations: Evaluations
     checkpointer: Checkpointer
     exporter: Exporter
     control: RunControl
@@ -91,8 +91,8 @@ class Run:
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
-    # By data file, rows with an unreadable answer that were warned about.
-    _remarked_rows: dict[DataKey, set[int]] = field(default_factory=dict, init=False)
+    # By data file or set, rows with an unreadable answer that were warned about.
+    _remarked_rows: dict[str, set[int]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
@@ -147,16 +147,21 @@ class Run:
         metrics.POLICY_VERSION.set(self.state.policy_version)
         metrics.ITERATION.set(self.state.iteration)
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
-        if self.state.initial_accuracy is None:
-            first = await self._evaluate(self.state.iteration, self.state.policy_version)
-            if first is not None:
-                self._sinks.take(Finished(record=None, row={"iteration": self.state.iteration}, evaluated=[first]))
+        await self._evaluate_at_the_start()
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
         await self._check_lead()
         self._save_state("running")
         self.leaving.settled.set()
         self.leaving.saves = True
+
+    async def _evaluate_at_the_start(self) -> None:
+        """Evaluate the policy before the first iteration: the baseline of all later ones."""
+        evaluated = await self.evaluations.at_the_start()
+        if evaluated:
+            self._note_evaluated(evaluated, self.state.iteration)
+            row = self.evaluations.note_baseline()
+            self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
         """Bring run and trainer to one policy version.
@@ -182,15 +187,9 @@ class Run:
         """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
         if self.checkpoint is None:
             return
-        damages, complaints = self.checkpoint.stepped_over, self.checkpoint.complaints()
-        for damage, complaint in zip(damages, complaints, strict=True):
-            try:
-                aside = set_aside(damage)
-            except OSError as error:  # it stays where it is, and the next resume skips it too
-                log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
-                aside = None
+        for complaint, remark in set_damaged_aside(self.checkpoint):
             self.state.damaged_checkpoints.append(complaint)
-            self._warn("damaged_checkpoint", complaint + ("" if aside is None else f"; it is kept as {aside.name}"))
+            self._warn("damaged_checkpoint", complaint + remark)
         self.checkpoint = None
 
     def _note_dropped_prompts(self) -> None:
@@ -218,13 +217,18 @@ class Run:
 
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._part)
-        record = await self.loop.iterate(number, self.state.policy_version, watch)
+        before = self.evaluations.beside(number)
+        record = await self.loop.iterate(number, self.state.policy_version, watch, before)
         check_same_model(record, self.logprob_diff_stop)
-        heldout = None
-        if self.evaluator is not None and (number % self.settings.evaluate_every == 0 or self._is_over(number)):
+        evaluated = await before.result() or []
+        self._note_evaluated(evaluated, number - 1)
+        improved = False
+        if self.evaluations.is_due(number, last=self._is_over(number)):
             with watch.part("evaluate"):
-                heldout = await self.leaving.unless_asked(self._evaluate(number, record.policy_version))
-        checkpoint = number % self.settings.checkpoint_every == 0 or self._is_over(number)
+                after = await self.evaluations.after(number, record.policy_version, last=self._is_over(number))
+            improved = self._note_evaluated(after, number)
+            evaluated = [*evaluated, *after]
+        checkpoint = self._has_checkpoint(number) or self.evaluations.wants_checkpoint(number, improved=improved)
         if checkpoint:
             with watch.part("checkpoint"):
                 await self._check_lead()
@@ -234,15 +238,20 @@ class Run:
                 await self._check_lead()
                 self._warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
-        await self._report(record, heldout, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+        await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+
+    def _has_checkpoint(self, number: int) -> bool:
+        """Whether iteration `number` ends with a checkpoint, or has ended with one."""
+        every, over = self.settings.checkpoint_every, self._is_over(number)
+        return number % every == 0 or over or number == self._checkpointed
 
     async def _report(
-        self, record: IterationRecord, heldout: Evaluated | None, timing: Timing, checkpoint: bool
+        self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool
     ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
         await self._check_lead()
-        row = build_row(record, None if heldout is None else heldout.scored, timing)
+        row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self._advance(record, row)
         for kind, message in remarks(record, self.logprob_diff_limit):
             self._warn(kind, message)
@@ -256,10 +265,12 @@ class Run:
             self._rows.sync()
             await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
             self._checkpointed = record.iteration
+        if evaluated:
+            await self.checkpointer.mark_best(self.state.best, self._last_look)
         metrics.observe_row(row, {**timing.parts, "total": timing.total_s})
         self.events.append(EventKind.ITERATION, f"iteration {record.iteration}", numeric(row))
         log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
-        self._sinks.take(Finished(record=record, row=row, evaluated=[] if heldout is None else [heldout]))
+        self._sinks.take(Finished(record=record, row=row, evaluated=evaluated))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         if self.state.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -303,27 +314,19 @@ class Run:
         metrics.DROPPED_SAMPLES.inc(record.scored.num_missing)
         metrics.RETRIED_CALLS.inc(record.generation.retried_calls)
 
-    def _note_scores(self, data: DataKey, scored: Scored) -> None:
+    def _note_scores(self, data: DataKey, scored: Scored, where: str = "data.train") -> None:
         """Count scores of 0 that are not the policy's fault, and warn of them."""
         totals = self.state.totals
         (totals if data == "train" else totals.heldout).note_scores(scored)
         metrics.observe_scores(data, scored)
-        for kind, message in score_remarks(data, scored, self._remarked_rows.setdefault(data, set())):
+        for kind, message in score_remarks(where, scored, self._remarked_rows.setdefault(where, set())):
             self._warn(kind, message)
 
-    async def _evaluate(self, iteration: int, policy_version: int) -> Evaluated | None:
-        if self.evaluator is None:
-            return None
-        generation, scored = await self.evaluator.score(policy_version)
-        accuracy = scored.accuracy
-        self.state.note_accuracy(accuracy)
-        self._note_scores("heldout", scored)
-        self.events.append(
-            EventKind.EVALUATION,
-            f"held-out accuracy {accuracy:.3f} at version {policy_version}",
-            {"heldout_accuracy": accuracy, "policy_version": policy_version, "iteration": iteration},
-        )
-        return Evaluated(name=HELDOUT, policy_version=policy_version, generation=generation, scored=scored)
+    def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
+        """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
+        for result in evaluated:
+            self._note_scores("heldout", result.scored, f"evaluation set {result.name}")
+        return self.evaluations.note(evaluated, iteration, has_checkpoint=self._has_checkpoint(iteration))
 
     async def _save(self) -> None:
         """Write a checkpoint of the last iteration, if there is one and it has none yet."""

@@ -28,8 +28,7 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
-    tandem logs                      the logs of all its services, readable
-    tandem compare runs/a runs/b     curves and settings of several runs
+    tandem evaluate --model runs/<name>/hf --data heldout.jsonl
     tandem logs                      the logs of all services of a run
     tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
@@ -44,9 +43,8 @@ _CONFIG = typer.Option(
     "--config",
     "-c",
     help=(
-        "YAML file with the sections run, model, data, reward, grpo, trainer, rollout, sync, fleet, samples, "
-        "and the list trackers. Relative paths in it are relative to the file, but run.output_dir, which is relative "
-        "to the working directory; ~ and $VARIABLES are expanded."
+        "YAML file with the sections run, model, data, reward, grpo, ... (docs/configuration.md). Relative paths in it "
+        "are relative to the file, run.output_dir to the working directory; ~ and $VARIABLES are expanded."
     ),
 )
 _File = Annotated[
@@ -170,6 +168,48 @@ app.command()(page)
 
 
 @app.command()
+def evaluate(
+    model: Annotated[Path | None, typer.Option("--model", metavar="DIR", help="Hugging Face model folder.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="FILE", help="Data file, a set of its own; repeat for more.")
+    ] = None,
+    config: Annotated[Path | None, _CONFIG] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Completions per prompt of --data, k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=100.0, help="Of --data; default: 0, with several samples 1.")
+    ] = None,
+    overrides: _Set = None,
+) -> None:
+    """Evaluate a model on data files: mean@k, pass@k and maj@k with 95 % intervals; trains nothing.
+
+    Starts Redis and the replicas only, which load the folder themselves. The configured reward scores: exact_match,
+    unless -c or --set reward.kind=... say otherwise. Results: runs/evaluate-<model>/evaluation.json.
+
+    \b
+    Examples:
+        tandem evaluate --model runs/arithmetic/hf --data heldout.jsonl
+        tandem evaluate --model my-model --data a.jsonl --data b.jsonl --samples 8 -s reward.kind=math_verify
+        tandem evaluate -c my.yaml --model runs/mine/hf
+    """
+    from launcher.evaluate import Asked, evaluate_command
+
+    if config is None and (model is None or not data):
+        raise typer.BadParameter("give a model and data: tandem evaluate --model DIR --data FILE (or -c my.yaml)")
+    raise typer.Exit(
+        evaluate_command(
+            Asked(
+                model=model,
+                data=data or [],
+                config=config,
+                samples=samples,
+                temperature=temperature,
+                overrides=overrides or [],
+            )
+        )
+    )
+
+
+@app.command()
 def status(
     run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
 ) -> None:
@@ -208,7 +248,10 @@ def export(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")],
     checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="last|N", help="The newest checkpoint, or that of iteration N.")
+        str,
+        typer.Option(
+            "--checkpoint", metavar="last|best|N", help="The newest checkpoint, the best one, or that of iteration N."
+        ),
     ] = "last",
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,

@@ -35,7 +35,7 @@ def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: flo
     console = make_console()
     draft = draft_config(config, overrides)
     memory = memory_report(draft, gpu_memory_gib)
-    problems = [*preflight(draft, redis_url=_redis_url()), *memory.problems]
+    problems = [*preflight(draft, redis_url=redis_url()), *memory.problems]
     print_problems(console, problems)
     for line in memory.lines:
         console.print(Text(line))
@@ -48,7 +48,7 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     console, complaints = make_console(), make_console(stderr=True)
     resume = None if resume is None else resume.absolute()
     draft = _draft(config, overrides, resume)
-    problems = preflight(draft, redis_url=_redis_url(), resume=resume)
+    problems = preflight(draft, redis_url=redis_url(), resume=resume)
     print_problems(complaints, problems)
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
@@ -141,7 +141,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
         write_bytes_atomic(run_dir / name, content)
     if resume is None:
         note_model(run_dir, ModelSpec.from_folder(config.model.path))
-    return RunRequest(config=config, run_dir=run_dir, redis_url=_redis_url_with_files(), resume=resume is not None)
+    return RunRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=resume is not None)
 
 
 def _run(request: "RunRequest", console: Console) -> int:
@@ -171,13 +171,14 @@ def _run(request: "RunRequest", console: Console) -> int:
     return outcome.code
 
 
-def _redis_url() -> str | None:
+def redis_url() -> str | None:
+    """Return REDIS_URL; None: it is not set."""
     return os.environ.get("REDIS_URL") or None
 
 
-def _redis_url_with_files() -> str | None:
+def redis_url_with_files() -> str | None:
     """Add the TLS files to REDIS_URL. Raises: ConfigError: they do not belong to such a URL."""
     from servicekit.redis.client import with_tls_files
 
-    url = _redis_url()
+    url = redis_url()
     return None if url is None else with_tls_files(url, os.environ)

@@ -208,6 +208,7 @@ class _Replica:
             on_state,
             metrics.sync.observe_reports,
             metrics.sync.observe_outcome,
+            seeded=rollout.serve_model,
         )
         servicer = RolloutServicer(
             name=self._name,

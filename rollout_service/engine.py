@@ -17,22 +17,35 @@ class Finish(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are sampled. temperature 0 is greedy; top_k -1 and top_p 1 keep the full distribution."""
+    """How tokens are sampled. temperature 0 is greedy; top_k -1, top_p 1 and min_p 0 keep the full distribution.
+
+    Attributes:
+        repetition_penalty: divides positive logits of tokens that have occurred, multiplies negative ones; 1: none.
+        stop: texts that end a completion; their tokens belong to it.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """One prompt and the number of completions asked for."""
+    """One prompt and the number of completions asked for.
+
+    Attributes:
+        seed: of its completions, which differ in spite of it; None: random.
+    """
 
     group_id: str
     prompt_ids: list[int]
     num_completions: int
+    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +78,15 @@ class FinishedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """Limits of a request, in tokens; longest_request counts prompt and completion together."""
+    """Limits of a request, in tokens; longest_request counts prompt and completion together.
+
+    Attributes:
+        why_no_stop: why stop strings cannot be found; "": they can.
+    """
 
     vocab_size: int
     longest_request: int
+    why_no_stop: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,18 +52,34 @@ def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling
             f"sampling.max_new_tokens is {sampling.max_new_tokens}; it must be from 1 to {limits.longest_request - 1}, "
             "since prompt and completion share the context"
         )
-    for index, token in enumerate(sampling.stop_token_ids):
-        if token >= limits.vocab_size:
-            raise InvalidRequest(
-                f"sampling.stop_token_ids[{index}] is {token}; the vocabulary has {limits.vocab_size} tokens"
-            )
+    _check_stop(sampling, limits)
     return SamplingSettings(
         temperature=temperature,
         top_p=top_p,
         top_k=sampling.top_k,
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
+        min_p=sampling.min_p,
+        # 0: a client that does not know of it.
+        repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty > 0 else 1.0,
+        stop=tuple(sampling.stop),
     )
+
+
+def _check_stop(sampling: pb.SamplingParams, limits: EngineLimits) -> None:
+    """Check what ends a completion. Raises: InvalidRequest."""
+    for index, token in enumerate(sampling.stop_token_ids):
+        if token >= limits.vocab_size:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids[{index}] is {token}; the vocabulary has {limits.vocab_size} tokens"
+            )
+    if "" in sampling.stop:
+        raise InvalidRequest(f"sampling.stop[{list(sampling.stop).index('')}] is empty; every text would match it")
+    if sampling.stop and limits.why_no_stop:
+        raise InvalidRequest(
+            f"sampling.stop is {list(sampling.stop)}, but this replica cannot read text: {limits.why_no_stop}; put "
+            "tokenizer.json there (model.path, model.tokenizer_path), or use stop_token_ids"
+        )
 
 
 def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, limits: EngineLimits) -> GroupRequest:
@@ -87,7 +103,12 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
             f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} tokens; "
             f"at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
         )
-    return GroupRequest(group_id=group.group_id, prompt_ids=prompt_ids, num_completions=group.num_completions)
+    return GroupRequest(
+        group_id=group.group_id,
+        prompt_ids=prompt_ids,
+        num_completions=group.num_completions,
+        seed=group.seed if group.HasField("seed") else None,
+    )
 
 
 def _check_distinct(groups: list[GroupRequest]) -> None:

@@ -27,6 +27,11 @@ _NOT_SUPPORTED: dict[str, str] = {
         "activations are not recomputed: leave it out; trainer.max_tokens_per_micro_batch bounds their memory",
     ),
     **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "not for training: the trainer's log-probs would not be those of the distribution that was sampled "
+        "(docs/numerics.md); leave it out, see grpo.temperature",
+    ),
+    **dict.fromkeys(
         ("lora_rank", "lora_alpha", "lora", "use_lora", "peft_config", "use_peft"),
         "all weights are trained, there is no LoRA: leave it out",
     ),
@@ -37,10 +42,6 @@ _NOT_SUPPORTED: dict[str, str] = {
     **dict.fromkeys(
         ("epochs", "num_epochs", "total_epochs", "num_train_epochs"),
         "a run's length is run.iterations, each of grpo.prompts_per_iteration prompts; the data is repeated as needed",
-    ),
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "completions are sampled from the whole distribution: leave it out; see grpo.temperature",
     ),
 }
 # Other trainers' names of a setting -> its key.
@@ -59,6 +60,10 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("micro_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
                     "trainer.max_tokens_per_micro_batch"),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
+    **dict.fromkeys(("eval_sets", "eval_datasets", "evals"), "evaluation.sets"),
+    **dict.fromkeys(("metric_for_best_model", "best_metric"), "evaluation.best"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "grpo.stop"),
+    **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),
     **dict.fromkeys(("report_to", "logger", "wandb", "tensorboard", "mlflow", "wandb_project", "project_name"),
                     "trackers"),
     **dict.fromkeys(("ppo_epochs", "num_iterations", "mu"), "grpo.updates_per_iteration"),
@@ -97,6 +102,11 @@ def sections() -> dict[str, type[Section]]:
 def kinds(section: str) -> Mapping[str, type[Section]]:
     """Return the models of a list's entries by `kind`; empty for other sections."""
     return LISTED[section][1] if section in LISTED else {}
+
+
+def has_default_kind(section: str) -> bool:
+    """Whether an entry of a list may leave its `kind` out."""
+    return any(not model.model_fields["kind"].is_required() for model in kinds(section).values())
 
 
 def split(key: str) -> tuple[str, str]:

@@ -124,9 +124,9 @@ def _merge(source: YamlSource, path: Path | None) -> tuple[dict[str, Any], dict[
     lines = dict(source.lines)
     for section, content in source.values.items():
         if isinstance(content, list) and len(content) == 1 and section in LISTED:
-            content, first = content[0], f"{section}[0]"
+            first = f"{section}[0]"
             lines |= {section + key.removeprefix(first): line for key, line in lines.items() if key.startswith(first)}
-        values[section] = _with_absolute_paths(section, content, base)
+        values[section] = _with_absolute_paths(section, _plain(section, content), base)
     return values, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
@@ -137,10 +137,11 @@ def _override(
     for override in overrides:
         name = override.section
         if not override.field:
-            values[name] = _with_absolute_paths(name, override.value, Path.cwd())
-            origins[name] = f"--set {override.text}"
+            _replace(values, origins, override)
             continue
-        section = values.setdefault(name, {})
+        if values.get(name) in (None, []):
+            values[name] = {}
+        section = values[name]
         if isinstance(section, list) and override.index is None:
             which = f"say which, e.g. {name}.0.{override.field}"
             yield _not_there(override, f"the file has a list of {len(section)}", which)
@@ -156,6 +157,26 @@ def _override(
             given = {override.field: override.value}
             entries[place].update(_with_absolute_paths(name, given, Path.cwd()))
             origins[f"{entry}.{override.field}"] = f"--set {override.text}"
+
+
+def _plain(section: str, content: Any) -> Any:
+    """Return a list's raw content in its plainest form: a text as the entry of that kind, one entry by itself."""
+    if section not in LISTED:
+        return content
+    if isinstance(content, list) and len(content) != 1:
+        return [_plain(section, entry) for entry in content]
+    entry = content[0] if isinstance(content, list) else content
+    return {"kind": entry} if isinstance(entry, str) else entry
+
+
+def _replace(values: dict[str, Any], origins: dict[str, str], override: Override) -> None:
+    """Put an option's list in place of the file's."""
+    name = override.section
+    for key in [key for key in origins if keys.split(key)[0] == name]:
+        del origins[key]
+    values[name] = _with_absolute_paths(name, _plain(name, override.value), Path.cwd())
+    places = range(len(values[name])) if isinstance(values[name], list) else ()
+    origins |= dict.fromkeys([name, *(f"{name}[{place}]" for place in places)], f"--set {override.text}")
 
 
 def _forget_other_kinds(section: str, kind: str, given: dict[str, Any], entry: str, origins: Mapping[str, str]) -> None:
@@ -179,16 +200,13 @@ def _not_there(override: Override, message: str, suggestion: str) -> ConfigProbl
 
 
 def _with_absolute_paths(section: str, content: Any, base: Path) -> Any:
-    """Copy a section's raw content with absolute paths; an empty section is one without keys.
-
-    In a section that may be a list, a word is the kind of an entry without other keys.
-    """
+    """Copy a section's raw content with absolute paths; an empty section is one without keys, or without entries."""
     if isinstance(content, list) and section in LISTED:
         return [_with_absolute_paths(section, entry, base) for entry in content]
-    if isinstance(content, str) and section in LISTED:
-        return {"kind": content}
+    if content is None:
+        return [] if section in LISTED and not keys.has_default_kind(section) else {}
     if not isinstance(content, dict):
-        return {} if content is None else content
+        return content
     result = dict(content)
     for name, value in content.items():
         key = f"{section}.{name}"
@@ -221,10 +239,14 @@ def _anchored(config: RunConfig) -> RunConfig:
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the value at `section[.key]`, which a location may lie within; empty a list's entry, keeping its place."""
+    """Remove the value at `section[.key]`, which a location may lie within.
+
+    A list's entry is emptied, which keeps the others' places, or the whole list removed if entries need a kind.
+    """
     section = location[0]
     entries = values.get(str(section))
-    if section in LISTED and isinstance(entries, list) and len(location) > 1:
+    may_be_empty = keys.has_default_kind(str(section))
+    if may_be_empty and isinstance(entries, list) and len(location) > 1:
         entries[int(location[1])] = {}
     elif len(location) == 1 or section in LISTED or not isinstance(entries, dict):
         values.pop(section, None)  # type: ignore[arg-type]

@@ -22,6 +22,9 @@ _TYPE = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
     "path_type": "must be a path",
     "is_instance_of": "must be a path",
     "model_type": "must be a section with keys",
@@ -91,8 +94,8 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
         return context["message"], context["suggestion"]
     if kind == "extra_forbidden":
         return _unknown(section, field, _kind(detail))
-    if kind == "union_tag_invalid":
-        return f"must be one of {context['expected_tags']}", _closest(context["tag"], context["expected_tags"])
+    if kind == "union_tag_invalid" or (kind == "union_tag_not_found" and isinstance(detail["input"], Mapping)):
+        return _explain_kind(section, detail)
     if kind == "missing":
         return "is missing and has no default", _how_to_add(key)
     if (key, kind) in _REASONS:
@@ -107,6 +110,13 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind == "string_pattern_mismatch":
         return "must be at most 63 letters, digits, '.', '_' and '-', and start with a letter or digit", ""
     return _TYPE.get(kind, detail["msg"]), _type_hint(key, kind, detail["input"])
+
+
+def _explain_kind(section: str, detail: ErrorDetails) -> tuple[str, str]:
+    context = detail.get("ctx", {})
+    if detail["type"] == "union_tag_not_found":
+        return "has no kind", f"add `kind:` with one of {', '.join(keys.kinds(section))}"
+    return f"must be one of {context['expected_tags']}", _closest(context["tag"], context["expected_tags"])
 
 
 def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Parses `--set section.key=value` options; `section.0.key` is the key of a list's first entry."""
+"""Parses `--set section.key=value` options; of a list, `section.0.key` is in the first entry and `section` all."""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +16,12 @@ from tandem_config.yaml_source import parse_scalar
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """A parsed `--set` option; `text` is the option as written, `index` the place in a list, if it says one.
+    """A parsed `--set` option.
 
-    `field` is "" if the value is a whole section that may be a list: `trackers=[tensorboard]`.
+    Attributes:
+        field: "" for a whole list (`trackers=[tensorboard]`).
+        text: the option as written.
+        index: the place in a list, if the option says one.
     """
 
     section: str
@@ -30,8 +33,6 @@ class Override:
     @property
     def key(self) -> str:
         """The dotted key."""
-        if not self.field:
-            return self.section
         return f"{self.section}.{self.field}" if self.index is None else f"{self.section}[{self.index}].{self.field}"
 
 
@@ -54,8 +55,8 @@ def _parse(text: str) -> Override | ConfigProblem:
     if not equals:
         return _problem(text, key, "", "has no '='", f"write --set {key or 'section.key'}=VALUE")
     section, index, field = _split(key)
-    if not field and index is None and keys.kinds(section):
-        return _override(text, section, None, "", raw)
+    if not field and keys.kinds(key):
+        return _override(text, key, None, "", raw)
     if not field:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
@@ -69,12 +70,12 @@ def _parse(text: str) -> Override | ConfigProblem:
 
 
 def _override(text: str, section: str, index: int | None, field: str, raw: str) -> Override | ConfigProblem:
-    key = f"{section}.{field}" if field else section
     try:
-        value = _value(key, raw) if field else parse_scalar(raw)
+        value = _value(f"{section}.{field}", raw) if field else parse_scalar(raw)
         return Override(section=section, index=index, field=field, value=value, text=text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not valid YAML"
+        key = text.partition("=")[0].strip()
         return _problem(text, key, raw, f"the value is not valid YAML: {reason}", "quote it, e.g. --set 'a.b=\"text\"'")
 
 

@@ -31,6 +31,8 @@ def written(key: str, value: Any) -> Any:
     """Return a validated value as plain data, with absolute paths, that loads to an equal value."""
     if key in ("data.train", "data.heldout") and value is not None:
         return _written_sources(value)
+    if key == "evaluation.sets":
+        return [entry | {"data": _written_sources(entry["data"])} for entry in value]
     return str(absolute(value)) if isinstance(value, Path) else value
 
 
@@ -73,6 +75,15 @@ def _sources(value: Any, base: Path) -> Any:
     return _text(value, base)
 
 
+def _sets(value: Any, base: Path) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [
+        {**entry, "data": _sources(entry["data"], base)} if isinstance(entry, Mapping) and "data" in entry else entry
+        for entry in value
+    ]
+
+
 def _written_sources(sources: tuple[dict[str, Any], ...]) -> Any:
     """Write sources in their shortest form: a path, a list of paths, a list of mappings."""
     entries = [
@@ -86,5 +97,6 @@ def _written_sources(sources: tuple[dict[str, Any], ...]) -> Any:
 _WITHIN: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _sources,
     "data.heldout": _sources,
+    "evaluation.sets": _sets,
     "data.chat_template": _template,
 }

@@ -13,9 +13,9 @@ from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
-from tandem_config.sections.reward_base import RewardSection
+from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
-from tandem_config.sections.run import ModelSection, RunSection
+from tandem_config.sections.run import HELDOUT, EvaluationSection, EvaluationSet, ModelSection, RunSection
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
@@ -34,6 +34,9 @@ __all__ = [
     "RolloutSection",
     "SyncSection",
     "FleetSection",
+    "HELDOUT",
+    "EvaluationSection",
+    "EvaluationSet",
     "SamplesSection",
 ]
 
@@ -50,6 +53,13 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""
+        sets = self.evaluation.sets
+        return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)
+
     samples: SamplesSection = Field(default_factory=SamplesSection)
     trackers: Trackers = Field(default_factory=tuple)
 

@@ -4,6 +4,7 @@
                                     coordinator.json   written by the coordinator
                                     complete.json      written last: without it the checkpoint is unfinished
                       damaged-step-00000016/           complete once, then found damaged, and skipped
+                      best.json                        which one is the best (evaluation.best)
 
 complete.json holds digests: its own, and of every file of the checkpoint that is not in a manifest.
 """
@@ -12,7 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ COMPLETE = "complete.json"
 COORDINATOR_FILE = "coordinator.json"
 TRAINER_FOLDER = "trainer"
 FOLDER = "checkpoints"
+BEST_FILE = "best.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = "damaged-"
 _FILES, _SELF = "files", "digest"
@@ -165,7 +167,7 @@ def choose(run_dir: Path, which: str) -> Sound:
     """Find a checkpoint for a user, and read every file of it to see that it is undamaged.
 
     Args:
-        which: "last" or an iteration.
+        which: "last", "best" or an iteration.
     Raises: ConfigError: there is none, or it is damaged; names those that there are.
     """
     if which == "last":
@@ -174,12 +176,17 @@ def choose(run_dir: Path, which: str) -> Sound:
             raise ConfigError(f"{run_dir} has no complete checkpoint yet")
         return sound
     there = dict(list_complete(run_dir))
+    if which == "best":
+        best = read_best(run_dir)
+        if best is None or best.iteration not in there:
+            raise ConfigError(f"{run_dir} has no best checkpoint (evaluation.best): give an iteration, {_those(there)}")
+        which = str(best.iteration)
     if not which.isdecimal():
-        raise ConfigError(f"there is no checkpoint {which!r}: give last or an iteration, {_those(there)}")
+        raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_those(there)}")
     folder = there.get(int(which))
     if folder is None:
         raise ConfigError(
-            f"{run_dir} has no checkpoint of iteration {which}: give last or an iteration, {_those(there)}"
+            f"{run_dir} has no checkpoint of iteration {which}: give last, best or an iteration, {_those(there)}"
         )
     damage = _damage(int(which), folder, deep=True)
     if damage is not None:
@@ -257,8 +264,44 @@ def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
     return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BestCheckpoint:
+    """The content of best.json: which checkpoint is the best, by which metric (evaluation.best)."""
+
+    iteration: int
+    policy_version: int
+    metric: str
+    value: float
+
+
+def read_best(run_dir: Path) -> BestCheckpoint | None:
+    """Read the mark of the best checkpoint; None if there is none that can be read."""
+    try:
+        return BestCheckpoint(**json.loads((run_dir / FOLDER / BEST_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def mark_best(run_dir: Path, best: BestCheckpoint | None, last_look: Callable[[], None] = nothing_more) -> bool:
+    """Mark the best checkpoint, durably, if it is complete; without a best one remove the mark.
+
+    Args:
+        last_look: as in write_bytes_atomic.
+    Returns: whether it is marked now.
+    """
+    path = run_dir / FOLDER / BEST_FILE
+    if best is None:
+        path.unlink(missing_ok=True)
+        return False
+    if best.iteration not in dict(list_complete(run_dir)):
+        return False
+    if best != read_best(run_dir):
+        write_json_atomic(path, asdict(best), last_look)
+    return True
+
+
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and unfinished ones older than the newest.
+    """Remove all but the best and the `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
     An unfinished folder newer than every complete one stays: it is being written.
 
@@ -269,7 +312,9 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     complete = list_complete(run_dir)
     if not complete:
         return []
-    kept = {folder for _, folder in complete[-keep:]}
+    best = read_best(run_dir)
+    kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
+    kept |= {folder for _, folder in complete[-keep:]}
     newest = complete[-1][0]
     removed = [folder for iteration, folder in _list_all(run_dir) if iteration <= newest and folder not in kept]
     for folder in removed:

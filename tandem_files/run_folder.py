@@ -20,6 +20,8 @@ from tandem_files.run_config import NEXT_CONFIG
 # The run so far, after every iteration; and the run in one object, when it is over.
 STATE_FILE = "state.json"
 SUMMARY_FILE = "summary.json"
+# The results of `tandem evaluate`.
+EVALUATION_FILE = "evaluation.json"
 _LOCK = ".lock"
 _NOTES = "launcher.json"
 _TOKEN = ".token"
@@ -167,6 +169,11 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """Read summary.json; None if the run has none (yet)."""
     return _read_object(run_dir / SUMMARY_FILE)
+
+
+def read_evaluation(folder: Path) -> dict[str, Any] | None:
+    """Read evaluation.json; None if there is none that can be read."""
+    return _read_object(folder / EVALUATION_FILE)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
@@ -43,7 +44,7 @@ class TextCodec:
         loaded.no_padding()
         loaded.no_truncation()
         _check_vocabulary(loaded, path, model)
-        return cls(loaded, stop_token_ids(model), folder)
+        return cls(loaded, stop_token_ids(model, _eos_of(loaded, folder)), folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, with the special tokens that the tokenizer's post-processor adds.
@@ -82,21 +83,39 @@ def _once(encoding: Encoding) -> list[int]:
     return ids[added:] if ids[added : 2 * added] == ids[:added] else ids
 
 
-def stop_token_ids(model: Path) -> tuple[int, ...]:
-    """Read the end-of-sequence ids of a model folder, ascending.
+def stop_token_ids(model: Path, of_tokenizer: int | None = None) -> tuple[int, ...]:
+    """Read the ids that end a completion, ascending: those of generation_config.json, config.json and the tokenizer.
 
-    From generation_config.json if it has any, else from config.json.
+    They often differ: a base model's end of text, and the end of a turn that its chat model has learnt.
 
-    Raises: ValueError: neither file has one.
+    Args:
+        of_tokenizer: the tokenizer's end of sequence.
+    Raises: ValueError: none of them has one.
     """
+    found = set() if of_tokenizer is None else {of_tokenizer}
     for name in ("generation_config.json", "config.json"):
-        path = model / name
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if value is not None:
-            return tuple(sorted({value} if isinstance(value, int) else set(value)))
-    raise ValueError(
-        f"{model}: neither generation_config.json nor config.json has eos_token_id, so completions never end"
-    )
+        value = _read_object(model / name).get("eos_token_id")
+        found |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    if not found:
+        raise ValueError(
+            f"{model}: neither generation_config.json nor config.json has eos_token_id, and tokenizer_config.json no "
+            "eos_token, so completions never end"
+        )
+    return tuple(sorted(found))
+
+
+def _eos_of(tokenizer: Tokenizer, folder: Path) -> int | None:
+    """Find the id of tokenizer_config.json's `eos_token`, which is a string or the object of an added token."""
+    token = _read_object(folder / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    found: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _check_vocabulary(tokenizer: Tokenizer, path: Path, model: Path) -> None:

@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
@@ -17,6 +18,7 @@ from tandem_config.keys import kinds, note_of, sections
 from tandem_config.schema import Section
 from tandem_config.sections.data import DataSource
 from tandem_config.sections.reward import CodeReference
+from tandem_config.sections.run import EvaluationSet
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "configuration.md"
@@ -46,7 +48,21 @@ def _section(name: str, model: type[Section]) -> str:
     if kinds(name):
         return _kinds(name)
     rows = [f"| `{key}` | {_setting(field)}" for key, field in model.model_fields.items()]
-    return _table(f"key | {_SETTING}", rows)
+    entries = [_entries(name, key) for key, field in model.model_fields.items() if _holds_sets(field)]
+    return "\n\n".join([_table(f"key | {_SETTING}", rows), *entries])
+
+
+def _holds_sets(field: FieldInfo) -> bool:
+    return typing.get_args(field.annotation)[:1] == (EvaluationSet,)
+
+
+def _entries(section: str, key: str) -> str:
+    """Describe the entries of a list of evaluation sets."""
+    rows = [
+        f"| `{name}` | {type_text(entry)} | {default_text(entry)} | {_cell(entry.description)} |"
+        for name, entry in EvaluationSet.model_fields.items()
+    ]
+    return f"An entry of `{section}.{key}`:\n\n{_table('key | type | default | what it is', rows)}"
 
 
 def _kinds(section: str) -> str:
@@ -102,14 +118,22 @@ def _type(annotation: Any, metadata: typing.Sequence[Any]) -> str:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         first, *_ = [member for member in typing.get_args(annotation) if member is not type(None)]
         return f"{_type(first, metadata)}, or null"
-    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
-        return "path, glob, or list"
     if typing.get_origin(annotation) is list:
         return f"list of {_type(typing.get_args(annotation)[0], [])}s"
-    if typing.get_origin(annotation) is dict:
+    if typing.get_origin(annotation) is tuple and typing.get_args(annotation)[0] is DataSource:
+        return "path, glob, or list"
+    if typing.get_origin(annotation) in (tuple, list):
+        return f"list of {_plural(_type(typing.get_args(annotation)[0], []))}"
+    if typing.get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
     names = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path", CodeReference: "string"}
     return " ".join([names[annotation], *_bounds(metadata)])
+
+
+def _plural(text: str) -> str:
+    """Put a type's name in the plural, before its bounds."""
+    name, _, bounds = text.partition(" ")
+    return f"{name}s {bounds}".strip()
 
 
 def _bounds(metadata: typing.Sequence[Any]) -> list[str]:
@@ -130,6 +154,8 @@ def default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value in _EMPTY:
         return "null" if value is None else "unset"
+    if value == ():
+        return "`[]`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -25,6 +25,8 @@ log = get_logger(__name__)
 # Rows tokenized in one batch: they bound memory, and keep the tokenizer's threads busy.
 _BATCH_ROWS = 2048
 _BATCH_BYTES = 16 << 20
+# Rows whose columns are noted.
+_SEEN_ROWS = 1000
 # Overlong prompts that are kept for messages.
 _NAMED = 6
 # Between messages about a pass that takes long.
@@ -49,6 +51,8 @@ class Scan:
     longest_overlong: int = 0
     # Tokens of the longest prompt that is used.
     longest: int = 0
+    # Columns of the first rows, in their order.
+    columns: list[str] = field(default_factory=list)
     # A template has written prompts.
     rendered: bool = False
     # Of all files' bytes, in order.
@@ -122,6 +126,8 @@ class Scanner:
             if length is None:
                 continue
             sound.append((row, text))
+            if found.num_rows + len(sound) <= _SEEN_ROWS:
+                found.columns += [name for name in row.columns if name not in found.columns]
             if length > self.max_tokens:
                 self._note_overlong(found, file, row, length)
                 continue

@@ -209,6 +209,7 @@ class Dispatch:
                 group_id=group_id,
                 prompt_ids=self._prompts[group_id].token_ids,
                 num_completions=self._order.num_completions,
+                seed=self._order.group_seed(group_id),
             )
             for group_id in group_ids
         ]

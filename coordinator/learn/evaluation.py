@@ -1,36 +1,98 @@
-"""Held-out accuracy: one greedy completion per held-out prompt, scored like those of the training data."""
+"""Evaluations of the policy: completions of each set's prompts, scored like those of the training data."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 from coordinator.flow import Generation, Prompt, Scored
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
+from coordinator.learn.answers import answer_in
+from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
+from tandem_files.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsToEvaluate:
+    """A set of prompts, how they are sampled, and what is measured.
+
+    Attributes:
+        num_prompts: only the first n of the prompts; None: all.
+        measures: names as EvaluationSet.metrics yields them.
+        every: iterations between evaluations.
+    """
+
+    name: str
+    prompts: Iterable[Prompt]
+    num_prompts: int | None
+    num_samples: int
+    sampling: Sampling
+    measures: Sequence[str]
+    every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """An evaluation of the policy, with its samples."""
+
+    # Name of the evaluation set.
+    name: str
+    policy_version: int
+    generation: Generation
+    scored: Scored
+    # By name of the measure, e.g. `mean@1`.
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Measures the policy on held-out prompts.
+    """Measures the policy on sets of prompts.
 
     Attributes:
-        prompts: held-out prompts.
-        sampling: greedy, with the run's length limit and stop tokens.
+        right_from: evaluation.right_from.
+        seed: of the completions, the same in each evaluation; None: random.
     """
 
-    prompts: Iterable[Prompt]
+    sets: Sequence[PromptsToEvaluate]
     rollouts: Rollouts
+    # Generates while the trainer is at work.
+    rollouts_beside_training: Rollouts
     scorer: Scorer
-    sampling: Sampling
+    codec: TextCodec
+    right_from: float = 1.0
+    seed: int | None = None
 
-    async def score(self, policy_version: int) -> tuple[Generation, Scored]:
-        """Generate and score one completion of every held-out prompt.
+    def due(self, iteration: int) -> list[PromptsToEvaluate]:
+        """Return the sets that are evaluated after an iteration that is neither the first nor the last."""
+        return [asked for asked in self.sets if iteration % asked.every == 0]
 
-        Returns: the completions; [P, 1] scores and the accuracy.
+    async def evaluate(
+        self, sets: Sequence[PromptsToEvaluate], policy_version: int, *, beside_training: bool = False
+    ) -> list[Evaluated]:
+        """Generate and score completions of each set, one set after another.
 
+        Args:
+            beside_training: whether the trainer may be at work.
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
-        order = Order(policy_version=policy_version, num_completions=1, sampling=self.sampling)
-        groups = {f"eval.{prompt.name}": prompt for prompt in self.prompts}
-        generation = await self.rollouts.generate(groups, order)
-        return generation, await self.scorer.score(generation.groups)
+        rollouts = self.rollouts_beside_training if beside_training else self.rollouts
+        return [await self._evaluate(asked, policy_version, rollouts) for asked in sets]
+
+    async def _evaluate(self, asked: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> Evaluated:
+        order = Order(
+            policy_version=policy_version, num_completions=asked.num_samples, sampling=asked.sampling, seed=self.seed
+        )
+        prompts = islice(asked.prompts, asked.num_prompts)
+        groups = {f"eval.{asked.name}.{prompt.name}": prompt for prompt in prompts}
+        generation = await rollouts.generate(groups, order)
+        scored = await self.scorer.score(generation.groups)
+        texts = iter(self.codec.decode(c.token_ids for group in generation.groups for c in group.completions))
+        answers_PG = [[answer_in(next(texts)) for _ in group.completions] for group in generation.groups]
+        return Evaluated(
+            name=asked.name,
+            policy_version=policy_version,
+            generation=generation,
+            scored=scored,
+            estimates=estimates(asked.measures, scored.scores_PG, answers_PG, self.right_from),
+        )

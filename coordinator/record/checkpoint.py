@@ -8,26 +8,32 @@ checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, 
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
-from coordinator.record.state import RunState
+from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import ConfigError
+from servicekit.logs import get_logger
 from tandem_files.atomic import nothing_more
 from tandem_files.checkpoints import (
     COMPLETE,
     COORDINATOR_FILE,
     TRAINER_FOLDER,
+    BestCheckpoint,
     Sound,
     list_complete,
+    mark_best,
     mark_complete,
     newest_sound,
     prune,
     read_complete,
+    set_aside,
     step_folder,
 )
+
+log = get_logger(__name__)
 
 
 class Checkpointer:
@@ -73,6 +79,11 @@ class Checkpointer:
         await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, last_look)
         await check_lead()
         await asyncio.to_thread(self._mark, folder, state, last_look)
+
+    async def mark_best(self, best: BestPolicy | None, last_look: Callable[[], None] = nothing_more) -> None:
+        """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
+        trained = None if best is None or best.iteration == 0 else BestCheckpoint(**best.model_dump())
+        await asyncio.to_thread(mark_best, self._run_dir, trained, last_look)
 
     def _mark(self, folder: Path, state: RunState, last_look: Callable[[], None]) -> None:
         mark_complete(
@@ -122,3 +133,17 @@ def marks(run_dir: Path) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):  # pruned just now
             found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns
     return found
+
+
+def set_damaged_aside(sound: Sound) -> Iterator[tuple[str, str]]:
+    """Rename newer checkpoints that could not be used, so that later ones can be written.
+
+    Yields: what is wrong with each, and what was done about it.
+    """
+    for damage, complaint in zip(sound.stepped_over, sound.complaints(), strict=True):
+        try:
+            aside = set_aside(damage)
+        except OSError as error:  # it stays where it is, and the next resume skips it too
+            log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
+            aside = None
+        yield complaint, "" if aside is None else f"; it is kept as {aside.name}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from coordinator.flow import DataKey, Scored
+from coordinator.flow import Scored
 from coordinator.record.report import IterationRecord
 from servicekit.errors import Internal
 
@@ -50,23 +50,24 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
         yield "generate_retry", f"{calls} failed, and the groups were generated again: {why or 'see the log'}"
 
 
-def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+def score_remarks(where: str, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) of each warning about the scores of a batch.
 
     Args:
+        where: whose prompts they are of: `data.train`.
         known_rows: rows of that file that have been warned about; new ones are added.
     """
     if scored.num_errors:
         yield (
             "reward_error",
-            f"data.{data}: scoring failed for {scored.num_errors} completions, "
+            f"{where}: scoring failed for {scored.num_errors} completions, "
             + ("which are left out" if scored.num_missing else "which score 0")
             + f"; first: {scored.first_error}",
         )
     if scored.num_timeouts:
         yield (
             "reward_timeout",
-            f"data.{data}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, "
+            f"{where}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, "
             + ("which are left out" if scored.num_missing else "which count as wrong"),
         )
     new = sorted(set(scored.unreadable_rows) - known_rows)
@@ -75,6 +76,6 @@ def score_remarks(data: DataKey, scored: Scored, known_rows: set[int]) -> Iterat
         named = ", ".join(map(str, new[:_NAMED_ROWS])) + (", ..." if len(new) > _NAMED_ROWS else "")
         yield (
             "unreadable_answer",
-            f"data.{data}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
+            f"{where}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
             "(`tandem check` lists such rows)",
         )

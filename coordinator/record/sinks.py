@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.flow import Generation, Scored
+from coordinator.learn.evaluation import Evaluated
 from coordinator.record.report import IterationRecord
 from servicekit.logs import get_logger
 from tandem_files.metrics_file import Row
@@ -22,17 +22,6 @@ MAX_WAITING = 4
 CLOSE_TIMEOUT_S = 30.0
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """An evaluation of the policy, with its samples."""
-
-    # Name of the evaluation set.
-    name: str
-    policy_version: int
-    generation: Generation
-    scored: Scored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,18 @@ class DataOrder(BaseModel):
     settings: dict[str, str]
 
 
+class BestPolicy(BaseModel):
+    """The policy with the best evaluation so far."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric: str
+    value: float
+    # 0: the model that the run began with.
+    iteration: int
+    policy_version: int
+
+
 class RunState(BaseModel):
     """The state of the run; only the run changes it, between awaits."""
 
@@ -110,6 +122,11 @@ class RunState(BaseModel):
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None
+    # Columns `eval/...` of the evaluation before the first iteration, and the latest of each set.
+    baseline: dict[str, float | None] = Field(default_factory=dict)
+    evaluations: dict[str, float | None] = Field(default_factory=dict)
+    # By evaluation.best.
+    best: BestPolicy | None = None
     # Descriptions of checkpoints that were found damaged and skipped.
     damaged_checkpoints: list[str] = Field(default_factory=list)
     # Troubles of the training after the last iteration, as sentences (health.py).

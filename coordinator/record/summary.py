@@ -36,6 +36,11 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "initial_accuracy": state.initial_accuracy,
         "final_accuracy": state.last_accuracy,
         "best_accuracy": state.best_accuracy,
+        "evaluation": {
+            "initial": dict(state.baseline),
+            "final": dict(state.evaluations),
+            "best": None if state.best is None else state.best.model_dump(),
+        },
         "wall_s": state.wall_s,
         "generated_tokens": totals.generated_tokens,
         "trained_samples": totals.trained_samples,

@@ -98,6 +98,12 @@ LOGPROB_DIFF_LIMIT = LateGauge(
 INITIAL_ACCURACY = LateGauge(
     "tandem_heldout_initial_accuracy_ratio", "Held-out greedy accuracy before the first iteration."
 )
+EVALUATION = Gauge(
+    "tandem_evaluation", "Measures of the last evaluation of each set (mean@k, pass@k, maj@k).", ["set", "measure"]
+)
+EVALUATION_VERSION = Gauge(
+    "tandem_evaluation_policy_version", "Policy version of the last evaluation of each set.", ["set"]
+)
 EVICTIONS = Counter(
     "tandem_replica_evictions_total", "Pods of stuck replicas that were evicted (fleet.kind: kubernetes)."
 )
@@ -256,6 +262,13 @@ def observe_scores(data: DataKey, scored: Scored) -> None:
         if scores_S.size > 1:
             REWARD_SCORE_MEAN.labels(data=data, reward=name).set(float(scores_S.mean()))
             REWARD_SCORE_STD.labels(data=data, reward=name).set(float(scores_S.std(ddof=1)))
+
+
+def observe_evaluation(name: str, measures: Mapping[str, float], policy_version: int) -> None:
+    """Record an evaluation of the set `name`."""
+    for measure, value in measures.items():
+        EVALUATION.labels(set=name, measure=measure).set(value)
+    EVALUATION_VERSION.labels(set=name).set(policy_version)
 
 
 def observe_row(row: Mapping[str, float | int | None], parts: Mapping[str, float]) -> None:

@@ -1,6 +1,7 @@
 """The page's data as one JSON object: of a running run (snapshot.py), or of a run's folder (folder.py)."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,9 @@ CURVES = (
     ("iteration_s", "Iteration", "s"),
     ("sync_s", "Weight sync", "s"),
 )
+# Fields of rows that depend on the configuration: scores by reward, and measures of evaluation sets (`mean@4`).
+_OF_REWARD, _OF_SET = re.compile(r"reward/(.+)_mean"), re.compile(r"eval/(.+)/([a-z]+@\d+)")
+_MOST_FURTHER = 24
 # The curve that begins before the first iteration.
 _HELDOUT = "heldout_accuracy"
 _CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
@@ -86,7 +90,7 @@ class Picture:
             "current": {name: self.history.last(name) for name in _CURRENT},
             "initial_accuracy": self.initial_accuracy,
             "best_accuracy": self.best_accuracy,
-            "curves": [self._curve(name, title, unit) for name, title, unit in CURVES],
+            "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
             "iterations": [_parts(row) for row in list(rows)[-_ITERATIONS_SHOWN:]],
             "awaited": list(self.awaited),
             "arrived": dict(self.arrived),
@@ -102,6 +106,19 @@ class Picture:
         if start is not None:
             points = [(0.0, start), *points]
         return {"field": name, "title": title, "unit": unit, "points": points, "start": start}
+
+
+def further(names: Collection[str]) -> list[tuple[str, str, str]]:
+    """Find the fields of rows that are drawn beside CURVES, with titles and units.
+
+    >>> further({"reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"})
+    [('reward/format_mean', 'Reward: format', ''), ('reward/math_mean', 'Reward: math', ''), \
+('eval/aime/pass@8', 'aime: pass@8', '')]
+    """
+    ordered = sorted(names)
+    rewards = [(name, f"Reward: {found[1]}", "") for name in ordered if (found := _OF_REWARD.fullmatch(name))]
+    sets = [(name, f"{found[1]}: {found[2]}", "") for name in ordered if (found := _OF_SET.fullmatch(name))]
+    return [*rewards, *sets][:_MOST_FURTHER]
 
 
 def _parts(row: Row) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Reads the files that the run has written, so that it works the same during a run and afterwards.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import SampleHead, StoredSample, plain
+from tandem_files.samples.schema import SampleHead, StoredSample, mean_reward, plain
 
 # Groups of one answer, and samples of a group.
 _MOST_GROUPS, _MOST_SAMPLES = 20, 64
@@ -31,21 +32,32 @@ Members = list[tuple[int, SampleHead]]
 
 
 def _mean_reward(members: Members) -> float:
-    return float(np.mean([head.reward for _, head in members]))
+    mean = mean_reward(head for _, head in members)
+    return 0.0 if mean is None else mean
+
+
+def _spread(members: Members) -> float:
+    rewards = [head.reward for _, head in members if head.reward is not None]
+    return float(np.std(rewards)) if rewards else 0.0
+
+
+def _reward_first(sign: float) -> Callable[[SampleHead], float]:
+    """Order by reward times `sign`; samples without one are the last in every order."""
+    return lambda head: math.inf if head.reward is None else sign * head.reward
 
 
 _GROUP_ORDERS: dict[str, Callable[[Members], float]] = {
     "worst": _mean_reward,
     "best": lambda members: -_mean_reward(members),
-    "mixed": lambda members: -float(np.std([head.reward for _, head in members])),
+    "mixed": lambda members: -_spread(members),
     "longest": lambda members: -float(np.mean([head.num_tokens for _, head in members])),
     "shortest": lambda members: float(np.mean([head.num_tokens for _, head in members])),
     "order": lambda members: members[0][0],
 }
 _SAMPLE_ORDERS: dict[str, Callable[[SampleHead], float]] = {
-    "worst": lambda head: head.reward,
-    "best": lambda head: -head.reward,
-    "mixed": lambda head: -head.reward,
+    "worst": _reward_first(1.0),
+    "best": _reward_first(-1.0),
+    "mixed": _reward_first(-1.0),
     "longest": lambda head: -head.num_tokens,
     "shortest": lambda head: head.num_tokens,
     "order": lambda head: head.sample,
@@ -162,7 +174,6 @@ def _grouped(heads: Sequence[SampleHead]) -> list[Members]:
 def _group(samples: Sequence[StoredSample], members: Members, limit: int) -> dict[str, Any]:
     """Describe a group by the samples that are shown and all its members."""
     first = samples[0]
-    rewards = [head.reward for _, head in members]
     return {
         "group_id": first.group_id,
         "kind": first.kind,
@@ -170,7 +181,7 @@ def _group(samples: Sequence[StoredSample], members: Members, limit: int) -> dic
         "row": first.row,
         "prompt": shortened(first.prompt, limit),
         "answer": shortened(first.answer, limit),
-        "reward_mean": float(np.mean(rewards)),
+        "reward_mean": mean_reward(head for _, head in members),
         "num_samples": len(members),
         "samples": [_sample(sample, limit) for sample in samples],
     }

@@ -16,7 +16,7 @@ from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_sound, read_complete
-from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import busy_message, is_locked
 from trainer_service.identity import differences, identity

@@ -20,13 +20,14 @@ _CHARACTERS = 400
 def check_trackers(config: RunConfig) -> Iterator[ConfigProblem]:
     """Check each tracker. A server that does not answer is a warning: it may be back when the first iteration ends."""
     for place, tracker in enumerate(config.trackers):
-        yield from _check("trackers" if len(config.trackers) == 1 else f"trackers[{place}]", tracker)
+        key = "trackers" if len(config.trackers) == 1 else f"trackers[{place}]"
+        yield from _check(key, tracker)
 
 
 def _check(key: str, tracker: Tracker) -> Iterator[ConfigProblem]:
     if importlib.util.find_spec(tracker.kind) is None:
         yield ConfigProblem(
-            key=f"{key}.kind",
+            key=key,
             value=tracker.kind,
             message=f"the Python package {tracker.kind} is not installed",
             suggestion=_INSTALL,

@@ -32,15 +32,16 @@ def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = _D
     return [part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1"]
 
 
-def plan_devices(config: RunConfig, gpus: list[str]) -> DevicePlan:
+def plan_devices(config: RunConfig, gpus: list[str], *, trainer_ranks: int | None = None) -> DevicePlan:
     """Assign a GPU to every trainer rank, then `tensor_parallel` to every replica, in order.
 
     Two ranks never share a GPU: NCCL refuses that.
 
     Args:
         gpus: ids as from `visible_gpus`.
+        trainer_ranks: None: those of the configuration.
     """
-    ranks = trainer_world_size(config)
+    ranks = trainer_world_size(config) if trainer_ranks is None else trainer_ranks
     width, replicas = config.rollout.tensor_parallel, config.rollout.replicas
     needed = ranks + width * replicas
     if len(gpus) < needed:

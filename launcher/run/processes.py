@@ -11,6 +11,7 @@ from servicekit.redis.records import COORDINATOR
 from servicekit.security.run_token import VARIABLE
 from tandem_config.schema import RunConfig
 
+EVALUATOR = "evaluator"
 # Stop order: the coordinator first, so that no service gets new work while it stops.
 _SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
 # The coordinator's is added to run.stop_timeout_s, in which it saves what is finished.
@@ -68,6 +69,20 @@ def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> li
     trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
     rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
     return [*trainers, *rollouts, _coordinator(config, launch)]
+
+
+def plan_evaluation(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
+    """Plan the replicas of `tandem evaluate`, and the process that evaluates with them."""
+    rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
+    evaluator = ProcessSpec(
+        name=EVALUATOR,
+        command=_module(launch, "coordinator.standalone", resume=False),
+        log=launch.run_dir / "logs" / f"{EVALUATOR}.log",
+        stage=_COORDINATOR_STAGE,
+        env={**launch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+        grace_s=_SERVICE_GRACE_S,
+    )
+    return [*rollouts, evaluator]
 
 
 def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePlan) -> ProcessSpec:

@@ -135,8 +135,9 @@ def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
         view.warning(event.message)
     elif event.kind == pb.EVENT_KIND_PROGRESS:
         view.doing(event.message)
-    elif event.kind == pb.EVENT_KIND_EVALUATION and not event.values.get("iteration"):
-        # Later evaluations are a column of their iteration's line.
-        view.say(event.message)
+    elif event.kind == pb.EVENT_KIND_EVALUATION:
+        # After the first one the held-out accuracy is a column of its iteration's line.
+        if not event.values.get("iteration") or "heldout_accuracy" not in event.values:
+            view.say(event.message)
     elif event.kind == pb.EVENT_KIND_STATE:
         view.say(event.message, "bold")

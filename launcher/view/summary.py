@@ -1,6 +1,6 @@
 """The closing summary of a run, from summary.json and metrics.jsonl."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ def summary_lines(
     sync = summary.get("weight_sync") or {}
     candidates = [
         ("held-out accuracy", _accuracy(summary)),
+        *((f"{name}, {measure}", text) for name, measure, text in _evaluations(summary)),
+        ("best policy", _best(summary)),
         ("iterations", _number(summary, "iterations", ".0f")),
         ("wall time", _number(summary, "wall_s", ".1f", " s")),
         ("generated tokens", _number(summary, "generated_tokens", ",.0f")),
@@ -60,6 +62,25 @@ def _number(values: Mapping[str, Any], key: str, form: str, unit: str = "") -> s
 def _accuracy(summary: Mapping[str, Any]) -> str:
     before, after = summary.get("initial_accuracy"), summary.get("final_accuracy")
     return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
+
+
+def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield set, measure, and how it has changed, without the held-out accuracy."""
+    evaluation = summary.get("evaluation") or {}
+    before = evaluation.get("initial") or {}
+    for column, after in (evaluation.get("final") or {}).items():
+        name, _, measure = column.removeprefix("eval/").rpartition("/")
+        if "@" in measure and "_" not in measure and name != "heldout" and after is not None:
+            start = before.get(column)
+            yield name, measure, f"{after:.3f}" if start is None else f"{start:.3f} -> {after:.3f}"
+
+
+def _best(summary: Mapping[str, Any]) -> str:
+    best = (summary.get("evaluation") or {}).get("best")
+    if best is None:
+        return ""
+    place = f"after iteration {best['iteration']}" if best["iteration"] else "before the training"
+    return f"{place}: {best['metric']} {best['value']:.3f}"
 
 
 def _sync(sync: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from rollout_service.engine import Finish, FinishedGroup, GroupRequest, SampledCompletion, SamplingSettings, Span
+from rollout_service.sglang_engine.scheduler.seeds import request_seed
+from rollout_service.sglang_engine.scheduler.stops import watch_for
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
@@ -30,6 +32,12 @@ class _Countdown:
         self.states: list[Any] = []
         self._left = group.num_completions
         self._whole = whole
+
+    def add(self, state: Any) -> int | None:
+        """Add the state of the next completion's request. Returns: its seed."""
+        seed = self.group.seed
+        self.states.append(state)
+        return None if seed is None else request_seed(seed, len(self.states) - 1)
 
     def set(self) -> None:
         self._left -= 1
@@ -86,11 +94,15 @@ class GroupTokenizerManager(TokenizerManager):
         request = _batch_request(message, sampling, cache_key, prefix)
         request.normalize_batch_and_arguments()
         self._init_req_state(request)
+        seeds = []
         for rid, countdown in zip(request.rid, message.values(), strict=True):
             states[rid] = state = self.rid_to_state[rid]
             state.event = countdown
-            countdown.states.append(state)
+            seeds.append(countdown.add(state))
         tokenized = await self._batch_tokenize_and_process(request.batch_size, request)
+        for one, seed in zip(tokenized, seeds, strict=True):
+            one.sampling_params.sampling_seed = seed
+            watch_for(one.sampling_params, sampling.stop)
         await self._send_batch_request(tokenized)
 
     def _abort_all(self, prefix: str, states: dict[str, Any]) -> None:
@@ -121,6 +133,8 @@ def _batch_request(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
         },

@@ -7,8 +7,10 @@ from typing import Any
 
 from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, GroupRequest, SamplingSettings
 from rollout_service.hosts.host_ranks import HostRanks
-from rollout_service.sglang_engine.flips import cache_key
 from rollout_service.sglang_engine.host import SglangProcesses
+from rollout_service.sglang_engine.options import tokenizer_folder
+from rollout_service.sglang_engine.scheduler.flips import cache_key
+from rollout_service.sglang_engine.scheduler.stops import TOKENIZER_FILE
 from tandem_config.schema import RunConfig
 
 # A control call takes milliseconds; an engine that is silent for longer is lost.
@@ -45,6 +47,7 @@ class SglangEngine:
         self.rank_addresses = self._processes.rank_addresses
         self._name = name
         self._on_terminate = on_terminate
+        self._tokenizer = tokenizer_folder(config) / TOKENIZER_FILE
         self._manager: Any = None
         self._policy_version = 0
         self._cache_prefixes = True
@@ -86,6 +89,7 @@ class SglangEngine:
             longest_request=longest_request(
                 self._manager.context_len, info["max_total_num_tokens"], engine.server_args.resolved_dict()["page_size"]
             ),
+            why_no_stop="" if self._tokenizer.is_file() else f"{self._tokenizer} does not exist",
         )
 
     def generate(

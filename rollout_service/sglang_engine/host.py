@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import refuse_environment
-from rollout_service.sglang_engine.options import engine_arguments, engine_environment
+from rollout_service.sglang_engine.options import engine_arguments, engine_environment, tokenizer_folder
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
@@ -64,6 +64,7 @@ class SglangProcesses:
             dir=str(self._folder),
             replica=name,
             model=str(config.model.path),
+            tokenizer=str(tokenizer_folder(config)),
             redis_url=redis_url,
             group=group,
             host=host,

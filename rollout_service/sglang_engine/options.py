@@ -29,7 +29,8 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
-        "load_format": "dummy",  # the first sync writes the weights
+        # Dummy: the first sync writes the weights.
+        "load_format": "auto" if rollout.serve_model else "dummy",
         "skip_tokenizer_init": True,
         "tp_size": rollout.tensor_parallel,
         "ep_size": rollout.expert_parallel,
@@ -72,6 +73,11 @@ def longest_prompt(config: RunConfig) -> int:
     """Return the length of the longest possible prompt, in tokens."""
     context = config.rollout.context_length
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
+
+
+def tokenizer_folder(config: RunConfig) -> Path:
+    """Return the folder in which tokenizer.json should be."""
+    return config.model.path if config.model.tokenizer_path is None else config.model.tokenizer_path
 
 
 def engine_environment(

@@ -5,20 +5,25 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout_service.sglang_cpu.experts import leave_out_foreign_experts
-from rollout_service.sglang_engine.flips import read_last_result, rekey_waiting, skip_stand_in
 from rollout_service.sglang_engine.processes import bind_to_service
 from rollout_service.sglang_engine.rank_errors import remember_errors
 from rollout_service.sglang_engine.receiver import ReceiverSettings
+from rollout_service.sglang_engine.scheduler import seeds
+from rollout_service.sglang_engine.scheduler.flips import read_last_result, rekey_waiting, skip_stand_in
+from rollout_service.sglang_engine.scheduler.stops import give_stop_text
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 # SGLang's CPU path pads FFN and KV heads for AMX kernels. Tandem uses plain torch, with the same shapes as on a GPU.
 _CPU_PADDING = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _CPU_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SAMPLER = "sglang.srt.layers.sampler"
+_SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _kept: list[tuple[Any, Any, Any]] = []  # (member, server, device) of this rank, for its lifetime
 
@@ -41,6 +46,13 @@ def register() -> None:
     HookRegistry.register(f"{_SCHEDULER}.pause_generation", read_last_result, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", skip_stand_in, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", rekey_waiting, HookType.AFTER)
+    HookRegistry.register(
+        f"{_SCHEDULER}.init_tokenizer", partial(give_stop_text, folder=settings.tokenizer), HookType.AFTER
+    )
+    HookRegistry.register(f"{_SAMPLING_INFO}.from_schedule_batch", seeds.give_seeds, HookType.AFTER)
+    HookRegistry.register(f"{_SAMPLING_INFO}.merge_batch", seeds.all_or_none, HookType.BEFORE)
+    HookRegistry.register(f"{_SAMPLER}.sampling_from_probs_torch", seeds.draw_from_probs, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLER}.multinomial_with_seed", seeds.draw_from_logprobs, HookType.REPLACE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _freeze_start_up_objects, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", _leave, HookType.AFTER)
     HookRegistry.register(

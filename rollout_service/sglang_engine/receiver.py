@@ -25,6 +25,7 @@ class ReceiverSettings:
     dir: str  # folder of the sockets; short, a socket's path has at most 107 bytes
     replica: str
     model: str
+    tokenizer: str  # folder of tokenizer.json, for stop strings
     redis_url: str
     group: str
     host: str

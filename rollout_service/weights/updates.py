@@ -51,6 +51,7 @@ class WeightUpdates(RunsPhases):
         on_reports: called with the reports of every phase that was run (not for a repeated answer).
         on_outcome: called with (outcome, epoch) when a round ends here: committed, aborted (the old version is
             intact) or poisoned; before one of the latter two, mismatch if bytes were not those sent.
+        seeded: whether the engine has weights already, as version 0.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class WeightUpdates(RunsPhases):
         on_state: Callable[[pb.ReplicaState.ValueType, int], None] = lambda state, version: None,
         on_reports: Callable[[list[pb.PhaseReport]], None] = lambda reports: None,
         on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
+        *,
+        seeded: bool = False,
     ) -> None:
         self.policy_version = 0
         self._steps = RoundSteps(engine, ranks, pauses)
@@ -68,7 +71,7 @@ class WeightUpdates(RunsPhases):
         self._on_state = on_state
         self._on_reports = on_reports
         self._on_outcome = on_outcome
-        self._rest: pb.ReplicaState.ValueType = UNSEEDED
+        self._rest: pb.ReplicaState.ValueType = SERVING if seeded else UNSEEDED
         self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](lambda opened: ReplicaRound(message=opened))
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None

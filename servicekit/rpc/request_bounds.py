@@ -118,11 +118,15 @@ BOUNDS: Table = {
         "top_k": Number(low=-1, high=2**31 - 1),
         "max_new_tokens": Number(low=0, high=2**24),
         "stop_token_ids": Items(most=2**12, each=Number(low=0, high=2**31)),
+        "min_p": Number(low=0, high=1),
+        "repetition_penalty": Number(low=0, high=2),
+        "stop": Items(most=2**5, each=Text(longest=2**10, pattern=r"(?s).+")),  # any text, line breaks too
     },
     "tandem_api.rollout.v1.PromptGroup": {
         "group_id": _NAME,
         "prompt_ids": Items(most=2**24, each=None),  # rollout_service/sampling.py: the vocabulary's size
         "num_completions": Number(low=0, high=2**16),
+        "seed": Number(low=0, high=2**64),
     },
     "tandem_api.rollout.v1.GenerateGroupsRequest": {
         "groups": Items(most=2**16, each=SubMessage()),

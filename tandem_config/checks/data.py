@@ -6,17 +6,19 @@ from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
-from tandem_config.sections.reward_base import RewardSection
+from tandem_config.sections.rewards.base import RewardSection
+from tandem_config.sections.run import HELDOUT
 
 
-@check("run.target_accuracy", "data.heldout")
+@check("run.target_accuracy", "data.heldout", "evaluation.sets")
 def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
-    if config.run.target_accuracy is None or config.data.heldout is not None:
+    if config.run.target_accuracy is None or HELDOUT in [chosen.name for chosen in config.evaluation_sets()]:
         return None
     return ConfigProblem(
         key="run.target_accuracy",
         value=str(config.run.target_accuracy),
-        message="needs data.heldout: without it no accuracy is measured and the run would never stop early",
+        message=f"needs data.heldout, or a set in evaluation.sets that is called {HELDOUT}: without it no accuracy is "
+        "measured and the run would never stop early",
         suggestion="set data.heldout, or run.target_accuracy: null",
     )
 

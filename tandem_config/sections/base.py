@@ -1,8 +1,8 @@
 """The base class of sections, common ranges, and the unit and reason of a setting."""
 
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -11,6 +11,15 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 RoundSeconds = Annotated[float, Field(ge=0.001, le=86_400)]
 MessageMib = Annotated[float, Field(ge=2**-8, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _tuple_of(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+T = TypeVar("T")
+# A YAML list, immutable: values are validated strictly, which would refuse a list for a tuple.
+ListOf = Annotated[tuple[T, ...], BeforeValidator(_tuple_of)]
 
 
 def about(why: str, *, unit: str = "") -> JsonDict:

@@ -4,7 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
+
+# Bounded as in servicekit/rpc/request_bounds.py.
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class GrpoSection(Section):
@@ -37,6 +40,21 @@ class GrpoSection(Section):
         1.0,
         description="Sampling temperature; the trainer divides its logits by it too.",
         json_schema_extra=about("the policy itself is sampled, as the gradient assumes"),
+    )
+    stop_token_ids: ListOf[Annotated[int, Field(ge=0)]] = Field(
+        (),
+        description=(
+            "Tokens that end a completion, beside those of generation_config.json, config.json and the tokenizer."
+        ),
+        json_schema_extra=about("a model folder names its own ends"),
+    )
+    stop: Annotated[ListOf[StopText], Field(max_length=32)] = Field(
+        (),
+        description=(
+            "Texts that end a completion, e.g. ['</answer>']. Their tokens are trained too; the last one may hold more "
+            "text than the stop."
+        ),
+        json_schema_extra=about("a trained model ends by itself"),
     )
     advantage_std: Literal["group", "batch", "none"] = Field(
         "group",

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NewType, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationInfo, field_validator
 
 from tandem_config.sections.base import PositiveInt, about
-from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
-from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
+from tandem_config.sections.rewards.base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
+from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
 # `FILE.py:FUNCTION` or `package.module:FUNCTION`. Loading makes the file absolute.
 CodeReference = NewType("CodeReference", str)

@@ -66,6 +66,24 @@ class RolloutSection(Section):
         description="Share of GPU memory for weights and KV cache (GPUs only).",
         json_schema_extra=about("leaves a fifth for activations and the sync's buffers", unit="share, 0 to 1"),
     )
+    serve_model: bool = Field(
+        False,
+        description=(
+            "Load the model's own weights at the start and serve them as policy version 0, instead of waiting for the "
+            "trainer's. `tandem evaluate` sets it."
+        ),
+        json_schema_extra=about("in a run the first sync brings the weights, whatever the replica has"),
+    )
+    seeded: bool = Field(
+        False,
+        description=(
+            "Sample each completion with a seed made of run.seed, iteration, place and number: a run that is repeated "
+            "samples the same, up to rounding, whatever its replicas and their order."
+        ),
+        json_schema_extra=about(
+            "free on CPUs; on GPUs the hash of a large vocabulary costs part of a decode step, not measured yet"
+        ),
+    )
     generate_timeout_s: PositiveFloat = Field(
         1800.0,
         description="Seconds until a generate call is given up.",

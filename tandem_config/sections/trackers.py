@@ -1,4 +1,7 @@
-"""Experiment trackers that get each iteration's figures: the list `trackers`, one entry per tracker."""
+"""Experiment trackers that get each iteration's figures: a list of them.
+
+trackers: [tensorboard, {kind: wandb, project: sums}]
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints
 
 from tandem_config.sections.base import Section, about
-from tandem_config.sections.reward_base import wrong
 
 # W&B's own bounds on names, groups and tags.
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -15,28 +17,22 @@ _Tag = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class TrackerSection(Section):
-    """Where each iteration's figures go: a list of trackers, none by default (docs/monitoring.md).
+    """Experiment trackers that get each iteration's figures (docs/monitoring.md).
 
-    `trackers: [tensorboard, {kind: wandb, project: sums}]`; the name of a kind alone is an entry with its defaults.
+    A list, empty by default: `trackers: [tensorboard, {kind: wandb, project: sums}]`, `--set 'trackers=[tensorboard]'`.
     """
 
 
 class TensorboardTracker(TrackerSection):
-    """TensorBoard: event files in `<run>/tensorboard`; look at them with `tensorboard --logdir runs`."""
+    """TensorBoard: event files in the run's `tensorboard/`; look at them with `tensorboard --logdir runs`."""
 
-    kind: Literal["tensorboard"] = Field(
-        ...,
-        description="TensorBoard.",
-        json_schema_extra=about("each entry says which tracker it is"),
-    )
+    kind: Literal["tensorboard"] = Field(..., description="Kind of tracker.", json_schema_extra=about("chosen by name"))
 
 
 class WandbTracker(TrackerSection):
     """Weights & Biases, with the login that `wandb login` or `WANDB_API_KEY` gives."""
 
-    kind: Literal["wandb"] = Field(
-        ..., description="Weights & Biases.", json_schema_extra=about("each entry says which tracker it is")
-    )
+    kind: Literal["wandb"] = Field(..., description="Kind of tracker.", json_schema_extra=about("chosen by name"))
     project: _Name = Field(
         "tandem", description="Project of the run.", json_schema_extra=about("runs of several models side by side")
     )
@@ -66,9 +62,7 @@ class WandbTracker(TrackerSection):
 class MlflowTracker(TrackerSection):
     """MLflow, with the login of MLflow's own variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`, ...)."""
 
-    kind: Literal["mlflow"] = Field(
-        ..., description="MLflow.", json_schema_extra=about("each entry says which tracker it is")
-    )
+    kind: Literal["mlflow"] = Field(..., description="Kind of tracker.", json_schema_extra=about("chosen by name"))
     uri: str | None = Field(
         None,
         description="Tracking server, e.g. `http://mlflow:5000`; null: `MLFLOW_TRACKING_URI`.",
@@ -87,19 +81,11 @@ TRACKER_KINDS: Mapping[str, type[TrackerSection]] = {
 }
 
 
-def _entry(value: Any) -> Any:
-    """Check that an entry says its kind."""
-    if isinstance(value, TrackerSection) or (isinstance(value, Mapping) and "kind" in value):
-        return value
-    raise wrong("says no kind of tracker", "write e.g. `trackers: [tensorboard, {kind: wandb, project: my-project}]`")
-
-
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Turn a single entry into a list; an empty entry is none."""
-    entries = value if isinstance(value, list | tuple) else [value]
-    return tuple(entry for entry in entries if entry not in ({}, None))
+    """Return the entries of a list; one may stand alone, and null is none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-Trackers = Annotated[
-    tuple[Annotated[Tracker, Discriminator("kind"), BeforeValidator(_entry)], ...], BeforeValidator(_as_tuple)
-]
+Trackers = Annotated[tuple[Annotated[Tracker, Discriminator("kind")], ...], BeforeValidator(_as_tuple)]

@@ -1,7 +1,7 @@
 """The columns of stored samples, as Parquet has them and as Python objects. Adding columns breaks no reader."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -10,10 +10,12 @@ import pyarrow as pa
 # Samples of the training data; other kinds are the names of evaluation sets.
 TRAIN = "train"
 # What became of a sample in training: its tokens count in the loss; its group was left out, since all of its rewards
-# were equal; it was cut off by the length limit and counts in no loss; it belongs to an evaluation.
-TRAINED, DROPPED, MASKED, EVALUATED = "trained", "dropped", "masked", "evaluated"
+# were equal; it was cut off by the length limit and counts in no loss; it has no reward, since scoring it failed; it
+# belongs to an evaluation.
+TRAINED, DROPPED, MASKED, UNSCORED, EVALUATED = "trained", "dropped", "masked", "unscored", "evaluated"
 
-_SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
+# An element of version_spans: tokens of one version end before `end`, and in the text before `text_end`.
+SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int32()),
@@ -34,7 +36,7 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("use", pa.string()),
         ("policy_version", pa.int64()),
-        ("version_spans", pa.list_(_SPAN)),
+        ("version_spans", pa.list_(SPAN)),
         ("token_ids", pa.list_(pa.int32())),
     ],
     metadata={"tandem.samples": "1"},
@@ -54,14 +56,15 @@ class SampleHead:
     # The data file, and the 1-based line or row in it.
     source: str
     row: int
-    reward: float
+    # None: unscored.
+    reward: float | None
     # None: of an evaluation.
     advantage: float | None
     # Of the completion, the stop token included.
     num_tokens: int
     # stop, or length: cut off by the length limit.
     finish_reason: str
-    # TRAINED, DROPPED, MASKED or EVALUATED.
+    # TRAINED, DROPPED, MASKED, UNSCORED or EVALUATED.
     use: str
 
 
@@ -100,18 +103,25 @@ class StoredSample(SampleHead):
         return f"{self.group_id}#{self.sample}"
 
 
+def mean_reward(heads: Iterable[SampleHead]) -> float | None:
+    """Average the rewards of those that have one; None: none has."""
+    rewards = [head.reward for head in heads if head.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
 HEAD_COLUMNS = [column.name for column in fields(SampleHead)]
 
 
-def to_table(samples: Sequence[StoredSample]) -> pa.Table:
-    """Make the table of samples."""
-    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
-    columns["reward_parts"] = [list(sample.reward_parts.items()) for sample in samples]
-    columns["version_spans"] = [[_span(span) for span in sample.version_spans] for sample in samples]
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
-        if kind == pa.string():
-            columns[name] = [_storable(text) for text in columns[name]]
-    return pa.table(columns, schema=SCHEMA)
+def table_of(size: int, **columns: Any) -> pa.Table:
+    """Make a table of `size` samples from columns: Arrow or NumPy arrays, or lists; missing or None: null."""
+
+    def column(name: str, kind: pa.DataType) -> pa.Array:
+        values = columns.get(name)
+        if values is None:
+            return pa.nulls(size, kind)
+        return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
+
+    return pa.table([column(name, kind) for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)], schema=SCHEMA)
 
 
 def heads_of(table: pa.Table) -> list[SampleHead]:
@@ -142,10 +152,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _span(span: TextSpan) -> dict[str, int]:
-    return {"end": span.end, "text_end": span.text_end, "policy_version": span.policy_version}
-
-
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Replace lone surrogates, which a JSON row may have and UTF-8 has not."""
     return text.encode("utf-8", "replace").decode()

@@ -1,6 +1,7 @@
 """Dispatch of prompts over replicas, over real gRPC: balance, retries, budgets, malformed replies."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,22 @@ async def test_groups_come_back_in_order_from_balanced_calls() -> None:
     assert generation.engine_s == pytest.approx(0.010)
     request = fleet.rollout_services[0].requests[0]
     assert (request.sampling.top_p, request.sampling.top_k, list(request.sampling.stop_token_ids)) == (1.0, -1, [EOS])
+
+
+async def seeds_of(seed: int | None, prompts: dict[str, Prompt]) -> dict[str, int | None]:
+    async with fake_fleet() as fleet:
+        serving(fleet)
+        await rollouts_of(fleet).generate(prompts, replace(ORDER, seed=seed))
+    groups = [group for service in fleet.rollout_services for request in service.requests for group in request.groups]
+    return {group.group_id: group.seed if group.HasField("seed") else None for group in groups}
+
+
+async def test_seeds_depend_on_the_run_and_the_group_alone() -> None:
+    whole, few = await seeds_of(7, PROMPTS), await seeds_of(7, {name: PROMPTS[name] for name in ("g3", "g8")})
+    assert len(set(whole.values())) == len(PROMPTS)
+    assert few == {name: whole[name] for name in ("g3", "g8")}
+    assert not set((await seeds_of(8, PROMPTS)).values()) & set(whole.values())
+    assert set((await seeds_of(None, PROMPTS)).values()) == {None}
 
 
 async def test_calls_stay_below_the_replicas_limit() -> None:

@@ -390,7 +390,8 @@ async def test_held_out_completions_that_are_not_scored_are_counted_like_those_o
 
 OWN_REWARD = """
 import os, time
-def score(num_tokens, sample_id):
+def score(num_tokens, sample_id, columns, prompt):
+    assert columns["prompt"] == prompt
     where, _, number = sample_id.partition(".row")
     first = number.endswith("#0")
     if where == "i1.g0" and first: raise KeyError("odd sample")
@@ -423,7 +424,7 @@ async def test_own_rewards_that_fail_cost_their_samples_only(
     trained = [{name for chunk in step.chunks for name in chunk.sample_ids} for step in fleet.trainer_service.steps]
     assert [len(names) for names in trained] == [31, 31, 31, 32]
     assert not any(name.startswith("i1.g0.") and name.endswith("#0") for name in trained[0])
-    for why in ("KeyError: odd sample (own.py:6)", "took longer than timeout_s = 0.5 s", "exited with status 9"):
+    for why in ("KeyError: odd sample (own.py:7)", "took longer than timeout_s = 0.5 s", "exited with status 9"):
         assert re.search(
             rf"1 completions, which are left out; first: own of i\d\.g\d\.row\d+#0: .*{re.escape(why)}", caplog.text
         )
@@ -439,7 +440,9 @@ async def test_a_reward_that_cannot_work_is_found_before_any_service_is_called(
 ) -> None:
     (tmp_path / "own.py").write_text("def score(completion, level): return 1")
     rewards = [{"kind": "exact_match"}, {"function": f"{tmp_path}/own.py:score"}]
-    with pytest.raises(ConfigError, match=r"^reward\[1\]: .*own.py:score takes 'level', which nothing fills"):
+    with pytest.raises(
+        ConfigError, match=r"^reward\[1\]: .*own.py:score takes 'level', which nothing fills.*columns: prompt, answer"
+    ):
         await conduct(with_settings(config, reward=rewards), environment, resume=False, stop=asyncio.Event())
 
 

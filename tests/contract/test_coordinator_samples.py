@@ -29,13 +29,13 @@ async def test_every_iteration_and_evaluation_is_stored_as_it_was_trained(
     assert folder.iterations() == {0: ["heldout"], 1: ["train"], 2: both, 3: ["train"], 4: both, 5: ["train"], 6: both}
     for row in rows(environment):
         samples = folder.load(row["iteration"], "train", range(32))
-        assert sum(sample.reward for sample in samples) / 32 == pytest.approx(row["reward_mean"])
+        assert sum(sample.reward or 0.0 for sample in samples) / 32 == pytest.approx(row["reward_mean"])
         assert sum(sample.num_tokens for sample in samples) == row["generated_tokens"]
         assert sum(sample.advantage or 0.0 for sample in samples) == pytest.approx(0.0, abs=1e-9)
         assert {sample.policy_version for sample in samples} == {row["iteration"] - 1}
         assert all((sample.completion == f"{sample.answer}<eos>") == (sample.reward == 1.0) for sample in samples)
     heldout = folder.heads(6, "heldout")
-    assert sum(head.reward for head in heldout) / len(heldout) == rows(environment)[-1]["heldout_accuracy"]
+    assert sum(head.reward or 0.0 for head in heldout) / len(heldout) == rows(environment)[-1]["heldout_accuracy"]
 
 
 async def test_a_resumed_run_leaves_one_set_of_samples(config: RunConfig, environment: ServiceEnvironment) -> None:

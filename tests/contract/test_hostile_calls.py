@@ -61,7 +61,8 @@ def right_requests(name: str, target: Target) -> Near | None:
     new_round = partial(weights_pb2.Round, group="tandem:run", epoch=1, trainer=sizes, replicas=replicas)
     rounds = Rounds(new_round, target.folder / "weights")
     published = weights_pb2.Round(disk_folder="/nowhere", policy_version=1, round_id="r-1")
-    return None if name == "coordinator" else Near(target.address, SERVICES[name], rounds, target.folder, published)
+    has_state = name in ("trainer", "rollout")
+    return Near(target.address, SERVICES[name], rounds, target.folder, published) if has_state else None
 
 
 @pytest.fixture(params=list(SERVICES))

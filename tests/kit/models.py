@@ -1,10 +1,12 @@
 """Tiny random Hugging Face models; no weight has its default value, so that a missed weight shows."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from tests.kit.folders import write_tokenizer
 
 if TYPE_CHECKING:  # the import takes seconds; some processes need only the sizes
     from transformers import PreTrainedModel
@@ -85,8 +87,13 @@ def make_model(folder: Path, family: str = "qwen3", tied: bool = False, seed: in
     """Write a checkpoint for an engine, by default with two layers."""
     sizes = _SERVED | {"tie_word_embeddings": tied} | _SERVED_OF.get(family, {}) | changes
     _build(family, seed, sizes).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0"}), encoding="utf-8")
+    write_tokenizer(folder, [text_of([token]) for token in range(VOCABULARY)])
     return folder
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """Decode tokens as the tokenizer of make_model does: a character each."""
+    return "".join(chr(0x4E00 + token) for token in token_ids)
 
 
 def trained_model(kind: str) -> "PreTrainedModel":

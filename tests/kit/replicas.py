@@ -76,16 +76,25 @@ class Replica:
         max_new_tokens: int = 16,
         stop: tuple[int, ...] = (),
         version: int = 0,
+        seed: int | None = None,
+        texts: Sequence[str] = (),
+        **sampling: Any,
     ) -> list[rollout_pb2.GroupResult]:
-        """Sample `n` completions per prompt. Returns: the groups, in the order of `prompts`."""
+        """Sample `n` completions per prompt; group i has the seed `seed` + 100 i.
+
+        Args:
+            sampling: other SamplingParams.
+        Returns: the groups, in the order of `prompts`.
+        """
+        params: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "stop_token_ids": stop, "stop": texts} | sampling
         request = rollout_pb2.GenerateGroupsRequest(
             groups=[
-                rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=ids, num_completions=n)
+                rollout_pb2.PromptGroup(
+                    group_id=str(i), prompt_ids=ids, num_completions=n, seed=None if seed is None else seed + 100 * i
+                )
                 for i, ids in enumerate(prompts)
             ],
-            sampling=rollout_pb2.SamplingParams(
-                temperature=temperature, top_p=1.0, top_k=-1, max_new_tokens=max_new_tokens, stop_token_ids=stop
-            ),
+            sampling=rollout_pb2.SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, **params),
             policy_version=version,
         )
         replies = list(self.stub.GenerateGroups(request, timeout=CALL_S))

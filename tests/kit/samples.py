@@ -1,8 +1,11 @@
 """Stored samples of made-up runs."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from tandem_files.samples.schema import TRAINED, StoredSample
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import SCHEMA, TRAINED, StoredSample, storable, table_of
 
 
 def stored(group: int = 0, sample: int = 0, **changes: Any) -> StoredSample:
@@ -26,3 +29,12 @@ def stored(group: int = 0, sample: int = 0, **changes: Any) -> StoredSample:
         "policy_version": 0,
     }
     return StoredSample(**values | changes)
+
+
+def write_samples(folder: SampleFolder, iteration: int, kind: str, samples: Sequence[StoredSample]) -> int:
+    """Store samples. Returns: the file's bytes."""
+    columns = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
+    columns["prompt"] = [storable(text) for text in columns["prompt"]]
+    columns["reward_parts"] = [list(parts.items()) for parts in columns["reward_parts"]]
+    columns["version_spans"] = [[asdict(span) for span in spans] for spans in columns["version_spans"]]
+    return folder.write(iteration, kind, table_of(len(samples), **columns))

@@ -8,7 +8,7 @@ import pytest
 from coordinator.web.samples import SamplePages
 from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
 from tandem_files.samples.folder import SampleFolder
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 from tests.monitoring.browser import Browser, browser
 
 NASTY = "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -60,7 +60,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         "use": NASTY,
     }
     for iteration in (1, 2):
-        folder.write(iteration, "train", [stored(iteration=iteration, reward_parts={NASTY: 1.0}, **hostile)])
+        write_samples(folder, iteration, "train", [stored(iteration=iteration, reward_parts={NASTY: 1.0}, **hostile)])
     samples = SamplePages(folder)
     answers = {DATA: lambda query: EMPTY, SAMPLES: samples.groups, EARLIER: samples.earlier}
     server = PageServer("127.0.0.1", 0, answers)

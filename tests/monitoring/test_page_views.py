@@ -10,7 +10,7 @@ from coordinator.web.server import DATA, PageServer
 from launcher.view.page import open_page
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 from tests.monitoring.browser import Browser, browser
 from tests.monitoring.test_page_text import EMPTY
 
@@ -40,7 +40,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     samples = SampleFolder(folder)
     for number, text in ((1, "the sum is 3"), (4, "the right sum is 4")):
-        samples.write(
+        write_samples(
+            samples,
             number,
             "train",
             [

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from servicekit.errors import ConfigError
 from tandem_files.atomic import replace_folder
 from tandem_files.exports import copy_companions, settle
-from tandem_files.safetensors_header import TRAINABLE
+from tandem_files.model.safetensors_header import TRAINABLE
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.megatron import megatron_layout

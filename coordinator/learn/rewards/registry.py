@@ -24,8 +24,8 @@ from tandem_config.sections.reward import (
     OverlongReward,
     RegexReward,
 )
-from tandem_config.sections.reward_base import FailureSection, RewardSection, StopSection
-from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
+from tandem_config.sections.rewards.base import FailureSection, RewardSection, StopSection
+from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
 # Part of grpo.max_new_tokens over which `overlong` falls, as in DAPO: 4,096 of 20,480.
 _CACHE_SHARE = 5

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from coordinator.data.scan import Scan
 from tandem_config.problems import ConfigProblem
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
 from weightsync.model.spec import ModelSpec
 
 
@@ -56,6 +56,32 @@ def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Ite
         if limit is not None and longest + new > limit:
             what = "the KV cache" if key == "rollout.max_total_tokens" else key
             yield _too_long(key, limit, what, limit, longest, new)
+
+
+def check_set(
+    config: RunConfig, sampled: EvaluationSet, spec: ModelSpec | None, longest: int
+) -> Iterator[ConfigProblem]:
+    """Check that the longest prompt of a set and a completion fit the model, the context and the KV cache.
+
+    Args:
+        longest: tokens of the set's longest prompt.
+    """
+    new = config.grpo.max_new_tokens if sampled.max_new_tokens is None else sampled.max_new_tokens
+    limits = {
+        "the model's max_position_embeddings": None if spec is None else spec.max_positions,
+        "rollout.context_length": config.rollout.context_length,
+        "rollout.max_total_tokens": config.rollout.max_total_tokens,
+    }
+    for what, limit in limits.items():
+        if limit is not None and longest + new > limit:
+            yield ConfigProblem(
+                key="evaluation.sets",
+                value=sampled.name,
+                message=f"its longest prompt ({longest} tokens) and {new} new tokens exceed {what} ({limit} tokens)",
+                suggestion=f"give the set max_new_tokens of at most {limit - longest}"
+                if limit > longest
+                else "lower data.max_prompt_tokens",
+            )
 
 
 def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:

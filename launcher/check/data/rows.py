@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator.data.formatting import PromptFormat, prompt_format
@@ -10,10 +10,10 @@ from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
-from launcher.check.data.lengths import check_lengths, check_limits
+from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
-from tandem_config.schema import RunConfig
+from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
@@ -21,6 +21,7 @@ from weightsync.model.spec import ModelSpec
 _PARTS: tuple[DataKey, ...] = ("train", "heldout")
 _COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key")
 _FORMAT = ("data.prompt_as", "data.chat_template", "data.system_prompt", "data.chat_template_kwargs")
+_SET_LIMITS = ("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length")
 _LENGTHS = ("data.max_prompt_tokens", "data.overlong_prompts")
 
 
@@ -31,11 +32,13 @@ class CheckedData:
     Attributes:
         train: the passes over the sources of data.train, if all rows can be used.
         formats: which rendered and tokenized them.
+        columns: those of the rows; empty if none could be read.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
     train: list[Scan] = field(default_factory=list)
     formats: PromptFormat | None = None
+    columns: list[str] = field(default_factory=list)
 
 
 def check_data(
@@ -61,10 +64,16 @@ def check_data(
             continue
         scans, problems = _check_part(config, part, found.formats, read_answers=read_answers)
         found.problems += problems
+        found.columns += [name for scan in scans for name in scan.columns if name not in found.columns]
         longest = max([longest, *(scan.longest for scan in scans)])
         if part == "train" and usable("grpo.prompts_per_iteration"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
             found.problems += _check_enough(config, sum(scan.num_rows for scan in scans))
+    if usable(
+        "evaluation.sets", "grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length", *_COLUMNS
+    ):
+        for sampled in config.evaluation.sets:
+            found.problems += _check_set(config, sampled, found.formats, spec, read_answers=read_answers)
     if found.formats is not None:
         found.problems += check_arguments(config, found.formats)
     if usable(
@@ -105,6 +114,21 @@ def _check_part(
     for scan in scans:
         problems += check_lengths(config, scan, key=key)
     return scans, problems + _check_overlap(config, part, sources)
+
+
+def _check_set(
+    config: RunConfig,
+    sampled: EvaluationSet,
+    formats: PromptFormat | None,
+    spec: ModelSpec | None,
+    *,
+    read_answers: bool,
+) -> list[ConfigProblem]:
+    """Check the data of an evaluation set as data.heldout is checked, and that its completions fit."""
+    own = config.model_copy(update={"data": config.data.model_copy(update={"heldout": sampled.data})})
+    scans, problems = _check_part(own, "heldout", formats, read_answers=read_answers)
+    renamed = [replace(problem, key="evaluation.sets") for problem in problems]
+    return [*renamed, *check_set(config, sampled, spec, max((scan.longest for scan in scans), default=0))]
 
 
 def _problems(key: str, scan: Scan) -> Iterator[ConfigProblem]:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from tandem_config.problems import ConfigProblem
-from tandem_files.safetensors_header import TensorInfo, read_header
+from tandem_files.model.safetensors_header import TensorInfo, read_header
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.spec import ModelSpec
 

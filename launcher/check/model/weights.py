@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tandem_config.problems import ConfigProblem
-from tandem_files.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
+from tandem_files.model.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.config import UntiedHead
 from weightsync.model.mapping import EMBEDDING, LM_HEAD

@@ -1,5 +1,6 @@
 """Chooses the samples to show: by group, text, reward or length. Pure, but for reading them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ _MOST = 20
 _LISTED = 5
 
 _ORDERS: dict[str, Callable[[SampleHead], float]] = {
-    "best": lambda head: -head.reward,
-    "worst": lambda head: head.reward,
+    "best": lambda head: math.inf if head.reward is None else -head.reward,
+    "worst": lambda head: math.inf if head.reward is None else head.reward,
     "longest": lambda head: -head.num_tokens,
     "shortest": lambda head: head.num_tokens,
 }

@@ -14,7 +14,7 @@ from tandem_files.samples.schema import StoredSample, plain
 # Characters of a text that are shown without --full: the beginning and the end, where an answer is.
 _HEAD, _TAIL = 800, 400
 _INDENT = 4
-_USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow"}
+_USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
 def draw(console: Console, run_dir: Path, chosen: Chosen, *, full: bool) -> None:
@@ -44,16 +44,15 @@ def draw_json(console: Console, chosen: Chosen) -> None:
 def overview(run_dir: Path, chosen: Chosen) -> str:
     """Summarize the samples that were chosen from."""
     heads = chosen.heads
-    rewards = [head.reward for head in heads]
+    rewards = [head.reward for head in heads if head.reward is not None]
     groups = len({head.group_id for head in heads})
     text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: {len(heads)} samples of {groups} groups"
     if heads:
         cut = sum(head.finish_reason == "length" for head in heads) / len(heads)
         tokens = sum(head.num_tokens for head in heads) / len(heads)
-        mean = sum(rewards) / len(rewards)
-        text += (
-            f", reward {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g}), {tokens:.1f} tokens, {cut:.0%} cut off"
-        )
+        if rewards:
+            text += f", reward {sum(rewards) / len(rewards):.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
+        text += f", {tokens:.1f} tokens, {cut:.0%} cut off"
     others = [kind for kind in chosen.kinds if kind != chosen.kind]
     return text + (f"; also stored: {', '.join(others)} (--kind)" if others else "")
 
@@ -91,7 +90,8 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
 
 def _figures(sample: StoredSample) -> str:
     parts = ", ".join(f"{visible(name)} {score:.3g}" for name, score in sample.reward_parts.items())
-    figures = [f"reward {sample.reward:.3f}" + (f" ({parts})" if parts else "")]
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
+    figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:
         figures.append(f"advantage {sample.advantage:+.3f}")
     figures.append(f"{sample.num_tokens} tokens, {_ending(sample)}")

@@ -29,7 +29,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop token was sampled; it is the last of token_ids."""
+    """A stop token was sampled, or the last token of a stop text; it is the last of token_ids."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens were sampled."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
@@ -39,7 +39,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop token was sampled; it is the last of token_ids."""
+"""A stop token was sampled, or the last token of a stop text; it is the last of token_ids."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens were sampled."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
@@ -94,6 +94,9 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """> 0, or 0 for greedy. Returned log-probs are those of softmax(logits / temperature) (greedy: temperature 1)."""
     top_p: _builtins.float
@@ -101,9 +104,19 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """> 0, or -1 for the full distribution."""
     max_new_tokens: _builtins.int
+    min_p: _builtins.float
+    """Tokens of less than this share of the likeliest one's probability are left out; [0, 1], 0 leaves none out."""
+    repetition_penalty: _builtins.float
+    """Divides positive logits of tokens that occur in prompt or completion, multiplies negative ones; (0, 2], 1 or 0: none.
+    The returned log-probs are those after it.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End a completion, beside the model's own end-of-sequence tokens, which always do."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a completion; at most 32, none empty. The tokens of the text are part of the completion."""
 
     def __init__(
         self,
@@ -113,10 +126,13 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         max_new_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_new_tokens", b"max_new_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_new_tokens", b"max_new_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -129,8 +145,13 @@ class PromptGroup(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     num_completions: _builtins.int
+    seed: _builtins.int
+    """The same seed, prompt, sampling and weights give the same completions, whatever else the replica generates, but for
+    the rounding of its log-probs. Not with min_p, on GPUs not with top_p and top_k either. Unset: random.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -139,12 +160,15 @@ class PromptGroup(_message.Message):
         group_id: _builtins.str = ...,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_completions: _builtins.int = ...,
+        seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___PromptGroup: _TypeAlias = PromptGroup  # noqa: Y015
 

@@ -15,7 +15,7 @@ import torch
 from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.servers.judge import JudgedScores
 from coordinator.learn.rewards.servers.remote import RemoteScores
-from tandem_config.sections.reward_servers import JudgeReward, RemoteReward
+from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 from tests.house.repository import REPO
 from tests.kit.folders import write_tokenizer
 from tests.kit.processes import END_S, START_S, free_port

@@ -20,7 +20,7 @@ from coordinator.learn.rewards.registry import build_reward
 from reward_service.servicer import FULL_NAME
 from servicekit.security.run_token import VARIABLE
 from servicekit.security.tls import Identity
-from tandem_config.sections.reward_servers import RemoteReward
+from tandem_config.sections.rewards.servers import RemoteReward
 from tests.house.repository import REPO
 from tests.kit.certificates import Authority, files_of, variables
 from tests.kit.processes import free_port

@@ -19,7 +19,7 @@ from coordinator.learn.rewards.workers.process import WorkerProcess
 from coordinator.learn.rewards.workers.task import Answer, Task
 from coordinator.learn.rewards.workers.tasks import REGEX
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
-from tandem_config.sections.reward_base import RewardSection
+from tandem_config.sections.rewards.base import RewardSection
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration

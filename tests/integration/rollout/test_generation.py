@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ import torch
 from servicekit.errors import REASON_KEY
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs
+from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs, text_of
 from tests.kit.replicas import Replica, Trainer
 from tests.kit.round import CALL_S
 from tests.kit.waiting import throughout, until
@@ -65,6 +66,52 @@ def test_a_stop_token_is_the_last_token(replica: Replica) -> None:
     for completion in completions:
         if completion.finish_reason == pb.FINISH_REASON_LENGTH:
             assert len(completion.token_ids) == 64
+
+
+def test_a_stop_text_ends_a_completion_with_all_of_its_tokens(replica: Replica, model: Path) -> None:
+    """The text is that of two tokens; the completion ends with the second, with the log-probs of both."""
+    (whole,) = replica.generate(PROMPTS[:1], max_new_tokens=32, version=1, seed=3)[0].completions
+    ids = list(whole.token_ids)
+    text = text_of(ids[9:11])
+    end = text_of(ids).index(text) + 2
+    group = replica.generate(PROMPTS[:1], max_new_tokens=32, version=1, seed=3, texts=["not found", text])[0]
+    (stopped,) = group.completions
+    assert list(stopped.token_ids) == ids[:end]
+    assert (whole.finish_reason, stopped.finish_reason) == (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP)
+    assert worst_difference(model, PROMPTS[:1], [group], 1.0) <= 3e-5
+
+
+def tokens_of(groups: list[pb.GroupResult]) -> list[list[list[int]]]:
+    return [[list(completion.token_ids) for completion in group.completions] for group in groups]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.7, "top_k": 20, "repetition_penalty": 1.3}])
+def test_a_seed_repeats_completions_whatever_else_is_generated(replica: Replica, settings: dict[str, Any]) -> None:
+    seeded = tokens_of(replica.generate(PROMPTS, n=4, version=1, seed=11, **settings))
+    with ThreadPoolExecutor(2) as both:
+        beside = both.submit(replica.generate, PROMPTS, n=8, version=1, seed=5, **settings)
+        assert tokens_of(replica.generate(PROMPTS, n=4, version=1, seed=11, **settings)) == seeded
+        beside.result()
+    assert tokens_of(replica.generate(PROMPTS[:1], n=4, version=1, seed=11, **settings)) == seeded[:1]
+    assert tokens_of(replica.generate(PROMPTS, n=4, version=1, seed=12, **settings)) != seeded
+    assert len({tuple(ids) for ids in seeded[0]}) == 4
+
+
+def test_calls_with_and_without_seeds_run_side_by_side(replica: Replica) -> None:
+    with ThreadPoolExecutor(4) as calls:
+        seeds = [None, 1, None, 2]
+        groups = list(calls.map(lambda seed: replica.generate(PROMPTS, n=4, version=1, seed=seed), seeds))
+    assert [len(each) for each in groups] == [len(PROMPTS)] * 4
+
+
+def test_min_p_leaves_unlikely_tokens_out(replica: Replica, model: Path) -> None:
+    groups = replica.generate(PROMPTS[:4], n=4, version=1, min_p=0.5, seed=1)
+    for prompt, group in zip(PROMPTS, groups, strict=False):
+        for completion in group.completions:
+            ids = list(completion.token_ids)
+            logprob = logprobs(model, prompt, ids, 1.0)
+            chosen = logprob.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            assert (chosen.exp() >= 0.49 * logprob.max(-1).values.exp()).all()
 
 
 def test_completions_of_a_group_differ(replica: Replica) -> None:

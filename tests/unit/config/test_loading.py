@@ -60,6 +60,26 @@ def test_a_resolved_file_loads_to_the_same_configuration_from_anywhere(
     assert load_config(resolved) == config
 
 
+def test_lists_are_kept_in_the_file_and_given_by_option(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "grpo: {stop: [</answer>]}\n"), ["grpo.stop_token_ids=[3, 4]"])
+    assert (config.grpo.stop, config.grpo.stop_token_ids) == (("</answer>",), (3, 4))
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
+def test_evaluation_sets_are_those_of_the_section_after_the_heldout_data(tmp_path: Path) -> None:
+    sets = "evaluation: {sets: [{name: aime, data: aime.jsonl, samples: 16, temperature: 0.6}]}\n"
+    config = load_config(write(tmp_path, MINIMAL + sets), ["data.heldout=held.jsonl", "run.target_accuracy=0.5"])
+    assert [(each.name, each.samples) for each in config.evaluation_sets()] == [("heldout", 1), ("aime", 16)]
+    assert [source.path for source in config.evaluation_sets()[1].data] == [tmp_path / "aime.jsonl"]
+    assert list(config.evaluation_sets()[1].metrics()) == ["mean@16", "pass@2", "pass@4", "pass@8", "pass@16", "maj@16"]
+    resolved = tmp_path / "resolved" / "config.yaml"
+    resolved.parent.mkdir()
+    resolved.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
 def test_sources_in_each_form_keep_their_paths_and_are_written_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +159,17 @@ BAD_FILES = [
     ),
     ("grpo: {kl_coefficient: 0.1}", "grpo.kl_coefficient", "0.1", "unknown key", "no KL term"),
     ("grpo: {num_generations: 8}", "grpo.num_generations", "8", "unknown key", "mean grpo.group_size?"),
+    ("grpo: {top_p: 0.9}", "grpo.top_p", "0.9", "unknown key", "not be those of the distribution that was sampled"),
+    ("grpo: {repetition_penalty: 1.1}", "grpo.repetition_penalty", "1.1", "unknown key", "not for training"),
+    ("grpo: {stop: </answer>}", "grpo.stop", "</answer>", "must be a list", "Texts that end"),
+    ("grpo: {stop: ['</answer>', '']}", "grpo.stop", "", "must not be empty", "Texts that end"),
+    ("grpo: {stop: [7]}", "grpo.stop", "7", "must be text", 'quote it: "7"'),
+    ("grpo: {stop_token_ids: [3, -1]}", "grpo.stop_token_ids", "-1", "must be at least 0", ""),
+    ("grpo: {stop_token_ids: ['3']}", "grpo.stop_token_ids", "3", "whole number", "remove the quotes"),
     ("trainer: {recompute: true}", "trainer.recompute", "true", "unknown key", "not recomputed"),
+    ("trainer: {lora_rank: 8}", "trainer.lora_rank", "8", "unknown key", "no LoRA"),
+    ("run: {report_to: wandb}", "run.report_to", "wandb", "unknown key", "mean trackers?"),
+    ("logger: [wandb]", "logger", "['wandb']", "unknown section", "mean trackers?"),
     ("run: {save_every: 5}", "run.save_every", "5", "unknown key", "mean run.checkpoint_every?"),
     ("model: {dtype: float32}", "model.path", "", "is missing and has no default", "add `path:` under `model:`"),
     ("model: {path: ''}", "model.path", "", "must be a path", "Hugging Face model folder"),
@@ -167,6 +197,19 @@ BAD_FILES = [
     ("trainer: {data_parallel: 4, expert_parallel: 3}", "trainer.expert_parallel", "3", "the 4 ranks", "1, 2, 4"),
     ("trainer: {expert_tensor_parallel: 2}", "trainer.expert_parallel", "1", "the 1 ranks", "expert_tensor_parallel"),
     ("run: {target_accuracy: 0.9}", "run.target_accuracy", "0.9", "needs data.heldout", "null"),
+    ("evaluation: {sets: [{name: a, data: x}, {name: a, data: y}]}", "evaluation.sets", "a", "two sets", "another"),
+    ("data: {train: t, heldout: h}\nevaluation: {sets: [{name: heldout, data: x}]}", "evaluation.sets", "heldout",
+     "of which data.heldout makes one", "data.heldout: null"),
+    ("evaluation: {sets: [{name: a, data: x, samples: 4}]}", "evaluation.sets", "a", "all completions would be equal",
+     "temperature"),
+    ("evaluation: {sets: [{name: a, data: x, top_k: 0}]}", "evaluation.sets", "a", "keeps no token", "-1"),
+    ("evaluation: {sets: [{name: a, data: x, max_new_tokens: 99999}]}", "evaluation.sets", "a", "no room for a prompt",
+     "raise rollout.max_total_tokens"),
+    ("evaluation: {sets: [{name: a, data: x}], best: a/mean@4}", "evaluation.best", "a/mean@4", "is not measured",
+     "measured are a/mean@1"),
+    ("evaluation: {best: heldout/mean@1}", "evaluation.best", "heldout/mean@1", "is not measured", "set data.heldout"),
+    ("evaluation: {sets: [{name: a b, data: x}]}", "evaluation.sets", "a b", "letters", ""),
+    ("evaluation: {metric_for_best_model: x}", "evaluation.metric_for_best_model", "x", "unknown", "evaluation.best?"),
     ("rollout: {max_total_tokens: 200}", "rollout.max_total_tokens", "200", "too small for one completion", "512"),
     ("rollout: {context_length: 256}", "grpo.max_new_tokens", "256", "no room for a prompt", "context_length"),
     ("grpo: {group_size: 2, prompts_per_iteration: 2}\ntrainer: {data_parallel: 2}", "trainer.data_parallel", "2",
@@ -302,39 +345,3 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     draft = draft_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"])
     assert [(problem.key, problem.severity) for problem in draft.problems] == [("grpo.logprob_diff_limit", "warning")]
     assert load_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"]).model.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "words", "suggestion"),
-    [
-        ("[tensorbord]", "trackers.kind", "must be one of 'tensorboard', 'wandb', 'mlflow'", "mean tensorboard?"),
-        ("tensorbord", "trackers.kind", "must be one of", "mean tensorboard?"),
-        ("[tensorboard, {kind: wandb, projct: x}]", "trackers[1].projct", "unknown key", "mean trackers.project?"),
-        ("[tensorboard, {kind: mlflow, tags: [a]}]", "trackers[1].tags", "does nothing with", "kind: wandb"),
-        ("{kind: wandb, mode: offlin}", "trackers.mode", "'online' or 'offline'", "mean offline?"),
-        ("[{project: x}]", "trackers", "says no kind of tracker", "`trackers: [tensorboard, {kind: wandb"),
-        ("3", "trackers", "says no kind of tracker", "`trackers: [tensorboard, {kind: wandb"),
-        ("[tensorboard, tensorboard]", "trackers", "is listed twice", "remove one"),
-    ],
-)
-def test_trackers_that_are_written_wrong_are_named(
-    text: str, key: str, words: str, suggestion: str, tmp_path: Path
-) -> None:
-    (problem,) = problems_of(write(tmp_path, f"{MINIMAL}trackers: {text}\n"))
-    assert problem.key == key
-    assert words in problem.message
-    assert suggestion in problem.suggestion
-    assert problem.where == f"{tmp_path / 'run.yaml'}:5"
-
-
-def test_a_list_can_be_set_as_a_whole_and_by_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path, MINIMAL + "trackers: [tensorboard, {kind: wandb, dir: w}]\n")
-    monkeypatch.chdir(tmp_path.parent)
-    config = load_config(file)
-    assert [tracker.kind for tracker in config.trackers] == ["tensorboard", "wandb"]
-    assert config.trackers[1].model_dump()["dir"] == tmp_path / "w"
-    assert load_config(file, ["trackers.1.mode=offline"]).trackers[1].model_dump()["mode"] == "offline"
-    assert [tracker.kind for tracker in load_config(file, ["trackers=[tensorboard]"]).trackers] == ["tensorboard"]
-    assert load_config(file, ["trackers=tensorboard"]) == load_config(file, ["trackers=[tensorboard]"])
-    assert load_config(file, ["trackers=null"]).trackers == load_config(file, ["trackers=[]"]).trackers == ()
-    assert load_config(write(tmp_path, dump_resolved(config))) == config

@@ -13,7 +13,7 @@ import pytest
 from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.servers import calls
 from coordinator.learn.rewards.servers.judge import JudgedScores
-from tandem_config.sections.reward_servers import JudgeReward
+from tandem_config.sections.rewards.servers import JudgeReward
 
 KEY = "sk-secret-1234567890"
 Reply = tuple[int, Mapping[str, str], Any]

@@ -131,11 +131,20 @@ def test_stop_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert stop_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
-    assert stop_token_ids(tmp_path) == (3, 9)
+    assert stop_token_ids(tmp_path) == (3, 7, 9)
+    assert stop_token_ids(tmp_path, 5) == (3, 5, 7, 9)
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="completions never end"):
         stop_token_ids(tmp_path)
+    assert stop_token_ids(tmp_path, 5) == (5,)
+
+
+@pytest.mark.parametrize("eos", ['"="', '{"content": "=", "lstrip": false}'])
+def test_the_tokenizers_end_of_sequence_stops_too(tmp_path: Path, eos: str) -> None:
+    model = write_small_model(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
+    assert TextCodec.from_folders(model).stop_token_ids == (EOS, *encode("="))
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

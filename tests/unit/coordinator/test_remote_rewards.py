@@ -18,7 +18,7 @@ from servicekit.rpc.server import GrpcServer
 from tandem_api.reward.v1 import reward_pb2
 from tandem_api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from tandem_config.loading import load_config
-from tandem_config.sections.reward_servers import RemoteReward
+from tandem_config.sections.rewards.servers import RemoteReward
 
 
 class Lengths(RewardScorer):

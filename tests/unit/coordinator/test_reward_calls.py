@@ -13,7 +13,7 @@ from coordinator.learn.rewards.servers.calls import (
     FailureBudget,
     ServerCalls,
 )
-from tandem_config.sections.reward_servers import ServerSection
+from tandem_config.sections.rewards.servers import ServerSection
 
 Attempt = Callable[[], Awaitable[str]]
 BUDGET = FailureBudget(ServerSection(max_error_share=1.0), 100)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.learn.evaluation import Evaluated
 from coordinator.record.report import IterationRecord
-from coordinator.record.samples import SampleSink, surplus
-from coordinator.record.sinks import Evaluated, Finished
+from coordinator.record.samples.sink import SampleSink, surplus
+from coordinator.record.sinks import Finished
 from servicekit.errors import Unavailable
 from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
@@ -44,9 +45,12 @@ def generation(*completions: Completion) -> Generation:
 FOUR = generation(completion("3"), completion("4", truncated=True), completion("5"), completion("5"))
 
 
-def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR) -> Finished:
+def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, missing_PG: Any = None) -> Finished:
     scored = Scored(
-        rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]), accuracy=0.5, parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])}
+        rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]),
+        accuracy=0.5,
+        parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])},
+        missing_PG=missing_PG,
     )
     record = IterationRecord(
         iteration=number,
@@ -107,6 +111,14 @@ def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) 
     )
 
 
+def test_a_sample_whose_score_failed_has_no_reward(make_sink: Any, tmp_path: Path) -> None:
+    make_sink().take(finished(3, evaluated=True, missing_PG=np.array([[False, True], [False, False]])))
+    for kind in ("train", "heldout"):
+        samples = load(tmp_path, 3, kind)
+        assert (samples[0].reward, samples[1].reward) == (2.0, None)
+        assert [sample.use == "unscored" for sample in samples] == [False, True, False, False]
+
+
 def test_version_spans_end_in_the_text_where_they_end_in_the_tokens(make_sink: Any, tmp_path: Path) -> None:
     two = completion("12", spans=((1, 4), (3, 5)))
     make_sink(token_ids=True).take(finished(3, generated=generation(two, two, two, two)))
@@ -154,7 +166,7 @@ def test_the_budget_is_kept(make_sink: Any, tmp_path: Path, monkeypatch: pytest.
     sink = make_sink(max_mib=1)
     sink.take(finished(1))
     (size,) = SampleFolder(tmp_path).sizes().values()
-    monkeypatch.setattr("coordinator.record.samples._MIB", 6 * size + size // 2)
+    monkeypatch.setattr("coordinator.record.samples.sink._MIB", 6 * size + size // 2)
     for number in range(2, 40):
         sink.take(finished(number))
     kept = SampleFolder(tmp_path).sizes()

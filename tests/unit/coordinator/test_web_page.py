@@ -216,6 +216,14 @@ def test_the_accuracy_before_the_training_begins_its_curve(source: Source) -> No
     assert (curves["heldout_accuracy"]["start"], curves["reward_mean"]["start"]) == (0.7, None)
 
 
+def test_rewards_and_evaluation_sets_of_the_configuration_have_curves_too(source: Source) -> None:
+    more = {"reward/format_mean": 0.25, "reward/format_std": 0.1, "eval/aime/pass@8": 0.5, "eval/aime/pass@8_low": 0.1}
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, **more)))
+    curves = {curve["title"]: curve["points"] for curve in source.snapshot()["curves"]}
+    assert list(curves)[len(CURVES) :] == ["Reward: format", "aime: pass@8"]
+    assert curves["aime: pass@8"] == [(6, 0.5)]
+
+
 def test_an_iteration_s_time_is_shown_by_part_and_what_is_left_is_estimated(source: Source) -> None:
     source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, iteration_s=5.0, generate_s=2.0, train_s=1.5)))
     shown = source.snapshot()

@@ -15,7 +15,7 @@ from coordinator.web.samples import SamplePages, segments
 from servicekit.errors import ConfigError, InvalidRequest, Unavailable
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 
 # Group to the rewards of its samples.
 REWARDS = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
@@ -30,8 +30,8 @@ def pages(tmp_path: Path) -> SamplePages:
             for g, rewards in enumerate(REWARDS)
             for k, reward in enumerate(rewards)
         ]
-        folder.write(iteration, "train", samples[: 4 if iteration == 5 else 6])
-    folder.write(9, "heldout", [stored(kind="heldout", source="heldout.jsonl")])
+        write_samples(folder, iteration, "train", samples[: 4 if iteration == 5 else 6])
+    write_samples(folder, 9, "heldout", [stored(kind="heldout", source="heldout.jsonl")])
     return SamplePages(folder)
 
 
@@ -99,9 +99,20 @@ def test_the_same_row_is_found_in_an_earlier_iteration(pages: SamplePages) -> No
     assert pages.earlier({**row, "before": "3"}) == {"iteration": None, "group": None}
 
 
+@pytest.mark.parametrize("sort", ["worst", "best", "mixed"])
+def test_a_sample_without_a_reward_is_the_last_and_counts_in_no_mean(tmp_path: Path, sort: str) -> None:
+    folder = SampleFolder(tmp_path)
+    write_samples(folder, 1, "train", [stored(0, k, reward=reward) for k, reward in enumerate((None, 1.0, 0.0))])
+    (group,) = SamplePages(folder).groups({"sort": sort})["groups"]
+    assert group["samples"][-1]["reward"] is None
+    assert group["reward_mean"] == 0.5
+    write_samples(folder, 1, "train", [stored(reward=None)])
+    assert SamplePages(folder).groups({"sort": sort})["groups"][0]["reward_mean"] is None
+
+
 def test_long_texts_are_cut_in_their_middle_unless_one_is_asked_for(tmp_path: Path) -> None:
     folder, text = SampleFolder(tmp_path), "a" * 2_000 + "b" * 7_000 + "c" * 1_000
-    folder.write(1, "train", [stored(k // 64, k % 64, completion=text, prompt=text) for k in range(6 * 64)])
+    write_samples(folder, 1, "train", [stored(k // 64, k % 64, completion=text, prompt=text) for k in range(6 * 64)])
     found = SamplePages(folder).groups({"limit": "20"})
     assert len(json.dumps(found)) < 3 * 2**20
     shown = found["groups"][0]["samples"][0]["segments"]

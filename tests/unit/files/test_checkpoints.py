@@ -11,14 +11,17 @@ from servicekit.errors import ConfigError
 from tandem_files.atomic import write_bytes_atomic, write_json_atomic
 from tandem_files.checkpoints import (
     COMPLETE,
+    BestCheckpoint,
     DamagedCheckpoint,
     Sound,
     choose,
     list_complete,
+    mark_best,
     mark_complete,
     newest_iteration,
     newest_sound,
     prune,
+    read_best,
     read_complete,
     set_aside,
     step_folder,
@@ -34,6 +37,34 @@ def make(run_dir: Path, iteration: int, complete: bool = True) -> Path:
     if complete:
         mark_complete(folder, iteration=iteration)
     return folder
+
+
+def best(iteration: int) -> BestCheckpoint:
+    return BestCheckpoint(iteration=iteration, policy_version=iteration, metric="heldout/mean@1", value=0.5)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for iteration in range(1, 6):
+        make(tmp_path, iteration)
+    assert mark_best(tmp_path, best(2))
+    prune(tmp_path, keep=2)
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == [2, 4, 5]
+    assert read_best(tmp_path) == best(2)
+    assert mark_best(tmp_path, best(5))
+    prune(tmp_path, keep=2)
+    assert [iteration for iteration, _ in list_complete(tmp_path)] == [4, 5]
+
+
+def test_only_a_complete_checkpoint_is_marked_as_the_best(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2, complete=False)
+    assert not mark_best(tmp_path, best(2))
+    assert read_best(tmp_path) is None
+    assert mark_best(tmp_path, best(1))
+    assert not mark_best(tmp_path, None)
+    assert read_best(tmp_path) is None
+    (tmp_path / "checkpoints" / "best.json").write_text('{"iteration": 1}')
+    assert read_best(tmp_path) is None
 
 
 def test_folders_sort_by_name_as_by_number(tmp_path: Path) -> None:
@@ -191,9 +222,13 @@ def test_the_last_or_a_numbered_checkpoint_is_chosen(tmp_path: Path) -> None:
     folders = {iteration: make(tmp_path, iteration) for iteration in (4, 8)}
     make(tmp_path, 12, complete=False)
     assert choose(tmp_path, "last").folder == folders[8]
+    with pytest.raises(ConfigError, match=r"no best checkpoint .*evaluation\.best.*: give an iteration, here 4, 8"):
+        choose(tmp_path, "best")
+    mark_best(tmp_path, best(4))
+    assert choose(tmp_path, "best").folder == folders[4]
     assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], stepped_over=[])
     for which, says in {"12": "no checkpoint of iteration 12", "first": "no checkpoint 'first'", "-4": "'-4'"}.items():
-        with pytest.raises(ConfigError, match=rf"{says}.*: give last or an iteration, here 4, 8"):
+        with pytest.raises(ConfigError, match=rf"{says}.*: give last, best or an iteration, here 4, 8"):
             choose(tmp_path, which)
     (folders[4] / "trainer" / "weights").write_text("x")
     with pytest.raises(DamagedCheckpoint, match=r"iteration 4 is damaged \(.*weights has other bytes"):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_files.model_fingerprint import model_fingerprint, tensor_shapes
+from tandem_files.model.fingerprint import model_fingerprint, tensor_shapes
 from tests.kit.folders import write_safetensors, write_small_model, zeros
 
 

@@ -18,7 +18,7 @@ from servicekit.errors import ConfigError
 from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
 from tandem_files.checkpoints import mark_complete, step_folder
-from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import (
     LauncherNotes,

@@ -9,7 +9,7 @@ import pytest
 from servicekit.errors import ConfigError
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan, plain
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 
 FULL = stored(
     columns='{"level": 3}',
@@ -22,19 +22,21 @@ FULL = stored(
 
 def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    size = folder.write(1, "train", [FULL, stored(sample=1, advantage=None)])
+    size = write_samples(folder, 1, "train", [FULL, stored(sample=1, advantage=None)])
     assert folder.load(1, "train", [1, 0]) == [stored(sample=1, advantage=None), FULL]
     assert folder.sizes() == {1: size}
 
 
 def test_only_its_owner_can_open_the_folder(tmp_path: Path) -> None:
-    SampleFolder(tmp_path).write(1, "train", [stored()])
+    write_samples(SampleFolder(tmp_path), 1, "train", [stored()])
     assert (tmp_path / "samples").stat().st_mode & 0o777 == 0o700
 
 
 def test_places_are_those_of_the_file_beyond_one_row_group(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "train", [stored(k // 16, k % 16, num_tokens=k, completion=f"text {k}") for k in range(1200)])
+    write_samples(
+        folder, 1, "train", [stored(k // 16, k % 16, num_tokens=k, completion=f"text {k}") for k in range(1200)]
+    )
     assert [head.num_tokens for head in folder.heads(1, "train")] == list(range(1200))
     assert [sample.completion for sample in folder.load(1, "train", [1199, 3, 600])] == [
         "text 1199",
@@ -46,7 +48,7 @@ def test_places_are_those_of_the_file_beyond_one_row_group(tmp_path: Path) -> No
 
 def test_a_text_is_found_in_prompt_or_completion_in_linear_time(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "train", [stored(0), stored(1, prompt="two"), stored(2, completion="a" * 5000)])
+    write_samples(folder, 1, "train", [stored(0), stored(1, prompt="two"), stored(2, completion="a" * 5000)])
     assert folder.matching(1, "train", "two") == [1]
     assert folder.matching(1, "train", "(a|aa)+$") == [2]  # exponential in Python's re
     with pytest.raises(ConfigError, match=r"'\(' is not a regular expression"):
@@ -58,9 +60,9 @@ def test_what_is_meant_and_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no stored samples: samples\.enabled is false"):
         folder.resolve(None, None)
     for number in range(1, 31):
-        folder.write(number, "train", [stored()])
-    folder.write(0, "heldout", [stored()])
-    folder.write(20, "heldout", [stored()])
+        write_samples(folder, number, "train", [stored()])
+    write_samples(folder, 0, "heldout", [stored()])
+    write_samples(folder, 20, "heldout", [stored()])
     assert folder.resolve(None, None) == (30, "train")
     assert folder.resolve(None, "heldout") == (20, "heldout")
     assert folder.resolve(0, None) == (0, "heldout")
@@ -77,14 +79,14 @@ def test_what_is_meant_and_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_name_of_an_evaluation_set_stays_in_the_folder(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "../../aime 24", [stored()])
+    write_samples(folder, 1, "../../aime 24", [stored()])
     assert folder.iterations() == {1: ["-aime-24"]}
     assert [path.name for path in tmp_path.iterdir()] == ["samples"]
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "train", [stored()])
+    write_samples(folder, 1, "train", [stored()])
     path = tmp_path / "samples" / "00000001.train.parquet"
     path.write_bytes(path.read_bytes()[:40])
     for read in (lambda: folder.heads(1, "train"), lambda: folder.load(1, "train", [0])):
@@ -94,7 +96,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_odd_values_are_stored_and_are_json(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "train", [stored(prompt="lone \ud800", reward_parts={"bad": math.nan}, reward=math.inf)])
+    write_samples(folder, 1, "train", [stored(prompt="lone \ud800", reward_parts={"bad": math.nan}, reward=math.inf)])
     (sample,) = folder.load(1, "train", [0])
     assert sample.prompt == "lone ?"
     found = json.loads(json.dumps(plain(sample), allow_nan=False))

@@ -76,7 +76,7 @@ def test_a_folder_with_something_else_is_left_alone(run_dir: Path, tmp_path: Pat
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_named(run_dir: Path, tmp_path: Path) -> None:
     code, output = export(run_dir, tmp_path / "out", "--checkpoint", "5")
-    assert (code, "no checkpoint of iteration 5: give last or an iteration, here 4, 8" in output) == (2, True)
+    assert (code, "no checkpoint of iteration 5: give last, best or an iteration, here 4, 8" in output) == (2, True)
     shard = step_folder(run_dir, 8) / "trainer" / "shard-tp01-pp00.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
     code, output = export(run_dir, tmp_path / "out", "--checkpoint", "8")

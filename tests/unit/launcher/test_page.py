@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from launcher.cli import app
 from tandem_files.samples.folder import SampleFolder
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 
 
 @pytest.mark.runs("tandem page")
 @pytest.mark.timeout(60)  # a process, with its imports
 def test_the_page_of_a_run_is_served_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.yaml").write_text("run: {iterations: 3}")
-    SampleFolder(tmp_path).write(1, "train", [stored()])
+    write_samples(SampleFolder(tmp_path), 1, "train", [stored()])
     command = [sys.executable, "-m", "launcher", "page", str(tmp_path)]
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:

@@ -127,6 +127,24 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
 ]  # fmt: skip
 
 
+def test_data_of_evaluation_sets_is_checked(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.jsonl", write_rows(tmp_path / "good.jsonl")
+    bad.write_text('{"prompt": "1+1="}\n')
+    sets = [{"name": "bad", "data": "bad.jsonl"}, {"name": "long", "data": str(good), "max_new_tokens": 30}]
+    problems = check(write_config(tmp_path, evaluation={"sets": sets}))
+    assert [(problem.key, problem.value) for problem in problems] == [
+        ("evaluation.sets", f"{bad}:1"),
+        ("evaluation.sets", "long"),
+    ]
+    assert "30 new tokens exceed the model's max_position_embeddings (32 tokens)" in problems[1].message
+
+
+def test_a_stop_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    problem = only(write_config(tmp_path, grpo={"stop_token_ids": [3, 16]}))
+    assert (problem.key, problem.value) == ("grpo.stop_token_ids", "16")
+    assert "vocabulary of 16" in problem.message
+
+
 @pytest.mark.parametrize(
     ("spoil", "message", "suggestion"), [row[1:] for row in BAD_MODELS], ids=[row[0] for row in BAD_MODELS]
 )
@@ -423,6 +441,7 @@ OWN = ["reward.function=mine.py:score"]
         ("def score(completion): return 1", ""),
         ("def scor(completion): return 1", "mine.py has no score; did you mean scor?"),
         ("import missing_library", "No module named 'missing_library' (mine.py:1)"),
+        ("def score(completion, level): return 1", "takes 'level', which nothing fills"),
         ("def score(completions, answer): return 1", "takes both 'completions', a list, and 'answer'"),
     ],
 )

@@ -24,6 +24,7 @@ def check(file: Path, *overrides: str) -> list[ConfigProblem]:
         ("{kind: mlflow, uri: 'http://me:secret@127.0.0.1:9'}", "trackers.uri", "MLflow does not take it"),
         ("nosuch", "trackers.kind", "must be one of 'tensorboard', 'wandb', 'mlflow'"),
         ("[tensorboard, tensorboard]", "trackers", "listed twice"),
+        ("[tensorboard, mlflow]", "trackers[1].uri", "there is no tracking server"),
     ],
 )
 @pytest.mark.timeout(60)  # imports W&B or MLflow
@@ -44,7 +45,7 @@ def test_trackers_that_cannot_work_are_named(
 def test_a_tracker_whose_library_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path)
     monkeypatch.setattr("launcher.check.trackers.importlib.util.find_spec", lambda name: None)
-    found = [problem for problem in check(file, "trackers=tensorboard") if problem.key == "trackers.kind"]
+    found = [problem for problem in check(file, "trackers=tensorboard") if problem.key == "trackers"]
     assert [(problem.message, problem.suggestion) for problem in found] == [
         ("the Python package tensorboard is not installed", "pip install 'tandem[trackers]', or remove the entry")
     ]

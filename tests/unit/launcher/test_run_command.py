@@ -12,7 +12,7 @@ from launcher.view import plot
 from launcher.view.run_view import RunView
 from tandem_config.loading import load_config
 from tandem_files.checkpoints import mark_complete, step_folder
-from tandem_files.model_fingerprint import model_fingerprint
+from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
 from tests.kit.folders import write_config
 

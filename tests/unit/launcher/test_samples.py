@@ -14,7 +14,7 @@ from launcher.view.samples.choose import Wanted, choose
 from launcher.view.samples.draw import draw
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
-from tests.kit.samples import stored
+from tests.kit.samples import stored, write_samples
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def run_dir(tmp_path: Path) -> Path:
         stored(place // 2, place % 2, reward=reward, num_tokens=100 - place, completion=f"answer {place}")
         for place, reward in enumerate(rewards)
     ]
-    folder.write(1, "train", [stored()])
-    folder.write(2, "train", samples)
-    folder.write(2, "heldout", [stored(kind="heldout", advantage=None, use="evaluated")])
+    write_samples(folder, 1, "train", [stored()])
+    write_samples(folder, 2, "train", samples)
+    write_samples(folder, 2, "heldout", [stored(kind="heldout", advantage=None, use="evaluated")])
     return tmp_path
 
 
@@ -105,7 +105,7 @@ def test_json_lines_hold_everything(run_dir: Path) -> None:
 
 def shown(tmp_path: Path, *, full: bool = False, terminal: bool = True, **changes: Any) -> str:
     folder = SampleFolder(tmp_path)
-    folder.write(1, "train", [stored(**changes)])
+    write_samples(folder, 1, "train", [stored(**changes)])
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, color_system=None)
     draw(console, tmp_path, choose(folder, Wanted()), full=full)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
@@ -123,6 +123,16 @@ def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
     assert output.count("long words") >= 80
     assert "versions 3 (tokens 1 to 10), 4 (tokens 11 to 300)" in " ".join(output.split())
     assert "(math 1, format 0.5, length -0.25)" in " ".join(output.split())
+
+
+def test_a_sample_without_a_reward_is_shown_last(tmp_path: Path) -> None:
+    folder = SampleFolder(tmp_path)
+    rewards = [None, 0.5, 0.25]
+    write_samples(folder, 1, "train", [stored(0, k, reward=reward) for k, reward in enumerate(rewards)])
+    for order, first in (("worst", 2), ("best", 1)):
+        chosen = choose(folder, Wanted(ends=[(order, 3)]))
+        assert [sample.sample for sample in chosen.samples] == [first, 3 - first, 0]
+    assert "no reward" in shown(tmp_path, reward=None)
 
 
 def test_the_middle_of_a_long_text_is_left_out_unless_asked_for(tmp_path: Path) -> None:

@@ -78,7 +78,10 @@ def test_events_become_plain_lines_without_control_codes() -> None:
         pb.WatchEventsResponse(kind=pb.EVENT_KIND_PROGRESS, message="generate"),
         pb.WatchEventsResponse(kind=pb.EVENT_KIND_EVALUATION, message="held-out accuracy 0.268 at version 0"),
         pb.WatchEventsResponse(kind=pb.EVENT_KIND_ITERATION, message="iteration 3", values=ROW),
-        pb.WatchEventsResponse(kind=pb.EVENT_KIND_EVALUATION, message="again", values={"iteration": 3}),
+        pb.WatchEventsResponse(
+            kind=pb.EVENT_KIND_EVALUATION, message="again", values={"iteration": 3, "heldout_accuracy": 0.3}
+        ),
+        pb.WatchEventsResponse(kind=pb.EVENT_KIND_EVALUATION, message="aime: mean@4 0.5", values={"iteration": 3}),
         pb.WatchEventsResponse(kind=pb.EVENT_KIND_WARNING, message="look [here]"),
     ]
     for event in events:
@@ -90,6 +93,7 @@ def test_events_become_plain_lines_without_control_codes() -> None:
         "held-out accuracy 0.268 at version 0",
         heading(columns_for(80, 40), 40),
         line(columns_for(80, 40), ROW, 40),
+        "aime: mean@4 0.5",
         "warning: look [here]",
     ]
     assert "\x1b" not in stream.getvalue()
@@ -126,6 +130,24 @@ def test_the_summary_says_what_the_run_was_worth(tmp_path: Path) -> None:
     assert lines["time goes to"] == (
         "engine 47%, trainer 30%, generation beyond the engine 7%, training beyond the model 3%, sync 3%, other 10%"
     )
+
+
+def test_evaluations_are_summed_up(tmp_path: Path) -> None:
+    before = {"eval/heldout/mean@1": 0.2, "eval/my_set/mean@4": 0.25, "eval/my_set/mean@4_low": 0.1}
+    after = {
+        "eval/heldout/mean@1": 0.4,
+        "eval/my_set/mean@4": 0.5,
+        "eval/my_set/maj@4": None,
+        "eval/my_set/pass@4": 0.75,
+    }
+    best = {"metric": "my_set/mean@4", "value": 0.5, "iteration": 3}
+    lines = dict(summary_lines({"evaluation": {"initial": before, "final": after, "best": best}}, [], tmp_path))
+    assert lines["my_set, mean@4"] == "0.250 -> 0.500"
+    assert lines["my_set, pass@4"] == "0.750"
+    assert lines["best policy"] == "after iteration 3: my_set/mean@4 0.500"
+    assert len(lines) == 4
+    lines = dict(summary_lines({"evaluation": {"best": best | {"iteration": 0}}}, [], tmp_path))
+    assert lines["best policy"].startswith("before the training")
 
 
 def test_a_summary_with_holes_leaves_them_out(tmp_path: Path) -> None:

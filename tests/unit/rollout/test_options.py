@@ -39,13 +39,15 @@ def test_float32_on_a_gpu_gets_an_attention_that_computes_in_it() -> None:
 def test_a_request_leaves_a_page_of_the_cache_free() -> None:
     """SGLang's page is 64 tokens on Blackwell."""
     engine: Any = SglangEngine.__new__(SglangEngine)
+    engine._tokenizer = Path("/nowhere/tokenizer.json")
     started: Any = SimpleNamespace(
         _scheduler_init_result=SimpleNamespace(scheduler_infos=[{"max_total_num_tokens": 1024}]),
         server_args=SimpleNamespace(resolved_dict=lambda: {"page_size": 64}),
     )
     engine._processes = SimpleNamespace(engine=started)
     engine._manager = SimpleNamespace(context_len=4096, model_config=SimpleNamespace(vocab_size=100))
-    assert engine._read_limits().longest_request == 960
+    limits = engine._read_limits()
+    assert (limits.longest_request, limits.why_no_stop) == (960, "/nowhere/tokenizer.json does not exist")
 
 
 def test_short_prompts_do_without_a_prefix_cache() -> None:
@@ -100,6 +102,7 @@ def test_receiver_settings_travel_by_environment() -> None:
         dir="/tmp/x",
         replica="rollout-1",
         model="/m",
+        tokenizer="/t",
         redis_url="redis://r",
         group="g",
         host="h",

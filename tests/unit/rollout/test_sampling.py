@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,21 @@ def test_a_good_request_becomes_data() -> None:
     assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (1,))
 
 
+def test_stop_texts_and_seeds_become_data() -> None:
+    asked = request(stop=["</answer>"], min_p=0.5, repetition_penalty=1.25, groups=group(seed=0))
+    (first,), params = read_request(asked, LIMITS, 8)
+    assert (params.stop, params.min_p, params.repetition_penalty, first.seed) == (("</answer>",), 0.5, 1.25, 0)
+    (first,), params = read_request(request(), LIMITS, 8)
+    assert (params.stop, params.min_p, params.repetition_penalty, first.seed) == ((), 0.0, 1.0, None)
+
+
+def test_stop_texts_need_a_tokenizer() -> None:
+    without = replace(LIMITS, why_no_stop="/m/tokenizer.json does not exist")
+    read_request(request(), without, 8)
+    with pytest.raises(InvalidRequest, match=r"/m/tokenizer.json does not exist; put tokenizer.json there"):
+        read_request(request(stop=["x"]), without, 8)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.7, 100.0])
 def test_temperatures_in_range_pass(temperature: float) -> None:
     assert read_request(request(temperature=temperature), LIMITS, 8)[1].temperature == pytest.approx(temperature)
@@ -50,6 +66,7 @@ def test_temperatures_in_range_pass(temperature: float) -> None:
         ({"max_new_tokens": 0}, "sampling.max_new_tokens is 0"),
         ({"max_new_tokens": 64}, "sampling.max_new_tokens is 64; it must be from 1 to 63"),
         ({"stop_token_ids": [1, 100]}, "sampling.stop_token_ids[1] is 100"),
+        ({"stop": ["a", ""]}, "sampling.stop[1] is empty"),
         ({"groups": []}, "groups is empty"),
         ({"groups": group(group_id="")}, "groups[0].group_id is empty"),
         ({"groups": group() + group()}, "group_id 'g' occurs twice"),

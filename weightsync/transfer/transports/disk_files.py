@@ -26,8 +26,8 @@ import xxhash
 
 from servicekit.errors import ConfigError, DigestMismatch, NotReady, StaleVersion
 from tandem_files.atomic import SCRATCH_SUFFIX, write_bytes_atomic
+from tandem_files.model.safetensors_header import DamagedFile, TensorInfo, parse_header
 from tandem_files.run_paths import FolderKind
-from tandem_files.safetensors_header import DamagedFile, TensorInfo, parse_header
 from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
 
 FORMAT = 1

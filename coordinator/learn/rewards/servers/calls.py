@@ -7,7 +7,7 @@ from typing import TypeVar
 import tenacity
 
 from coordinator.learn.rewards.servers.breaker import CircuitBreaker
-from tandem_config.sections.reward_servers import ServerSection
+from tandem_config.sections.rewards.servers import ServerSection
 
 T = TypeVar("T")
 

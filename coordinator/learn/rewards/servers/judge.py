@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
-from tandem_config.sections.reward_servers import JudgeReward
+from tandem_config.sections.rewards.servers import JudgeReward
 
 # Statuses that may pass: late, in conflict, too busy, and all that are the server's own fault.
 _PASSING = (408, 409, 425, 429)

@@ -17,7 +17,7 @@ from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from servicekit.security.tls import Identity
 from tandem_api.reward.v1 import reward_pb2, reward_pb2_grpc
-from tandem_config.sections.reward_servers import RemoteReward
+from tandem_config.sections.rewards.servers import RemoteReward
 
 ROLE = "reward"
 SERVICE = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from tandem_config.sections.base import PositiveFloat, PositiveInt, about
-from tandem_config.sections.reward_base import FailureSection, Timeout, compiled, wrong
+from tandem_config.sections.rewards.base import FailureSection, Timeout, compiled, wrong
 
 _ADDRESS = re.compile(r"unix:/.+|[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)

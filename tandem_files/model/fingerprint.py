@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from tandem_files.safetensors_header import DamagedFile, read_header
+from tandem_files.model.safetensors_header import DamagedFile, read_header
 
 
 def model_fingerprint(folder: Path) -> str:

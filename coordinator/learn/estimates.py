@@ -1,0 +1,135 @@
+"""What an evaluation measures: mean@k, pass@k and maj@k, with 95 % confidence intervals over prompts. Pure.
+
+Legend: P prompts, G completions per prompt. Each prompt has a value, and the measure is their mean:
+
+mean@G   the mean score of its completions
+pass@k   the chance that one of k completions, drawn from the G without replacement, is right: 1 - C(G-c, k) / C(G, k)
+         with c right ones (Chen et al. 2021, arXiv:2107.03374); unbiased for any G >= k
+maj@G    the mean score of the completions with the answer that most of them give; equally frequent ones count alike
+
+Interval: Wilson's if all values are 0 or 1, else the bootstrap's percentiles over prompts. It says how the measure
+would vary over other prompts of the same kind; what the reward gets wrong is not in it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Of the normal distribution, for 95 %.
+_Z = 1.959963984540054
+RESAMPLES = 1000
+# Numbers drawn together: 8 MiB.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A measure, with the ends of its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimates(
+    names: Iterable[str], scores_PG: NDArray[np.float64], answers_PG: Sequence[Sequence[str]], right_from: float
+) -> dict[str, Estimate]:
+    """Estimate the measures of these names.
+
+    Args:
+        scores_PG: [P, G] scores; NaN: none could be found.
+        answers_PG: [P, G] answers, for maj@G.
+        right_from: least score of a right completion.
+    """
+    return {name: _estimate(name, scores_PG, answers_PG, right_from) for name in names}
+
+
+def _estimate(
+    name: str, scores_PG: NDArray[np.float64], answers_PG: Sequence[Sequence[str]], right_from: float
+) -> Estimate:
+    kind, _, k = name.partition("@")
+    values = [
+        _value(kind, int(k), [float(score) for score in scores_G[there_G]], _those(answers_G, there_G), right_from)
+        for scores_G, answers_G, there_G in zip(scores_PG, answers_PG, ~np.isnan(scores_PG), strict=True)
+        if there_G.sum() >= (int(k) if kind == "pass" else 1)
+    ]
+    return mean_with_interval(np.array(values, dtype=np.float64))
+
+
+def _value(kind: str, k: int, scores_G: list[float], answers_G: list[str], right_from: float) -> float:
+    match kind:
+        case "mean":
+            return sum(scores_G) / len(scores_G)
+        case "pass":
+            return pass_at_k(len(scores_G), sum(score >= right_from for score in scores_G), k)
+        case "maj":
+            return majority_score(scores_G, answers_G)
+    raise ValueError(f"unknown measure {kind!r}")
+
+
+def _those(answers_G: Sequence[str], there_G: NDArray[np.bool_]) -> list[str]:
+    return [answer for answer, there in zip(answers_G, there_G, strict=True) if there]
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Estimate the chance that one of k completions is right.
+
+    Raises: ValueError: there are fewer than k.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 0.0, 1.0)
+    """
+    if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_right} right ones among {num_samples}")
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def majority_score(scores_G: Sequence[float], answers_G: Sequence[str]) -> float:
+    """Return the mean score of the completions with the most frequent answer, and of all such answers in a tie.
+
+    >>> majority_score([1.0, 1.0, 0.0], ["7", "7", "8"]), majority_score([1.0, 0.0], ["7", "8"])
+    (1.0, 0.5)
+    """
+    by_answer: dict[str, list[float]] = defaultdict(list)
+    for score, answer in zip(scores_G, answers_G, strict=True):
+        by_answer[answer].append(score)
+    most = max(Counter(answers_G).values())
+    means = [sum(scores) / len(scores) for scores in by_answer.values() if len(scores) == most]
+    return sum(means) / len(means)
+
+
+def mean_with_interval(values_P: NDArray[np.float64], seed: int = 0) -> Estimate:
+    """Estimate the mean of values of prompts; NaN without any.
+
+    Args:
+        seed: of the bootstrap; the same values always have the same interval.
+    """
+    if not values_P.size:
+        return Estimate(value=float("nan"), low=float("nan"), high=float("nan"))
+    if np.isin(values_P, (0.0, 1.0)).all():
+        return _wilson(int(values_P.sum()), values_P.size)
+    low, high = np.percentile(_resampled_means(values_P, np.random.default_rng(seed)), (2.5, 97.5))
+    return Estimate(value=float(values_P.mean()), low=float(low), high=float(high))
+
+
+def _wilson(num_right: int, num: int) -> Estimate:
+    """Wilson's score interval (1927); it stays in [0, 1], and has a width when all or none are right."""
+    share = num_right / num
+    centre = (share + _Z**2 / (2 * num)) / (1 + _Z**2 / num)
+    half = _Z / (1 + _Z**2 / num) * np.sqrt(share * (1 - share) / num + _Z**2 / (4 * num**2))
+    # The share itself is inside; rounding could put it outside by one unit in the last place.
+    return Estimate(
+        value=share, low=float(min(share, max(0.0, centre - half))), high=float(max(share, min(1.0, centre + half)))
+    )
+
+
+def _resampled_means(values_P: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    rows = max(1, min(RESAMPLES, _CHUNK // values_P.size))
+    means: list[NDArray[np.float64]] = []
+    while sum(map(len, means)) < RESAMPLES:
+        means.append(values_P[rng.integers(values_P.size, size=(rows, values_P.size))].mean(axis=1))
+    return np.concatenate(means)[:RESAMPLES]

@@ -1,0 +1,152 @@
+"""When a run evaluates its policy, and what it keeps of it: baseline, events, metrics, the best policy.
+
+| evaluation.concurrent | the policy after iteration N is evaluated    | and stands in      |
+|-----------------------|----------------------------------------------|--------------------|
+| false                 | after iteration N                            | the row of N       |
+| true                  | beside scoring and training of iteration N+1 | the row of N+1     |
+| both: N = 0           | before iteration 1, which is the baseline    | state, an event    |
+| both: N the last      | after it                                     | the row of N       |
+
+Columns `eval/<set>/policy_version` say which policy it was.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from coordinator.flow import Scored
+from coordinator.learn.evaluation import Evaluated, Evaluator
+from coordinator.leaving import Leaving
+from coordinator.record.report import numeric
+from coordinator.record.state import BestPolicy, RunState
+from coordinator.watch import metrics
+from coordinator.watch.events import EventKind, EventLog
+from servicekit.life.meanwhile import Meanwhile
+from tandem_config.schema import HELDOUT, EvaluationSection
+from tandem_files.metrics_file import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """The evaluations of a run.
+
+    Attributes:
+        settings: the configuration's section `evaluation`.
+        leaving: an evaluation is cancelled when the run is asked to end.
+    """
+
+    settings: EvaluationSection
+    evaluator: Evaluator
+    state: RunState
+    events: EventLog
+    leaving: Leaving
+
+    async def at_the_start(self) -> list[Evaluated]:
+        """Evaluate the policy before the first iteration, unless an earlier process has done so."""
+        state = self.state
+        if state.baseline or state.initial_accuracy is not None:
+            return []
+        return await self.evaluator.evaluate(self.evaluator.sets, state.policy_version)
+
+    def beside(self, number: int) -> Meanwhile[list[Evaluated] | None]:
+        """Make the evaluation, beside iteration `number`, of the policy with which it begins."""
+        due = self.evaluator.due(number - 1) if self.settings.concurrent and number > 1 else []
+        if not due:
+            return Meanwhile()
+        evaluate = partial(self.evaluator.evaluate, due, self.state.policy_version, beside_training=True)
+        return Meanwhile(lambda: self.leaving.unless_asked(evaluate()))
+
+    def is_due(self, number: int, *, last: bool) -> bool:
+        """Whether the policy is evaluated after iteration `number`; last: no iteration follows."""
+        return bool(self.evaluator.sets if last else not self.settings.concurrent and self.evaluator.due(number))
+
+    async def after(self, number: int, policy_version: int, *, last: bool) -> list[Evaluated]:
+        """Evaluate the policy after iteration `number`. Returns: nothing if the run was asked to end meanwhile."""
+        due = self.evaluator.sets if last else self.evaluator.due(number)
+        return await self.leaving.unless_asked(self.evaluator.evaluate(due, policy_version)) or []
+
+    def note(self, evaluated: Sequence[Evaluated], iteration: int, *, has_checkpoint: bool) -> bool:
+        """Record evaluations of the policy after `iteration`.
+
+        Args:
+            has_checkpoint: whether there is or will be a checkpoint of that policy anyway.
+        Returns: whether it is the best policy so far.
+        """
+        for result in evaluated:
+            values = {"policy_version": float(result.policy_version), "iteration": float(iteration)}
+            if result.name == HELDOUT:
+                self.state.note_accuracy(result.scored.accuracy)
+                values["heldout_accuracy"] = result.scored.accuracy
+            measures = {name: estimate.value for name, estimate in result.estimates.items()}
+            metrics.observe_evaluation(result.name, measures, result.policy_version)
+            self.events.append(EventKind.EVALUATION, message_of(result), numeric(evaluation_row([result])) | values)
+        self.state.evaluations.update(evaluation_row(evaluated))
+        if not (self.settings.save_best or has_checkpoint):
+            return False
+        return note_best(self.state, self.settings.best, evaluated, iteration)
+
+    def note_baseline(self) -> Row:
+        """Keep the evaluations so far as those that later ones are compared with. Returns: them, as a row."""
+        self.state.baseline = dict(self.state.evaluations)
+        return {"iteration": self.state.iteration, "policy_version": self.state.policy_version, **self.state.baseline}
+
+    def wants_checkpoint(self, number: int, *, improved: bool) -> bool:
+        """Whether iteration `number` is to be saved as the best; improved: it has made the best policy so far."""
+        if self.settings.best is None or not self.settings.save_best:
+            return False
+        # Evaluated beside the next iteration, a policy cannot be saved any more when it is found to be the best.
+        name = self.settings.best.rpartition("/")[0]
+        due = [prompts.name for prompts in self.evaluator.due(number)] if self.settings.concurrent else []
+        return improved or name in due
+
+
+def evaluation_row(evaluated: Sequence[Evaluated]) -> Row:
+    """Make the columns `eval/<set>/...`; of a set that was evaluated twice those of the later one."""
+    return {f"eval/{result.name}/{name}": value for result in evaluated for name, value in _columns(result)}
+
+
+def _columns(result: Evaluated) -> Iterator[tuple[str, float | int | None]]:
+    for name, estimate in result.estimates.items():
+        for suffix, value in (("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)):
+            yield f"{name}{suffix}", value if math.isfinite(value) else None
+    completions = [completion for group in result.generation.groups for completion in group.completions]
+    yield "length_mean", result.generation.num_tokens / len(completions)
+    yield "truncated_ratio", sum(completion.truncated for completion in completions) / len(completions)
+    yield "failed_scores", result.scored.num_errors + result.scored.num_timeouts + result.scored.num_unreadable
+    yield "policy_version", result.policy_version
+
+
+def heldout_of(evaluated: Sequence[Evaluated]) -> Scored | None:
+    """Return the scores of the set `heldout`; None: it was not evaluated."""
+    return next((result.scored for result in reversed(evaluated) if result.name == HELDOUT), None)
+
+
+def message_of(result: Evaluated) -> str:
+    """Describe an evaluation in a sentence."""
+    if result.name == HELDOUT:
+        return f"held-out accuracy {result.scored.accuracy:.3f} at version {result.policy_version}"
+    found = ", ".join(
+        f"{name} {estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+        for name, estimate in result.estimates.items()
+    )
+    return f"{result.name}: {found} at version {result.policy_version}"
+
+
+def note_best(state: RunState, metric: str | None, evaluated: Sequence[Evaluated], iteration: int) -> bool:
+    """Record the best policy so far in the state.
+
+    Args:
+        metric: evaluation.best.
+        iteration: after which the policy was evaluated.
+    Returns: whether it is the one that was evaluated.
+    """
+    column = f"eval/{metric}"
+    row = evaluation_row(evaluated)
+    value = row.get(column)
+    best = None if state.best is None or state.best.metric != metric else state.best
+    if metric is None or value is None or (best is not None and value <= best.value):
+        return False
+    version = row[f"eval/{metric.rpartition('/')[0]}/policy_version"]
+    state.best = BestPolicy(metric=metric, value=value, iteration=iteration, policy_version=int(version or 0))
+    return True

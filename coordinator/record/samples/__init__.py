@@ -1,0 +1,1 @@
+"""Stores the samples of finished iterations as Parquet, within a budget."""

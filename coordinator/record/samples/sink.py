@@ -1,0 +1,128 @@
+"""The sink that stores samples: turns a finished iteration into Parquet files, and keeps them within their budget."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.learn.evaluation import Evaluated
+from coordinator.record.report import IterationRecord
+from coordinator.record.samples.table import Batch, table_of_batch
+from coordinator.record.sinks import Finished
+from tandem_config.schema import SamplesSection
+from tandem_files.atomic import nothing_more
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import DROPPED, EVALUATED, MASKED, TRAIN, TRAINED, UNSCORED
+from tandem_files.tokenizer import TextCodec
+
+_MIB = 2**20
+
+
+@dataclass(kw_only=True)
+class SampleSink:
+    """Stores the samples of finished iterations.
+
+    Attributes:
+        truncated: grpo.truncated.
+        last_look: called immediately before a file is written; raises if this coordinator no longer leads the run.
+    """
+
+    folder: SampleFolder
+    settings: SamplesSection
+    codec: TextCodec
+    truncated: Literal["keep", "mask"]
+    last_look: Callable[[], None] = nothing_more
+    _sizes: dict[int, int] | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        """What the warning calls it when it fails."""
+        return "storing samples"
+
+    def take(self, finished: Finished) -> None:
+        """Store an iteration."""
+        iteration = int(finished.row["iteration"] or 0)
+        sizes = self._begin(iteration)
+        written = 0
+        chosen = iteration <= 1 or iteration % self.settings.every == 0 or bool(finished.evaluated)
+        if finished.record is not None and chosen:
+            written += self._write(self._trained(iteration, finished.record))
+        for evaluated in finished.evaluated:
+            written += self._write(self._evaluated(iteration, evaluated))
+        if written:
+            sizes[iteration] = sizes.get(iteration, 0) + written
+        for number in surplus(sizes, self.settings.max_mib * _MIB):
+            self.folder.remove(number)
+            del sizes[number]
+
+    def close(self) -> None:
+        """Do nothing: files are complete when they are written."""
+
+    def _begin(self, iteration: int) -> dict[int, int]:
+        """Return the bytes of the stored iterations; first remove those that this process repeats after a resume."""
+        if self._sizes is None:
+            self._sizes = self.folder.sizes()
+            for number in [number for number in self._sizes if number >= iteration]:
+                self.last_look()
+                self.folder.remove(number)
+                del self._sizes[number]
+        return self._sizes
+
+    def _trained(self, iteration: int, record: IterationRecord) -> Batch:
+        return Batch(
+            iteration=iteration,
+            kind=TRAIN,
+            generation=record.generation,
+            scored=record.scored,
+            advantages_PG=record.advantages_PG,
+            uses_PG=_uses(record, self.truncated),
+        )
+
+    def _evaluated(self, iteration: int, evaluated: Evaluated) -> Batch:
+        return Batch(
+            iteration=iteration,
+            kind=evaluated.name,
+            generation=evaluated.generation,
+            scored=evaluated.scored,
+            advantages_PG=None,
+            uses_PG=np.where(evaluated.scored.present_PG, EVALUATED, UNSCORED),
+        )
+
+    def _write(self, batch: Batch) -> int:
+        table = table_of_batch(batch, self.codec, token_ids=self.settings.token_ids)
+        return self.folder.write(batch.iteration, batch.kind, table, self.last_look)
+
+
+def _uses(record: IterationRecord, truncated: str) -> NDArray[np.str_]:
+    """Return what became of each sample in training, [P, G]."""
+    cut_PG = np.array(
+        [[completion.truncated for completion in group.completions] for group in record.generation.groups]
+    )
+    trained_PG = np.where(cut_PG & (truncated == "mask"), MASKED, TRAINED)
+    uses_PG = np.where(record.dropped_P[:, None], DROPPED, trained_PG)
+    return np.where(record.scored.present_PG, uses_PG, UNSCORED)
+
+
+def surplus(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
+    """Choose the iterations to remove, so that the others fit.
+
+    The one goes whose removal leaves the smallest gap, in proportion to its age: the first and the newest stay, recent
+    ones densely, older ones further and further apart.
+
+    >>> surplus({1: 10, 2: 10, 3: 10, 4: 10, 5: 10, 6: 10}, max_bytes=40)
+    [2, 4]
+    >>> surplus({1: 10, 2: 10}, max_bytes=5)
+    [1]
+    """
+    left, removed = sorted(sizes), list[int]()
+    total = sum(sizes.values())
+    while total > max_bytes and len(left) > 1:
+        newest = left[-1]
+        inner = range(1, len(left) - 1)
+        place = min(inner, key=lambda k: ((left[k + 1] - left[k - 1]) / (newest - left[k] + 1), k), default=0)
+        number = left.pop(place)
+        removed.append(number)
+        total -= sizes[number]
+    return removed

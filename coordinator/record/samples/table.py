@@ -1,0 +1,106 @@
+"""Makes the table of an iteration's samples, column by column: a loop over samples would hold the GIL for longer.
+
+Legend: P prompts, G completions per prompt, S = P * G samples.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from coordinator.flow import Completion, Generation, Group, Scored
+from tandem_files.samples.schema import SPAN, storable, table_of
+from tandem_files.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What the samples of one kind have in common, and their arrays.
+
+    Attributes:
+        advantages_PG: None: of an evaluation.
+        uses_PG: what became of each sample in training (tandem_files.samples.schema).
+    """
+
+    iteration: int
+    kind: str
+    generation: Generation
+    scored: Scored
+    advantages_PG: NDArray[np.float64] | None
+    uses_PG: NDArray[np.str_]
+
+
+def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Table:
+    """Make the table. token_ids: with each completion's."""
+    groups = batch.generation.groups
+    completions = [completion for group in groups for completion in group.completions]
+    size = len(completions)
+    owners = pa.array(np.repeat(np.arange(len(groups)), [len(group.completions) for group in groups]))
+
+    def of_group(values: Sequence[Any]) -> pa.Array:
+        return pa.array(values).take(owners)
+
+    def of_all(value: Any) -> pa.Array:
+        return pa.repeat(pa.scalar(value), size)
+
+    prompts = codec.decode_all(group.prompt.token_ids for group in groups)
+    return table_of(
+        size,
+        iteration=of_all(batch.iteration),
+        kind=of_all(batch.kind),
+        group_id=of_group([group.group_id for group in groups]),
+        sample=np.concatenate([np.arange(len(group.completions)) for group in groups]),
+        source=of_group([storable(group.prompt.file) for group in groups]),
+        row=of_group([group.prompt.row for group in groups]),
+        prompt=of_group([storable(text) for text in prompts]),
+        completion=codec.decode_all(completion.token_ids for completion in completions),
+        answer=of_group([storable(group.prompt.answer) for group in groups]),
+        columns=of_group([_columns(group) for group in groups]),
+        reward=pa.array(batch.scored.rewards_PG.ravel(), mask=~batch.scored.present_PG.ravel()),
+        reward_parts=_parts(batch.scored.parts, size),
+        advantage=None if batch.advantages_PG is None else batch.advantages_PG.ravel(),
+        prompt_tokens=of_group([len(group.prompt.token_ids) for group in groups]),
+        num_tokens=[len(completion.token_ids) for completion in completions],
+        finish_reason=["length" if completion.truncated else "stop" for completion in completions],
+        use=batch.uses_PG.ravel().tolist(),
+        policy_version=[completion.oldest_version for completion in completions],
+        version_spans=_spans(completions, codec),
+        token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
+    )
+
+
+def _columns(group: Group) -> str:
+    return json.dumps(dict(group.prompt.columns), default=str)
+
+
+def _parts(parts: Mapping[str, NDArray[np.float64]], size: int) -> pa.Array:
+    """Make the column of scores by the reward's name."""
+    offsets = np.arange(size + 1, dtype=np.int32) * len(parts)
+    names = pa.array([storable(name) for name in parts] * size, pa.string())
+    scores = np.stack([part_PG.ravel() for part_PG in parts.values()], axis=1).ravel() if parts else np.zeros(0)
+    return pa.MapArray.from_arrays(pa.array(offsets), names, pa.array(scores, pa.float64()))
+
+
+def _spans(completions: Sequence[Completion], codec: TextCodec) -> pa.Array:
+    """Make the column of version spans; a completion of one version, so nearly each, has none.
+
+    Where a span ends in the text is found by decoding the tokens before its end.
+    """
+    several = [completion if len(completion.version_spans) > 1 else None for completion in completions]
+    counts = [0 if completion is None else len(completion.version_spans) for completion in several]
+    mixed = [completion for completion in several if completion is not None]
+    spans = [span for completion in mixed for span in completion.version_spans]
+    texts = codec.decode_all(completion.token_ids[:end] for completion in mixed for end, _ in completion.version_spans)
+    values = pa.StructArray.from_arrays(
+        [
+            pa.array([end for end, _ in spans], pa.int32()),
+            pa.array([len(text) for text in texts], pa.int32()),
+            pa.array([version for _, version in spans], pa.int64()),
+        ],
+        fields=list(SPAN),
+    )
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *counts]), pa.int32()), values)

@@ -1,0 +1,1 @@
+"""Hooks in SGLang's scheduler processes: version flips, stop strings, seeds."""

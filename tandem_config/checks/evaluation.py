@@ -1,0 +1,93 @@
+"""Checks of the evaluations."""
+
+from collections import Counter
+
+from tandem_config.checks.registry import check
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+
+@check("evaluation.sets", "data.heldout")
+def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
+    twice = [name for name, count in Counter(chosen.name for chosen in config.evaluation_sets()).items() if count > 1]
+    if not twice:
+        return None
+    heldout = twice[0] == "heldout" and config.data.heldout is not None
+    return ConfigProblem(
+        key="evaluation.sets",
+        value=twice[0],
+        message="is the name of two sets" + (", of which data.heldout makes one" if heldout else ""),
+        suggestion="set data.heldout: null, or choose another name" if heldout else "choose another name for one",
+    )
+
+
+@check("evaluation.sets")
+def _no_set_is_called_train(config: RunConfig) -> ConfigProblem | None:
+    if "train" not in [chosen.name for chosen in config.evaluation.sets]:
+        return None
+    return ConfigProblem(
+        key="evaluation.sets",
+        value="train",
+        message="is the name of the training samples",
+        suggestion="choose another name",
+    )
+
+
+@check("evaluation.sets")
+def _samples_of_a_greedy_set_are_equal(config: RunConfig) -> ConfigProblem | None:
+    for number, chosen in enumerate(config.evaluation.sets, 1):
+        if chosen.samples > 1 and chosen.temperature == 0.0:
+            return ConfigProblem(
+                key="evaluation.sets",
+                value=chosen.name,
+                message=f"entry {number}: samples: {chosen.samples} with temperature 0: all completions would be equal",
+                suggestion="set a temperature, e.g. 1.0, or samples: 1",
+            )
+    return None
+
+
+@check("evaluation.sets")
+def _top_k_keeps_a_token(config: RunConfig) -> ConfigProblem | None:
+    for number, chosen in enumerate(config.evaluation.sets, 1):
+        if chosen.top_k == 0:
+            return ConfigProblem(
+                key="evaluation.sets",
+                value=chosen.name,
+                message=f"entry {number}: top_k: 0 keeps no token",
+                suggestion="use -1 for all tokens",
+            )
+    return None
+
+
+@check("evaluation.best", "evaluation.sets", "data.heldout")
+def _best_is_measured(config: RunConfig) -> ConfigProblem | None:
+    if config.evaluation.best is None:
+        return None
+    measured = [f"{chosen.name}/{metric}" for chosen in config.evaluation_sets() for metric in chosen.metrics()]
+    if config.evaluation.best in measured:
+        return None
+    return ConfigProblem(
+        key="evaluation.best",
+        value=config.evaluation.best,
+        message="is not measured",
+        suggestion=f"measured are {', '.join(measured)}" if measured else "set data.heldout, or evaluation.sets",
+    )
+
+
+@check("grpo.max_new_tokens", "evaluation.sets", "rollout.context_length", "rollout.max_total_tokens")
+def _completions_of_sets_fit(config: RunConfig) -> ConfigProblem | None:
+    limits = {
+        "rollout.context_length": config.rollout.context_length,
+        "rollout.max_total_tokens": config.rollout.max_total_tokens,
+    }
+    for number, chosen in enumerate(config.evaluation.sets, 1):
+        for key, limit in limits.items():
+            if limit is not None and chosen.max_new_tokens is not None and chosen.max_new_tokens >= limit:
+                return ConfigProblem(
+                    key="evaluation.sets",
+                    value=chosen.name,
+                    message=f"entry {number}: max_new_tokens {chosen.max_new_tokens} leaves no room for a prompt in "
+                    f"{key} ({limit})",
+                    suggestion=f"raise {key} or lower max_new_tokens",
+                )
+    return None
