@@ -177,6 +177,8 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
     return Source(
         run=app.config.run.name,
         total_iterations=app.config.run.iterations,
+        evaluate_every=app.config.run.evaluate_every,
+        checkpoint_every=app.config.run.checkpoint_every,
         logprob_diff_limit=app.config.grpo.logprob_diff_limit,
         run_dir=environment.run_dir,
         control=app.control,

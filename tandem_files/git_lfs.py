@@ -1,4 +1,4 @@
-"""Recognises pointers of Git LFS: what a clone without LFS has in place of large files."""
+"""Recognises pointers of Git LFS: what a clone without git-lfs has in place of large files."""
 
 from pathlib import Path
 
@@ -6,9 +6,6 @@ _BEGINNING = b"version https://git-lfs."
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file is a pointer, not the file that it names; no for one that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
-        return False
+    """Whether the file is a pointer, not the file that it names. Raises: OSError: it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) == _BEGINNING

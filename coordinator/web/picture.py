@@ -36,8 +36,6 @@ _CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "l
 # Parts of an iteration; seconds in the rows' fields of these names and `_s`.
 PARTS = ("generate", "reward", "batch", "train", "sync", "evaluate", "checkpoint", "report")
 _ITERATIONS_SHOWN = 16
-# Iterations that an estimate of the time left averages: evaluations and checkpoints come every few only.
-_AVERAGED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,7 @@ class Picture:
         now_s: Unix time, as all times.
         part: of the iteration that is running.
         awaited: names of services that have not announced themselves.
+        left_s: estimate of the seconds that the run still takes; None: there is none.
         arrived: by name, seconds from the coordinator's start to their announcement.
         replicas, syncs, alerts, messages: as watch.observed, web.conditions and web.history have them.
     """
@@ -61,6 +60,7 @@ class Picture:
     policy_version: int
     worked_s: float
     history: History
+    left_s: float | None = None
     initial_accuracy: float | None = None
     best_accuracy: float | None = None
     part: str = ""
@@ -86,7 +86,7 @@ class Picture:
             "total_iterations": self.total_iterations,
             "policy_version": self.policy_version,
             "worked_s": self.worked_s,
-            "left_s": left_s(list(rows)[-_AVERAGED:], self.total_iterations - self.iteration),
+            "left_s": self.left_s,
             "current": {name: self.history.last(name) for name in _CURRENT},
             "initial_accuracy": self.initial_accuracy,
             "best_accuracy": self.best_accuracy,
@@ -119,16 +119,6 @@ def further(names: Collection[str]) -> list[tuple[str, str, str]]:
     rewards = [(name, f"Reward: {found[1]}", "") for name in ordered if (found := _OF_REWARD.fullmatch(name))]
     sets = [(name, f"{found[1]}: {found[2]}", "") for name in ordered if (found := _OF_SET.fullmatch(name))]
     return [*rewards, *sets][:_MOST_FURTHER]
-
-
-def left_s(rows: Sequence[Row], remaining: int) -> float | None:
-    """Estimate the seconds of the remaining iterations by the mean of these rows; None before the first one.
-
-    >>> left_s([{"iteration_s": 1.0}, {"iteration_s": 3.0}], remaining=10)
-    20.0
-    """
-    seconds = [row["iteration_s"] for row in rows if "iteration_s" in row]
-    return sum(seconds) / len(seconds) * max(0, remaining) if seconds else None
 
 
 def _parts(row: Row) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
 from coordinator.web.picture import Picture
+from tandem_files.pace import remaining_s
 
 _ROUNDS_CHECKED = 5
 
@@ -23,6 +24,8 @@ class Source:
 
     run: str
     total_iterations: int
+    evaluate_every: int
+    checkpoint_every: int
     logprob_diff_limit: float
     run_dir: Path
     control: RunControl
@@ -46,6 +49,12 @@ class Source:
             policy_version=self.state.policy_version,
             worked_s=self.state.wall_s,
             history=self.history,
+            left_s=remaining_s(
+                list(self.history.rows),
+                self.total_iterations,
+                evaluate_every=self.evaluate_every,
+                checkpoint_every=self.checkpoint_every,
+            ),
             initial_accuracy=self.state.initial_accuracy,
             best_accuracy=self.state.best_accuracy,
             awaited=self.observed.awaited,

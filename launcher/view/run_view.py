@@ -91,7 +91,7 @@ class RunView:
             self.say(heading(self._columns, self._total), "bold")
         self._rows.append(row)
         left_s = self._left_s(self._rows)
-        self._left = "" if left_s is None else clock(left_s)
+        self._left = clock(left_s) if left_s else ""
         self.say(line(self._columns, row, self._total, self._left or "-"))
 
     def warning(self, text: str) -> None:

@@ -47,11 +47,10 @@ def _check(file: Path) -> None:
         packed = ": unpack it first" if file.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
         raise DataError.of(file, f"has the suffix {file.suffix!r}; known are {_KNOWN}{packed}")
     try:
-        with file.open("rb") as content:
-            content.read(1)
+        pointer = is_lfs_pointer(file)
     except OSError as error:
         raise DataError.of(file, f"cannot be read: {error.strerror}") from error
-    if is_lfs_pointer(file):
+    if pointer:
         raise DataError.of(file, "is a git-LFS pointer, not the data: install git-lfs and run `git lfs pull`")
 
 

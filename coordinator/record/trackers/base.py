@@ -51,6 +51,8 @@ class Backend(Protocol):
     kind: str
     # Whether `open` makes it forget later figures; else those of repeated iterations would stand beside the first.
     rewinds: bool
+    # Iterations that it may lose when this process is killed; they are sent again, and it ignores those that it has.
+    resends: int
 
     def open(self, run_id: str, after: int) -> tuple[str, str]:
         """Connect; it may block, but not for ever.
@@ -78,7 +80,7 @@ class Tracker:
     def __init__(self, backend: Backend, facts: RunFacts, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend, self._facts, self._clock = backend, facts, clock
         self._note = facts.run_dir / "trackers" / f"{backend.kind}.json"
-        self._run_id, self._sent = _read_note(self._note)
+        self._run_id, self._sent = _read_note(self._note, backend.resends)
         self._is_open = False
         self._newest = 0
         self._retry_s = 0.0
@@ -111,6 +113,7 @@ class Tracker:
         try:
             remark = self._send([])
             self._backend.close(self._facts.outcome())
+            self._write_note(closed=True)
         except Exception as error:  # noqa: BLE001 - as above
             log.warning("tracker not closed", tracker=self.name, error=without_login(str(error)))
             return (
@@ -129,10 +132,14 @@ class Tracker:
             iteration = int(row["iteration"] or 0)
             self._backend.log(iteration, values_of(row))
             self._sent = iteration
-        self._note.parent.mkdir(exist_ok=True)
-        write_json_atomic(self._note, {"id": self._run_id, "iteration": self._sent}, durable=False)
+        self._write_note(closed=False)
         self._failing = False
         return remark
+
+    def _write_note(self, *, closed: bool) -> None:
+        note = {"id": self._run_id, "iteration": self._sent, "closed": closed}
+        self._note.parent.mkdir(exist_ok=True)
+        write_json_atomic(self._note, note, durable=False)
 
     def _lacking(self, rows: list[Row]) -> Iterator[Row]:
         """Yield the rows that the tracker lacks; read them from disk if these are not all."""
@@ -163,10 +170,11 @@ def values_of(row: Row) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if value is not None and name != "iteration"}
 
 
-def _read_note(path: Path) -> tuple[str, int]:
-    """Read the tracker's id of the run, and the last iteration that it got; "" and 0 in a new run."""
+def _read_note(path: Path, resends: int) -> tuple[str, int]:
+    """Read the tracker's id of the run, and the last iteration that it has for certain; "" and 0 in a new run."""
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
-        return str(note["id"]), int(note["iteration"])
+        sent = int(note["iteration"])
+        return str(note["id"]), sent if note["closed"] else max(0, sent - resends)
     except (OSError, ValueError, KeyError, TypeError):
         return "", 0

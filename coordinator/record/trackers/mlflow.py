@@ -4,6 +4,7 @@ MLflow keeps every figure that it gets for a step, so iterations that a resume r
 """
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,21 @@ def client_of(tracker: MlflowTracker) -> "MlflowClient":
     return MlflowClient(tracker.uri)
 
 
+def allowed(name: str) -> str:
+    """Spell a name with the characters that MLflow takes.
+
+    >>> allowed("eval/aime/pass@8")
+    'eval/aime/pass_at_8'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+
+
 class MlflowBackend:
     """A run of MLflow."""
 
     kind = "mlflow"
     rewinds = False
+    resends = 0
 
     def __init__(self, tracker: MlflowTracker, facts: RunFacts) -> None:
         self._tracker, self._facts = tracker, facts
@@ -54,7 +65,7 @@ class MlflowBackend:
             run_id = client.create_run(self._experiment(client), run_name=self._facts.name).info.run_id
         self._run_id = run_id
         known = client.get_run(run_id).data.params
-        texts = {key: str(value)[:_VALUE_CHARACTERS] for key, value in self._facts.settings.items()}
+        texts = {allowed(key): str(value)[:_VALUE_CHARACTERS] for key, value in self._facts.settings.items()}
         self._log_params({key: text for key, text in texts.items() if key not in known})
         for key, text in texts.items():
             if known.get(key, text) != text:
@@ -67,7 +78,7 @@ class MlflowBackend:
 
         assert self._client is not None, "open first"
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(name, value, now_ms, iteration) for name, value in values.items()]
+        metrics = [Metric(allowed(name), value, now_ms, iteration) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, outcome: Outcome) -> None:

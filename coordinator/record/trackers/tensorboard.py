@@ -19,6 +19,7 @@ class TensorboardBackend:
 
     kind = "tensorboard"
     rewinds = True
+    resends = 0
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts

@@ -21,6 +21,9 @@ INIT_TIMEOUT_S = 30.0
 # Sinks have this long altogether to end.
 _FINISH_TIMEOUT_S = CLOSE_TIMEOUT_S - 5.0
 
+# W&B writes what it has got every 15 seconds; iterations of less than 0.3 s have not been seen.
+RESENDS = 50
+
 log = get_logger(__name__)
 
 
@@ -29,6 +32,7 @@ class WandbBackend:
 
     kind = "wandb"
     rewinds = False
+    resends = RESENDS
 
     def __init__(self, tracker: WandbTracker, facts: RunFacts) -> None:
         self._tracker, self._facts = tracker, facts
@@ -58,7 +62,8 @@ class WandbBackend:
     def log(self, iteration: int, values: dict[str, float]) -> None:
         """Hand the figures to W&B's process."""
         assert self._run is not None, "open first"
-        self._run.log(values, step=iteration)
+        # Else W&B would keep the figures until those of the next step come.
+        self._run.log(values, step=iteration, commit=True)
 
     def close(self, outcome: Outcome) -> None:
         """End the run; it shows as failed unless it is finished."""

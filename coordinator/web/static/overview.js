@@ -26,7 +26,7 @@ export function showTiles(run) {
     ["log-prob mismatch", number(now.logprob_abs_diff_max), "largest difference of trainer and engine for a token"],
     ["time worked", seconds(run.worked_s), "without the time between restarts"],
   ];
-  if (run.state === "running") tiles.push(["time left, about", seconds(run.left_s), "by the mean of the last iterations"]);
+  if (run.state === "running") tiles.push(["time left, about", seconds(run.left_s), "by the median of the last iterations, with what is due of evaluations and checkpoints"]);
   at("tiles").replaceChildren(...tiles.map(([title, value, about]) => {
     const tile = make("span", title);
     tile.title = about;

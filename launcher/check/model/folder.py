@@ -1,5 +1,6 @@
 """Checks the model folder, and that the model can be sharded by the parallel sizes of trainer and rollouts."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def _cache_entry(folder: Path) -> ConfigProblem | None:
 
 def _unfetched(folder: Path) -> ConfigProblem | None:
     """Recognise files that `git clone` left as pointers of Git LFS."""
-    found = [path for path in sorted(folder.iterdir()) if path.suffix in _LFS_SUFFIXES and is_lfs_pointer(path)]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _LFS_SUFFIXES and os.access(path, os.R_OK)]
+    found = [path for path in files if path.is_file() and is_lfs_pointer(path)]
     if not found:
         return None
     names = ", ".join(path.name for path in found[:_LAYERS_SHOWN])

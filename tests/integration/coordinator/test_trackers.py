@@ -43,7 +43,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
             (sink,) = build_trackers(config, run_dir, lambda: "finished")
             file.cut_after(min(rewards) - 1)
             for iteration, reward in rewards.items():
-                row = {"iteration": iteration, "reward_mean": reward, "heldout_accuracy": None}
+                row = {"iteration": iteration, "reward_mean": reward, "eval/a/pass@8": 1.0, "heldout_accuracy": None}
                 file.append(row)
                 warnings.append(sink.take(Finished(record=None, row=row)))
             sink.close()
@@ -62,7 +62,7 @@ def test_tensorboard_shows_the_repeated_iterations_as_they_were_trained_last(
 
     assert launches("tensorboard") == []
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert found.Tags()["scalars"] == ["reward_mean"]
+    assert sorted(found.Tags()["scalars"]) == ["eval/a/pass@8", "reward_mean"]
     rewards = {event.step: event.value for event in found.Scalars("reward_mean")}
     assert rewards == pytest.approx({1: 0.1, 2: 0.2, **RESUMED})
     assert len(found.Scalars("reward_mean")) == 5
@@ -81,6 +81,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, launches: Launches, monkeypatc
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "reward_mean")
     assert [(metric.step, metric.value) for metric in history] == list(KEPT_FIRST.items())
+    assert run.data.metrics["eval/a/pass_at_8"] == 1.0
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.params["trainer.learning_rate"] == "0.0001"
     assert run.data.tags["resumed.trainer.learning_rate"] == "0.0002"

@@ -17,6 +17,7 @@ class FakeBackend:
     """Keeps what it gets; fails while `broken`."""
 
     rewinds: bool = False
+    resends: int = 0
     broken: bool = False
     kind: str = "fake"
     opened: list[tuple[str, int]] = field(default_factory=list)
@@ -103,6 +104,17 @@ def test_a_resume_continues_the_trackers_run(tmp_path: Path, rewinds: bool, afte
     backend = FakeBackend(rewinds=rewinds)
     Launch(tmp_path, backend).iterate(3, 4, 5)
     assert (backend.opened, backend.got) == ([("abc", after)], got)
+
+
+@pytest.mark.parametrize(("is_closed", "got"), [(True, [5]), (False, [3, 4, 5])])
+def test_what_a_killed_process_may_have_lost_is_sent_again(tmp_path: Path, is_closed: bool, got: list[int]) -> None:
+    launch = Launch(tmp_path, FakeBackend(resends=2))
+    launch.iterate(1, 2, 3, 4)
+    if is_closed:
+        launch.tracker.close()
+    backend = FakeBackend(resends=2)
+    Launch(tmp_path, backend).iterate(5)
+    assert backend.got == got
 
 
 def test_a_tracker_that_is_added_on_a_resume_gets_all_iterations(tmp_path: Path) -> None:
