@@ -1,6 +1,7 @@
 """`tandem page`: serves the run's page from its folder, after the run or beside it. Imports when it is called."""
 
 import secrets
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +39,7 @@ def page(
         raise typer.Exit(EXIT_BAD_CONFIG) from None
     typer.echo(f"the page of {run_dir}: http://{_HOST}:{server.port}/#key={key}")
     typer.echo("Ctrl-C ends it")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background has it ignored
     try:
         threading.Event().wait()  # until a signal
     except KeyboardInterrupt:

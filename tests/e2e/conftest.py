@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -73,6 +74,11 @@ class Tandem:
             until(come, deadline_s, interval_s=0.05)
         assert found, f"no line with {what}; output:\n" + self.output()
         return found[0]
+
+    def wait_iteration(self, number: int) -> None:
+        """A row of this iteration is in the table, whose form depends on the width."""
+        row = re.compile(rf"\s*{number}(/\d+)?\s+\d")
+        self.wait_line(lambda line: row.match(line) is not None, f"iteration {number}", 240)
 
     def wait_up(self, name: str) -> None:
         """A service has announced itself."""

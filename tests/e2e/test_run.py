@@ -82,7 +82,7 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
 @pytest.mark.runs("tandem status", "tandem top")
 def test_ctrl_c_in_the_middle_of_a_run_leaves_nothing(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=1000))
-    run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
+    run.wait_iteration(1)
     status = tandem("status")
     assert status.wait_end() == 0
     assert any(line.split() == ["state", "running"] for line in status.lines), status.output()
@@ -110,7 +110,7 @@ def test_sigterm_while_engines_start_leaves_nothing(tandem: Start) -> None:
 
 def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__replica_restarts=0))
-    run.wait_line(lambda line: line.strip().startswith("1/1000"), "the first iteration", 240)
+    run.wait_iteration(1)
     os.kill(pid_of(run, "rollout_service"), signal.SIGKILL)
     assert run.wait_end() == 1, run.output()
     assert run.lines[-1].startswith("failed: rollout-0 was ended by SIGKILL"), run.output()
@@ -121,7 +121,7 @@ def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
 @pytest.mark.slow
 def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, tmp_path: Path) -> None:
     run = tandem(*run_arguments(run__iterations=9, run__checkpoint_every=4))
-    run.wait_line(lambda line: line.strip().startswith("6/9"), "the sixth iteration", 240)
+    run.wait_iteration(6)
     rollout = pid_of(run, "rollout_service")
     os.kill(pid_of(run, "trainer_service"), signal.SIGKILL)
     assert run.wait_end(240) == 0, run.output()
@@ -144,16 +144,16 @@ def test_a_trainer_that_dies_goes_on_and_takes_the_replicas_over(tandem: Start, 
 def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tandem: Start, tmp_path: Path) -> None:
     """In the middle of an iteration, one after the other; nobody else is started again."""
     run = tandem(*run_arguments(run__iterations=16, run__checkpoint_every=4))
-    run.wait_line(lambda line: line.strip().startswith("3/16"), "the third iteration", 240)
+    run.wait_iteration(3)
     trainer = pid_of(run, "trainer_service")
     os.kill(pid_of(run, "rollout_service"), signal.SIGKILL)
     run.wait_line(lambda line: "it starts again and is seeded (restart 1 of 4" in line, "the replica's restart")
-    run.wait_line(lambda line: line.strip().startswith("6/16"), "the sixth iteration", 240)
+    run.wait_iteration(6)
     rollout = pid_of(run, "rollout_service")
     os.kill(pid_of(run, "coordinator"), signal.SIGKILL)
     restarted = "from the checkpoint of iteration 4 and takes over the services (restart 1 of 2"
     run.wait_line(lambda line: restarted in line, "its restart")
-    run.wait_line(lambda line: line.strip().startswith("12/16"), "the twelfth iteration", 240)
+    run.wait_iteration(12)
     assert (pid_of(run, "trainer_service"), pid_of(run, "rollout_service")) == (trainer, rollout)
     assert run.wait_end(240) == 0, run.output()
     folder = tmp_path / "runs" / "small"
@@ -190,7 +190,7 @@ def test_two_runs_side_by_side_and_a_killed_launcher(tandem: Start, tmp_path: Pa
 def test_a_frozen_trainer_is_started_again(tandem: Start, tmp_path: Path) -> None:
     """With the settings as shipped. Its processes are there, so only silence tells."""
     run = tandem(*run_arguments(run__iterations=9, run__checkpoint_every=4))
-    run.wait_line(lambda line: line.strip().startswith("6/9"), "the sixth iteration", 240)
+    run.wait_iteration(6)
     frozen = pid_of(run, "trainer_service")
     os.kill(frozen, signal.SIGSTOP)
     restarted = run.wait_line(lambda line: "the trainer resumes from the checkpoint" in line, "its restart", 300)
@@ -219,7 +219,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.timeout(900)
 def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, small_disk: Path) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=4, run__evaluate_every=1000))
-    run.wait_line(lambda line: line.strip().startswith("5/1000"), "the fifth iteration", 240)
+    run.wait_iteration(5)
     with (small_disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         while True:
             filler.write(bytes(4096))

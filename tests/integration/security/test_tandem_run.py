@@ -53,7 +53,7 @@ def test_another_user_of_the_machine_can_command_nothing(tmp_path: Path) -> None
     run = Tandem(run_arguments(run__iterations=1000), tmp_path)
     folder = tmp_path / "runs" / "small"
     try:
-        run.wait_line(lambda line: line.strip().startswith("2/1000"), "the second iteration", 240)
+        run.wait_iteration(2)
         assert listening(run) - set(LOOPBACK) == set()
         for name, service in SERVICES.items():
             with grpc.insecure_channel(address_of(folder / "logs" / f"{name}.log")) as channel:
