@@ -182,9 +182,9 @@ async def test_the_key_is_in_no_error_and_no_log(judge: Judge, caplog: pytest.Lo
 
 async def test_an_endpoint_that_is_not_there_is_named_in_time() -> None:
     section = JudgeReward(
-        kind="judge", url="http://127.0.0.1:1/v1", model="m", prompt="{{ completion }}", start_timeout_s=0.2
+        kind="judge", url="http://127.0.0.1:1/v1", model="m", prompt="{{ completion }}", start_timeout_s=2.0
     )
     with pytest.raises(
-        ValueError, match=r"no endpoint at http://127.0.0.1:1/v1 within start_timeout_s = 0.2 s: Connect"
+        ValueError, match=r"no endpoint at http://127.0.0.1:1/v1 within start_timeout_s = 2 s: Connect"
     ):
         await JudgedScores(section).start([])
