@@ -184,7 +184,5 @@ async def test_an_endpoint_that_is_not_there_is_named_in_time() -> None:
     section = JudgeReward(
         kind="judge", url="http://127.0.0.1:1/v1", model="m", prompt="{{ completion }}", start_timeout_s=2.0
     )
-    with pytest.raises(
-        ValueError, match=r"no endpoint at http://127.0.0.1:1/v1 within start_timeout_s = 2 s: Connect"
-    ):
+    with pytest.raises(ValueError, match=r"no endpoint at http://127.0.0.1:1/v1 within start_timeout_s = 2 s: Connect"):
         await JudgedScores(section).start([])
