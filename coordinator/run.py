@@ -120,7 +120,7 @@ class Run:
             self.leaving.left = True
         finally:
             await cancel(working)
-            await asyncio.to_thread(self._sinks.close)
+            await self._sinks.close()
 
     async def _work(self) -> None:
         await self._start()

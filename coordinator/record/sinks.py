@@ -4,6 +4,7 @@ Each works in a daemon thread of its own: one that blocks, for a network or a di
 the end of the run.
 """
 
+import asyncio
 import queue
 import threading
 import time
@@ -55,7 +56,7 @@ class Sinks:
     """All sinks of a run.
 
     Args:
-        warn: gets a warning for the run's user, in the caller's thread.
+        warn: gets a warning for the run's user, in the event loop's thread.
     """
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None]) -> None:
@@ -68,15 +69,18 @@ class Sinks:
             feed.put(finished)
         self._report()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close every sink; wait for all together at most CLOSE_TIMEOUT_S. Idempotent."""
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for feed in self._feeds:
             feed.end()
-        for feed in self._feeds:
-            feed.wait(deadline)
+        await asyncio.to_thread(self._wait)
         self._report()
         self._feeds = []
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for feed in self._feeds:
+            feed.wait(deadline)
 
     def _report(self) -> None:
         for feed in self._feeds:

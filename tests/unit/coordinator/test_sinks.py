@@ -35,38 +35,47 @@ def finished(number: int) -> Finished:
     return Finished(record=None, row={"iteration": number})
 
 
-def test_every_sink_gets_every_iteration_in_order_and_is_closed() -> None:
+async def test_every_sink_gets_every_iteration_in_order_and_is_closed() -> None:
     one, two, warnings = FakeSink(), FakeSink(), list[str]()
     sinks = Sinks([one, two], warnings.append)
     for number in range(3):
         sinks.take(finished(number))
-    sinks.close()
-    sinks.close()
+    await sinks.close()
+    await sinks.close()
     assert [one.got, two.got] == [[0, 1, 2]] * 2
     assert [one.closed, two.closed] == [True, True]
     assert warnings == []
 
 
-def test_a_sink_that_fails_is_named_and_the_others_go_on() -> None:
+async def test_a_sink_that_fails_is_named_and_the_others_go_on() -> None:
     bad, good, warnings = FakeSink(name="wandb", fail_at=1), FakeSink(), list[str]()
     sinks = Sinks([bad, good], warnings.append)
     for number in range(4):
         sinks.take(finished(number))
-    sinks.close()
+    await sinks.close()
     assert [bad.got, good.got] == [[0], [0, 1, 2, 3]]
     assert warnings == ["wandb failed and is left out from now on: OSError: no space left"]
 
 
-def test_a_sink_that_blocks_delays_neither_iterations_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sink_that_blocks_delays_neither_iterations_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
     stuck, warnings = FakeSink(name="mlflow", blocked=threading.Event()), list[str]()
     sinks = Sinks([stuck], warnings.append)
     for number in range(MAX_WAITING + 4):
         sinks.take(finished(number))
-    sinks.close()
+    await sinks.close()
     assert stuck.blocked is not None
     stuck.blocked.set()
     assert warnings == [
         f"mlflow is more than {MAX_WAITING} iterations late: it misses some",
         "mlflow did not finish in time: its last iterations may be missing",
     ]
+
+
+async def test_warnings_come_in_the_thread_of_the_event_loop() -> None:
+    """What they call, the log of events, belongs to the loop."""
+    threads: list[int] = []
+    sinks = Sinks([FakeSink(fail_at=0)], lambda _: threads.append(threading.get_ident()))
+    sinks.take(finished(0))
+    await sinks.close()
+    assert threads == [threading.get_ident()]
