@@ -67,7 +67,7 @@ class FleetSection(Section):
     )
     reschedule_timeout_s: PositiveFloat = Field(
         1800.0,
-        description="Seconds to wait, at the start, for a trainer whose pods are being rescheduled.",
+        description="Seconds to wait, at the start, for a trainer, or min_replicas, whose pods are being rescheduled.",
         json_schema_extra=about("a new node of a cluster autoscaler takes minutes", unit="s"),
     )
     request_timeout_s: PositiveFloat = Field(

@@ -30,7 +30,8 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status, worker
-from tests.fakes.fake_fleet import FakeFleet, announced_fleet
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet, fake_fleet
+from tests.fakes.fake_fleet import announced as announced_service
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.kit.waiting import until
 
@@ -590,8 +591,25 @@ async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(
     waiting = asyncio.create_task(arrival(kube_config, environment, cluster))
     await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
     assert not waiting.done()  # startup_timeout_s is over
-    async with announced(environment):
-        assert (await asyncio.wait_for(waiting, DEADLINE_S)).name == "trainer"
+    async with fake_fleet() as fleet, AsyncExitStack() as stack:
+        for name in ("trainer", "rollout-0"):  # a trainer that comes late does not end the wait for its replicas
+            there = announced_service(environment.redis_url, environment.run_id, name, fleet.addresses[name], [], TTL_S)
+            await stack.enter_async_context(there)
+            await asyncio.wait({waiting}, timeout=0.5 if name == "trainer" else DEADLINE_S)
+            assert waiting.done() == (name == "rollout-0")
+        assert (await waiting).name == "trainer"
+
+
+async def test_replicas_whose_pods_are_up_and_that_say_nothing_are_missing(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(kube_config, rollout={"replicas": 4, "min_replicas": 3})
+    for name in ("rollout-2", "rollout-3"):
+        api.put("pods", pod(name))
+    cluster = await start()
+    async with announced(environment):  # trainer, rollout-0, rollout-1
+        with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 3 replicas"):
+            await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)
 
 
 async def test_replicas_that_are_on_their_way_are_waited_for_and_those_that_no_node_takes_are_not(

@@ -7,7 +7,8 @@ unknown                  is waited for, up to run.startup_timeout_s
 
 All of rollout.replicas whose pods are starting are waited for, up to run.startup_timeout_s, since the first iteration
 begins with those that are present. Replicas that are unschedulable or cannot start are not waited for, but at least
-rollout.min_replicas are needed. Later ones are seeded when they come.
+rollout.min_replicas are needed: while so many may still come, they are waited for as long as a trainer is. Later ones
+are seeded when they come.
 """
 
 import asyncio
@@ -71,8 +72,8 @@ async def wait_for_services(config: RunConfig, registry: Registry, cluster: Clus
         if announced.trainers and is_enough and (is_late or _are_all(config, announced, cluster)):
             return announced.trainers[0]
         cluster.look()
-        if not announced.trainers and cluster.pods.is_current:
-            timeout_s = max(timeout_s, _patience_s(config, cluster.pods.pods))
+        if not (announced.trainers and is_enough) and cluster.pods.is_current:
+            timeout_s = max(timeout_s, _patience_s(config, announced, cluster.pods.pods))
         if time.monotonic() - start_s >= timeout_s:
             raise DeadlineExceeded(_timeout_message(config, announced, cluster, timeout_s))
         await asyncio.sleep(LOOK_INTERVAL_S)
@@ -86,17 +87,27 @@ def _are_all(config: RunConfig, announced: _Announced, cluster: Cluster) -> bool
     """Whether no other replica is starting."""
     if len(announced.rollouts) >= config.rollout.replicas:
         return True
+    missing = _missing(announced, cluster.pods.pods)
+    return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in missing)
+
+
+def _patience_s(config: RunConfig, announced: _Announced, pods: Sequence[Pod]) -> float:
+    """Return how long to wait for pods that are needed and may still come, in seconds. Raises: TrainerDead."""
+    if not announced.trainers:
+        fate, reason = trainer_fate(pods)
+        if fate is Fate.DEAD:
+            raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
+        may_come = fate is Fate.COMING
+    else:
+        silent = [pod for pod in _missing(announced, pods) if pod.fate is not Fate.COMING]
+        may_come = config.rollout.replicas - len(silent) >= config.rollout.min_replicas
+    return config.fleet.reschedule_timeout_s if may_come else 0.0
+
+
+def _missing(announced: _Announced, pods: Sequence[Pod]) -> list[Pod]:
+    """Return the pods of replicas that are not announced."""
     names = {record.name for record in announced.rollouts}
-    others = [pod for pod in engines(cluster.pods.pods) if pod.name not in names]
-    return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in others)
-
-
-def _patience_s(config: RunConfig, pods: Sequence[Pod]) -> float:
-    """Return how long to wait for the trainer's pods, in seconds. Raises: TrainerDead."""
-    fate, reason = trainer_fate(pods)
-    if fate is Fate.DEAD:
-        raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
-    return config.fleet.reschedule_timeout_s if fate is Fate.COMING else 0.0
+    return [pod for pod in engines(pods) if pod.name not in names]
 
 
 def _timeout_message(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
+import uvloop
 
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
@@ -15,7 +17,7 @@ from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import RegexMatch
 from coordinator.learn.rewards.registry import build_reward
 from coordinator.learn.rewards.workers.pool import RewardWorkers
-from coordinator.learn.rewards.workers.process import WorkerProcess
+from coordinator.learn.rewards.workers.process import WorkerLost, WorkerProcess
 from coordinator.learn.rewards.workers.task import Answer, Task
 from coordinator.learn.rewards.workers.tasks import REGEX
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
@@ -215,6 +217,23 @@ async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monk
     await asyncio.gather(scoring, return_exceptions=True)
     assert gone == [-signal.SIGKILL] * 4
     await reward.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_process_that_has_ended_is_lost_at_its_next_answer_in_any_event_loop(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """uvloop refuses to write to it."""
+
+    async def use() -> None:
+        process = await WorkerProcess.start(Task(name=REGEX, settings={"pattern": "."}, timeout_s=30))
+        await process.end()
+        process.send([(0, "text")])
+        with pytest.raises(WorkerLost, match="died"):
+            await process.answer()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(use())
 
 
 async def test_nothing_of_a_completion_is_said_anywhere(capfd: pytest.CaptureFixture[str]) -> None:

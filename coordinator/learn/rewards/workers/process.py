@@ -94,8 +94,10 @@ class WorkerProcess:
         await self._wait_ended()
 
     def _write(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text.encode())
+        stdin = self._process.stdin
+        assert stdin is not None
+        if not stdin.is_closing():  # the process has ended, which the next answer tells; uvloop refuses the write
+            stdin.write(text.encode())
 
     async def _line(self, timeout_s: float) -> Any:
         """Read the next line. Raises: WorkerLost: none arrives in time, or the worker has ended."""
