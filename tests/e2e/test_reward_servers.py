@@ -66,7 +66,7 @@ async def test_a_run_is_scored_by_both_and_waits_for_the_server_that_restarts(
     assert rows[-1]["heldout_reward/judge_mean"] == pytest.approx(0.75)
     assert any(line.split()[:4:2] == ["judge", "remote"] for line in run.lines), run.output()
 
-    shown = tandem("samples", str(folder), "--iteration", "2", "--json")
+    shown = tandem("samples", str(folder), "--iteration", "2", "--best", "1000", "--json")
     assert await asyncio.to_thread(shown.wait_end) == 0, shown.output()
     samples = [json.loads(line) for line in shown.lines]
     assert len(samples) == 16 * 8
