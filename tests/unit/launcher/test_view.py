@@ -89,7 +89,8 @@ def test_one_reward_is_not_shown_twice_and_many_are_cut() -> None:
 
 
 def test_rewards_are_in_the_summary_and_in_the_status_of_a_run_under_way(tmp_path: Path) -> None:
-    rows = [{**ROW, **REWARDS}, {**ROW, "reward/math_verify_mean": 0.73, "reward/tidy_mean": None}]
+    rows: list[dict[str, float | None]] = [{**ROW, **REWARDS}]
+    rows.append({**ROW, "reward/math_verify_mean": 0.73, "reward/tidy_mean": None})
     assert dict(summary_lines(SUMMARY, rows, tmp_path))["rewards"] == "math_verify 0.412 -> 0.730"
     assert "rewards" not in dict(summary_lines(SUMMARY, [ROW], tmp_path))
     (tmp_path / "config.resolved.yaml").write_text("run: {}")
