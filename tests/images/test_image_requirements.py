@@ -45,7 +45,8 @@ def test_what_it_runs_starts_without_what_it_leaves_out(image: str, modules: lis
         set() if image == "coordinator" else TORCH
     )
     blocked = [top for top, names in distributions.items() if {canonicalize_name(name) for name in names} & left_out]
-    code = f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked})); [*map(importlib.import_module, {modules})]"
+    guard = f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked}))"
+    code = f"{guard}; [*map(importlib.import_module, {modules})]"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=START_S, check=False
     )
