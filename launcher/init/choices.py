@@ -83,7 +83,7 @@ class Choices:
 
 def flow(value: Any) -> str:
     """Write a value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=2**20)
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=2**20)
     return text.removesuffix("...\n").strip()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from launcher.check.memory import GIB, NEAR, smallest_gpu_gib
 from launcher.check.memory_budget import fitting_tokens, rollout_memory, trainer_memory
@@ -19,6 +20,8 @@ _SIZES = (1, 2, 4, 8, 16)
 _HOST_SHARE = 0.5
 # A replica should hold as many completions, or all of an iteration.
 _COMPLETIONS = 64
+# Of each parameter, in any type: looked at first, since the layout of a large mixture of experts takes seconds.
+_LEAST_BYTES_TRAINER, _LEAST_BYTES_ROLLOUT = 16, 2
 _CGROUP = Path("/sys/fs/cgroup/memory.max")  # as a container sees its limit
 
 
@@ -84,8 +87,8 @@ def suggest_layout(choices: Choices, spec: ModelSpec, machine: Machine) -> None:
     choices.suggest(
         "trainer.data_parallel", max(1, copies), f"copies of the model, {ranks} GPUs each, on half of the GPUs"
     )
-    if spec.num_experts > 0 and tensor > 1:
-        choices.suggest("trainer.sequence_parallel", True, "a mixture of experts with tensor parallelism needs it")
+    for name, value in _of_experts(choices, spec, tensor).items():
+        choices.suggest(f"trainer.{name}", value, "a mixture of experts over tensor-parallel ranks")
     choices.suggest("rollout.tensor_parallel", width, "the smallest size with which a replica fits its GPUs")
     rest = machine.gpus - choices.config.trainer.world_size
     choices.suggest("rollout.replicas", max(1, rest // width), f"on the other {rest} GPUs, {width} each")
@@ -109,7 +112,9 @@ def _rollout_sizes(choices: Choices, spec: ModelSpec, memory: float | None, most
     longest = choices.config.data.max_prompt_tokens + grpo.max_new_tokens
     wanted = longest * min(_COMPLETIONS, grpo.prompts_per_iteration * grpo.group_size)
     for size in _candidates(choices, "rollout.tensor_parallel", most):
-        if not list(check_tensor_size(spec, "rollout.tensor_parallel", size)):
+        least = _LEAST_BYTES_ROLLOUT * spec.num_elements / size
+        may_fit = memory is None or least < memory
+        if may_fit and not list(check_tensor_size(spec, "rollout.tensor_parallel", size)):
             config = _with(choices.config, "rollout", tensor_parallel=size)
             if memory is None or _cache_tokens(config, spec, memory, wanted=wanted) == wanted:
                 yield size
@@ -129,18 +134,27 @@ def _trainer_sizes(choices: Choices, spec: ModelSpec, memory: float | None, most
     stages = _candidates(choices, "trainer.pipeline_parallel", most)
     pairs = [pair for pair in product(tensors, stages) if pair[0] * pair[1] <= most]
     for tensor, pipeline in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1])):
-        sequence = (spec.num_experts > 0 and tensor > 1) or choices.config.trainer.sequence_parallel
-        config = _with(
-            choices.config, "trainer", tensor_parallel=tensor, pipeline_parallel=pipeline, sequence_parallel=sequence
-        )
+        config = _with(choices.config, "trainer", tensor_parallel=tensor, pipeline_parallel=pipeline)
+        config = _with(config, "trainer", **_of_experts(choices, spec, tensor))
         divides = not list(check_trainer_sizes(spec, config.trainer, lambda *keys: True))
         if divides and (memory is None or _micro_batch(config, spec, NEAR * memory) > 0):
             yield tensor, pipeline
 
 
+def _of_experts(choices: Choices, spec: ModelSpec, tensor: int) -> dict[str, Any]:
+    """Return what a mixture of experts needs beside tensor parallelism: its experts spread over the same ranks."""
+    if spec.num_experts == 0 or tensor == 1:
+        return {}
+    wanted = {"sequence_parallel": True, "expert_parallel": tensor}
+    return {name: value for name, value in wanted.items() if f"trainer.{name}" not in choices.given}
+
+
 def _micro_batch(config: RunConfig, spec: ModelSpec, memory: float) -> int:
     """Return the largest tokens of a micro-batch that fit, at most the configured ones; 0: not even one sample does."""
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
+    shards = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    if _LEAST_BYTES_TRAINER * spec.num_elements / shards > memory:
+        return 0
     config = _with(
         config, "trainer", max_tokens_per_micro_batch=max(longest, config.trainer.max_tokens_per_micro_batch)
     )

@@ -24,6 +24,8 @@ from weightsync.model.presets import preset
 USER = {"role": "user", "content": "1+2="}
 ASSISTANT = {"role": "assistant", "content": "3"}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+# Its answer is compared letter by letter: no worker process has to start to read it.
+SUM = {"prompt": "1+2=", "answer": "three"}
 CPU = Machine(gpus=0, gpu_gib=None, host_gib=16)
 EIGHT = Machine(gpus=8, gpu_gib=80, host_gib=1000)
 REWARD = "def score(completion, level):\n    return float(level)\n"
@@ -99,19 +101,21 @@ def test_an_own_reward_needs_no_answers(tmp_path: Path) -> None:
 
 
 def test_columns_as_verl_has_them(tmp_path: Path) -> None:
-    rows = [{"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"question": "?"}}]
+    rows = [
+        {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "three"}, "extra_info": {"question": "?"}}
+    ]
     config = written(asked(tmp_path, rows * 4, template=TEMPLATE))
     assert (config.data.prompt_key, config.data.answer_key) == ("prompt", "reward_model.ground_truth")
 
 
 def test_a_bfloat16_model_gets_its_limit(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+2=", "answer": "3"}] * 4
+    rows = [SUM] * 4
     config = written(asked(tmp_path, rows, model=write_model(tmp_path / "model", torch_dtype="bfloat16")))
     assert (config.model.dtype, config.grpo.logprob_diff_limit) == ("bfloat16", 0.2)
 
 
 def test_eight_gpus_are_shared_by_trainer_and_replicas(tmp_path: Path) -> None:
-    config = written(asked(tmp_path, [{"prompt": "1+2=", "answer": "3"}] * 640), EIGHT)
+    config = written(asked(tmp_path, [SUM] * 640), EIGHT)
     assert (config.trainer.tensor_parallel, config.trainer.data_parallel, config.rollout.replicas) == (1, 4, 4)
     assert (config.model.dtype, config.grpo.prompts_per_iteration, config.grpo.group_size) == ("bfloat16", 64, 16)
 
@@ -122,6 +126,7 @@ def test_eight_gpus_are_shared_by_trainer_and_replicas(tmp_path: Path) -> None:
         ("qwen2.5-1.5b", Machine(gpus=2, gpu_gib=80, host_gib=500), (1, 1, 1), (1, 1)),
         ("qwen2.5-7b", EIGHT, (4, 1, 1), (1, 4)),
         ("qwen3-32b", Machine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
+        ("qwen3-30b-a3b", Machine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
         ("qwen2.5-7b", Machine(gpus=4, gpu_gib=None, host_gib=500), (1, 1, 2), (1, 2)),
     ],
 )
@@ -139,7 +144,7 @@ def test_sizes_fit_the_machine(
         assert check_memory(config, preset(model), machine.gpu_gib).problems == ()
 
 
-def test_a_model_that_fits_no_gpu_is_said_to(tmp_path: Path) -> None:
+def test_a_model_that_fits_no_gpu_is_named() -> None:
     choices = Choices(load_config(None, ["model.path=m", "data.train=t.jsonl"]), [])
     suggest_layout(choices, preset("qwen3-235b-a22b"), EIGHT)
     assert "no sizes were found with which a replica fits" in choices.reasons["trainer.tensor_parallel"]
@@ -147,31 +152,34 @@ def test_a_model_that_fits_no_gpu_is_said_to(tmp_path: Path) -> None:
 
 def test_what_the_user_gives_stays_and_decides_the_rest(tmp_path: Path) -> None:
     own = ["run.name=mine", "grpo.max_new_tokens=5", "reward.kind=exact_match", "trainer.tensor_parallel=2"]
-    request = asked(tmp_path, [{"prompt": "1+2=", "answer": "3"}] * 640, overrides=own)
+    request = asked(tmp_path, [SUM] * 640, overrides=own)
     config = written(request, EIGHT)
     assert (config.run.name, config.grpo.max_new_tokens, kinds(config)) == ("mine", 5, ["exact_match"])
     assert (config.trainer.tensor_parallel, config.trainer.data_parallel, config.rollout.replicas) == (2, 2, 4)
 
 
-def test_long_prompts_and_unread_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"prompt": "1+2=", "answer": "3"}] * 19 + [{"prompt": "1" * 20, "answer": "3"}]
+def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+    rows = [SUM] * 19 + [SUM | {"prompt": "1" * 20}]
     config = written(asked(tmp_path, rows))
     assert (config.data.overlong_prompts, config.data.max_prompt_tokens) == ("drop", 16)
     text = (tmp_path / "my.yaml").read_text()
     assert "1 of 20 prompts exceed half of the model's 32 positions" in text
     assert "have at most 4 tokens, the longest 20" in text
+
+
+def test_many_rows_are_estimated_from_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "MAX_ROWS", 10)
-    config = written(asked(tmp_path, rows, force=True))
-    assert config.data.overlong_prompts == "drop"
+    config = written(asked(tmp_path, [SUM] * 20))
+    assert (config.data.overlong_prompts, config.grpo.prompts_per_iteration) == ("drop", 16)
     assert "of the first 10 rows" in (tmp_path / "my.yaml").read_text()
-    assert "about 2" in (tmp_path / "my.yaml").read_text()  # rows, by the bytes that were read
+    assert "about 20 rows" in (tmp_path / "my.yaml").read_text()  # by the bytes that were read
 
 
 def test_the_file_works_from_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data" / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 3)
-    request = asked(tmp_path / "data", [{"prompt": "1+2=", "answer": "3"}] * 4, out=Path("data/my.yaml"))
+    request = asked(tmp_path / "data", [SUM] * 4, out=Path("data/my.yaml"))
     request = Asked(**{**vars(request), "model": Path("data/model"), "heldout": ["data/test.jsonl"]})
     config = written(request)
     assert [source.path for source in config.data.heldout or ()] == [tmp_path / "data" / "test.jsonl"]
@@ -183,7 +191,7 @@ def test_the_file_works_from_where_it_lies(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_is_replaced_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my.yaml").write_text("mine")
-    rows = [{"prompt": "1+2=", "answer": "3"}] * 4
+    rows = [SUM] * 4
     assert init_command(asked(tmp_path, rows), CPU) == 2
     assert (tmp_path / "my.yaml").read_text() == "mine"
     assert "--force to replace it" in capsys.readouterr().err
