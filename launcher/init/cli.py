@@ -46,10 +46,10 @@ def init(
         tandem init --model my-model --data train.jsonl --heldout test.jsonl --reward my_rewards.py:score --out my.yaml
         tandem init --model my-model --data "math/*.parquet" --prompt-key problem --set grpo.group_size=32
     """
-    from launcher.init.command import Asked, init_command
+    from launcher.init.command import InitRequest, init_command
     from launcher.init.layout import this_machine
 
-    asked = Asked(
+    asked = InitRequest(
         model=model,
         data=data,
         heldout=heldout or [],

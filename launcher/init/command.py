@@ -13,7 +13,7 @@ from launcher.check.model.folder import check_model
 from launcher.check.rewards import check_rewards
 from launcher.commands import check_command
 from launcher.init.choices import Choices, flow
-from launcher.init.layout import Machine
+from launcher.init.layout import HostMachine
 from launcher.init.sample import first_row
 from launcher.init.suggest import suggest_all
 from launcher.init.text import render
@@ -34,7 +34,7 @@ _SHOWN = ("data.prompt_key", "data.max_prompt_tokens", "reward", "trainer.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class InitRequest:
     """What the command line asks for; empty lists and None: not given."""
 
     model: Path
@@ -68,7 +68,7 @@ def _paths(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else json.dumps(list(texts))
 
 
-def init_command(asked: Asked, machine: Machine) -> int:
+def init_command(asked: InitRequest, machine: HostMachine) -> int:
     """Run `tandem init`. Returns: the exit code, that of `tandem check` if the file was written."""
     complaints, console = make_console(stderr=True), make_console()
     out = Path(f"{asked.name}.yaml") if asked.out is None else asked.out
@@ -93,7 +93,7 @@ def init_command(asked: Asked, machine: Machine) -> int:
     return code
 
 
-def choose(asked: Asked, machine: Machine) -> Choices:
+def choose(asked: InitRequest, machine: HostMachine) -> Choices:
     """Choose the configuration. Raises: ConfigErrors, DataError, OSError: what was given cannot be used."""
     draft = draft_config(None, asked.options())
     if draft.config is None or errors_only(draft.problems):
@@ -120,7 +120,7 @@ def _reward_problems(draft: Draft) -> list[ConfigProblem]:
 def _given(options: Sequence[str]) -> list[str]:
     """Return the keys that options set, in the schema's words; a list as a whole."""
     overrides, _ = parse_overrides(options)
-    return [each.section if each.section in LISTED else f"{each.section}.{each.field}" for each in overrides]
+    return [item.section if item.section in LISTED else f"{item.section}.{item.field}" for item in overrides]
 
 
 def _check_out(out: Path, *, force: bool) -> None:

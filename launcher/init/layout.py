@@ -26,7 +26,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")  # as a container sees its limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class HostMachine:
     """What a run can use.
 
     Attributes:
@@ -44,19 +44,19 @@ class Machine:
         return self.gpus >= 2
 
 
-def this_machine() -> Machine:
+def this_machine() -> HostMachine:
     """Look at this machine."""
     gpus = len(visible_gpus())
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _CGROUP.read_text(encoding="ascii").strip() if _CGROUP.is_file() else "max"
-    return Machine(
+    return HostMachine(
         gpus=gpus,
         gpu_gib=smallest_gpu_gib() if gpus else None,
         host_gib=min(host, int(limit) if limit.isdecimal() else host) / GIB,
     )
 
 
-def suggest_layout(choices: Choices, spec: ModelSpec, machine: Machine) -> None:
+def suggest_layout(choices: Choices, spec: ModelSpec, machine: HostMachine) -> None:
     """Suggest parallel sizes, replicas, tokens of a micro-batch, and the KV cache; lengths must be in `choices`."""
     config = choices.config
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens

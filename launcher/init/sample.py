@@ -17,7 +17,7 @@ _BATCH_ROWS = 512
 
 
 @dataclass(kw_only=True)
-class Sample:
+class RowSample:
     """What the rows hold.
 
     Attributes:
@@ -39,9 +39,9 @@ def first_row(section: DataSection, part: DataKey) -> tuple[str, dict[str, objec
     return f"{file}:{number}", record
 
 
-def read_sample(section: DataSection, part: DataKey, formats: PromptFormat) -> Sample:
+def read_sample(section: DataSection, part: DataKey, formats: PromptFormat) -> RowSample:
     """Read up to MAX_ROWS rows of a part, as many of each file. Raises: DataError: a bad row or file; OSError."""
-    sample = Sample()
+    sample = RowSample()
     files = [file for source in find_sources(section, part) for file in source.files]
     for file in files:
         batch: list[Row] = []
@@ -54,7 +54,7 @@ def read_sample(section: DataSection, part: DataKey, formats: PromptFormat) -> S
     return sample
 
 
-def _first_rows(file: SourceFile, sample: Sample, most: int) -> Iterator[Row]:
+def _first_rows(file: SourceFile, sample: RowSample, most: int) -> Iterator[Row]:
     """Yield a file's rows, at most `most`, and note how many it has."""
     count, share = 0, 1.0
     for item in read_rows(file.path, file.keys):
@@ -69,7 +69,7 @@ def _first_rows(file: SourceFile, sample: Sample, most: int) -> Iterator[Row]:
     sample.num_rows += count
 
 
-def _measure(sample: Sample, batch: list[Row], formats: PromptFormat) -> None:
+def _measure(sample: RowSample, batch: list[Row], formats: PromptFormat) -> None:
     sample.answers += [row.answer for row in batch]
     sample.lengths += [len(ids) for ids in formats.encode([_text(row, formats) for row in batch])] if batch else []
 

@@ -9,8 +9,8 @@ from coordinator.flow import DataKey
 from launcher.check.data.template import PlainPrompts
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for
-from launcher.init.layout import Machine, suggest_layout
-from launcher.init.sample import Sample, first_row, read_sample
+from launcher.init.layout import HostMachine, suggest_layout
+from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_config import keys
 from tandem_config.sections.reward import ExactMatchReward
 from tandem_files.rows.problems import DataError, RowProblem
@@ -26,7 +26,7 @@ _GPU_TOKENS, _CPU_TOKENS = 1024, 256
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 20, 200
 
 
-def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: Machine) -> None:
+def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: HostMachine) -> None:
     """Suggest every key, in the order in which they depend on each other.
 
     Raises: ConfigErrors: a column or a reward must be chosen; DataError, OSError: rows cannot be used.
@@ -53,7 +53,7 @@ def _reason(key: str) -> str:
     return keys.note(key, "why")
 
 
-def _suggest_dtype(choices: Choices, machine: Machine) -> None:
+def _suggest_dtype(choices: Choices, machine: HostMachine) -> None:
     file = choices.config.model.path / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -95,7 +95,7 @@ def _needs_template(choices: Choices, codec: TextCodec) -> bool:
     return data.system_prompt is not None or any(plain.problems(choices.config, key="data.train"))
 
 
-def _suggest_batch(choices: Choices, train: Sample, machine: Machine) -> None:
+def _suggest_batch(choices: Choices, train: RowSample, machine: HostMachine) -> None:
     """Suggest prompts, completions and iterations; fewer on a CPU."""
     grpo = choices.config.grpo
     prompts, group = (grpo.prompts_per_iteration, grpo.group_size) if machine.has_gpus else (16, 8)
@@ -114,7 +114,7 @@ def _suggest_batch(choices: Choices, train: Sample, machine: Machine) -> None:
     choices.suggest("run.iterations", iterations, f"{iterations / epoch:.2g} epochs of {rows}")
 
 
-def _suggest_prompt_tokens(choices: Choices, spec: ModelSpec, samples: list[Sample]) -> None:
+def _suggest_prompt_tokens(choices: Choices, spec: ModelSpec, samples: list[RowSample]) -> None:
     """Suggest the longest prompt; prompts that leave less than half of the model's positions are left out."""
     lengths = sorted(length for sample in samples for length in sample.lengths)
     longest, most = lengths[-1], spec.max_positions // 2
@@ -133,7 +133,9 @@ def _suggest_prompt_tokens(choices: Choices, spec: ModelSpec, samples: list[Samp
     choices.suggest("data.max_prompt_tokens", max(1, min(limit, most)), why)
 
 
-def _suggest_new_tokens(choices: Choices, spec: ModelSpec, codec: TextCodec, train: Sample, machine: Machine) -> None:
+def _suggest_new_tokens(
+    choices: Choices, spec: ModelSpec, codec: TextCodec, train: RowSample, machine: HostMachine
+) -> None:
     room = spec.max_positions - choices.config.data.max_prompt_tokens
     if all(isinstance(reward, ExactMatchReward) for reward in choices.config.reward):
         longest = max(len(ids) for ids in codec.encode(train.answers))

@@ -13,8 +13,8 @@ from launcher.cli import app
 from launcher.init import sample
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for
-from launcher.init.command import Asked, init_command
-from launcher.init.layout import Machine, suggest_layout
+from launcher.init.command import InitRequest, init_command
+from launcher.init.layout import HostMachine, suggest_layout
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
@@ -26,8 +26,8 @@ ASSISTANT = {"role": "assistant", "content": "3"}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # Its answer is compared letter by letter: no worker process has to start to read it.
 SUM = {"prompt": "1+2=", "answer": "three"}
-CPU = Machine(gpus=0, gpu_gib=None, host_gib=16)
-EIGHT = Machine(gpus=8, gpu_gib=80, host_gib=1000)
+CPU = HostMachine(gpus=0, gpu_gib=None, host_gib=16)
+EIGHT = HostMachine(gpus=8, gpu_gib=80, host_gib=1000)
 REWARD = "def score(completion, level):\n    return float(level)\n"
 
 
@@ -36,7 +36,7 @@ def write_lines(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def asked(folder: Path, rows: Sequence[object], *, template: str | None = None, **given: Any) -> Asked:
+def asked(folder: Path, rows: Sequence[object], *, template: str | None = None, **given: Any) -> InitRequest:
     """A request for a model and these rows in a folder; `given` replaces its parts."""
     model = given.pop("model", None) or write_model(folder / "model")
     if template is not None:
@@ -52,10 +52,10 @@ def asked(folder: Path, rows: Sequence[object], *, template: str | None = None, 
         "force": False,
         "overrides": [f"run.output_dir={folder / 'runs'}"],
     }
-    return Asked(**parts | given)
+    return InitRequest(**parts | given)
 
 
-def written(request: Asked, machine: Machine = CPU) -> RunConfig:
+def written(request: InitRequest, machine: HostMachine = CPU) -> RunConfig:
     """Write the file, which must pass the whole check, and load it."""
     assert init_command(request, machine) == 0
     assert request.out is not None
@@ -123,15 +123,15 @@ def test_eight_gpus_are_shared_by_trainer_and_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "machine", "trainer", "rollout"),
     [
-        ("qwen2.5-1.5b", Machine(gpus=2, gpu_gib=80, host_gib=500), (1, 1, 1), (1, 1)),
+        ("qwen2.5-1.5b", HostMachine(gpus=2, gpu_gib=80, host_gib=500), (1, 1, 1), (1, 1)),
         ("qwen2.5-7b", EIGHT, (4, 1, 1), (1, 4)),
-        ("qwen3-32b", Machine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
-        ("qwen3-30b-a3b", Machine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
-        ("qwen2.5-7b", Machine(gpus=4, gpu_gib=None, host_gib=500), (1, 1, 2), (1, 2)),
+        ("qwen3-32b", HostMachine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
+        ("qwen3-30b-a3b", HostMachine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
+        ("qwen2.5-7b", HostMachine(gpus=4, gpu_gib=None, host_gib=500), (1, 1, 2), (1, 2)),
     ],
 )
 def test_sizes_fit_the_machine(
-    model: str, machine: Machine, trainer: tuple[int, ...], rollout: tuple[int, ...]
+    model: str, machine: HostMachine, trainer: tuple[int, ...], rollout: tuple[int, ...]
 ) -> None:
     choices = Choices(load_config(None, ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16"]), [])
     suggest_layout(choices, preset(model), machine)
@@ -180,7 +180,7 @@ def test_the_file_works_from_where_it_lies(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data" / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 3)
     request = asked(tmp_path / "data", [SUM] * 4, out=Path("data/my.yaml"))
-    request = Asked(**{**vars(request), "model": Path("data/model"), "heldout": ["data/test.jsonl"]})
+    request = InitRequest(**{**vars(request), "model": Path("data/model"), "heldout": ["data/test.jsonl"]})
     config = written(request)
     assert [source.path for source in config.data.heldout or ()] == [tmp_path / "data" / "test.jsonl"]
     text = (tmp_path / "data" / "my.yaml").read_text()
