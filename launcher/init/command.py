@@ -20,6 +20,7 @@ from launcher.init.text import render
 from launcher.report import headline, print_problems
 from launcher.view.run_view import make_console
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from tandem_config.cross_checks import cross_check
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
@@ -77,7 +78,7 @@ def init_command(asked: InitRequest, machine: HostMachine) -> int:
         choices = choose(asked, machine)
         content = render(choices, out.absolute().parent)
         write_bytes_atomic(out, content.encode())
-    except (ConfigErrors, DataError, OSError) as error:
+    except (ConfigErrors, ValueError, OSError) as error:
         problems = _problems(error)
         print_problems(complaints, problems)
         complaints.print(Text(f"{out} not written: {headline(problems)}", style="bold red"))
@@ -94,10 +95,13 @@ def init_command(asked: InitRequest, machine: HostMachine) -> int:
 
 
 def choose(asked: InitRequest, machine: HostMachine) -> Choices:
-    """Choose the configuration. Raises: ConfigErrors, DataError, OSError: what was given cannot be used."""
+    """Choose the configuration. Raises: ConfigErrors, ValueError, OSError: what was given cannot be used."""
     draft = draft_config(None, asked.options())
-    if draft.config is None or errors_only(draft.problems):
-        raise ConfigErrors(errors_only(draft.problems))
+    # Keys that do not go together are left to the check of the file: suggestions may still change one of them.
+    together = [] if draft.config is None else draft.placed(cross_check(draft.config, draft.usable))
+    wrong = [problem for problem in errors_only(draft.problems) if problem not in together]
+    if draft.config is None or wrong:
+        raise ConfigErrors(wrong)
     spec, problems = check_model(draft.config, draft.usable)
     codec, found = check_tokenizer(draft.config, spec)
     problems += [*found, *_reward_problems(draft)]
@@ -137,9 +141,10 @@ def _problem(out: Path, message: str, suggestion: str) -> ConfigProblem:
     return ConfigProblem(key="--out", value=str(out), message=message, suggestion=suggestion)
 
 
-def _problems(error: ConfigErrors | DataError | OSError) -> list[ConfigProblem]:
+def _problems(error: ConfigErrors | ValueError | OSError) -> list[ConfigProblem]:
     if isinstance(error, ConfigErrors):
         return error.problems
     if isinstance(error, DataError):
         return [ConfigProblem(key="--data", value=problem.place, message=problem.text) for problem in error.problems]
-    return [ConfigProblem(key="environment", value=str(error.filename or ""), message=error.strerror or str(error))]
+    key = "environment" if isinstance(error, OSError) else "data.chat_template"
+    return [ConfigProblem(key=key, value="", message=str(error).removeprefix(f"{key}: "))]

@@ -12,6 +12,7 @@ from launcher.init.columns import answer_column, prompt_column, reward_for
 from launcher.init.layout import HostMachine, suggest_layout
 from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_config import keys
+from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.sections.reward import ExactMatchReward
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.reading import read_rows
@@ -29,7 +30,8 @@ _FEWEST_ITERATIONS, _MOST_ITERATIONS = 20, 200
 def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: HostMachine) -> None:
     """Suggest every key, in the order in which they depend on each other.
 
-    Raises: ConfigErrors: a column or a reward must be chosen; DataError, OSError: rows cannot be used.
+    Raises: ConfigErrors: a column or a reward must be chosen; ValueError: rows (DataError) or the chat template cannot
+        be used; OSError.
     """
     _suggest_dtype(choices, machine)
     _suggest_columns(choices, codec)
@@ -40,6 +42,8 @@ def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: Ho
     if choices.config.data.heldout is None:
         choices.remark("data.train", "no held-out rows were given, so no accuracy is measured: add heldout: FILE here")
     if "reward" not in choices.given:
+        if choices.config.data.answer_key is None:
+            raise ConfigErrors([_without_answers()])
         reward, why = reward_for(train.answers)
         choices.suggest("reward", (reward,), why)
     _suggest_batch(choices, train, machine)
@@ -47,6 +51,15 @@ def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: Ho
     _suggest_new_tokens(choices, spec, codec, train, machine)
     suggest_layout(choices, spec, machine)
     choices.suggest("trainer.learning_rate", choices.config.trainer.learning_rate, "usual for RL on a trained model")
+
+
+def _without_answers() -> ConfigProblem:
+    return ConfigProblem(
+        key="--answer-key",
+        value="null",
+        message="built-in rewards that are suggested compare completions with answers",
+        suggestion="give --reward FILE.py:FUNCTION, or --set reward.kind=... (docs/rewards.md)",
+    )
 
 
 def _reason(key: str) -> str:

@@ -151,10 +151,18 @@ def test_a_model_that_fits_no_gpu_is_named() -> None:
 
 
 def test_what_the_user_gives_stays_and_decides_the_rest(tmp_path: Path) -> None:
-    own = ["run.name=mine", "grpo.max_new_tokens=5", "reward.kind=exact_match", "trainer.tensor_parallel=2"]
+    own = [
+        "run.name=mine",
+        "grpo.prompts_per_iteration=10",
+        "grpo.group_size=5",
+        "grpo.max_new_tokens=5",
+        "reward.kind=exact_match",
+        "trainer.tensor_parallel=2",
+    ]
     request = asked(tmp_path, [SUM] * 640, overrides=own)
     config = written(request, EIGHT)
     assert (config.run.name, config.grpo.max_new_tokens, kinds(config)) == ("mine", 5, ["exact_match"])
+    assert config.grpo.updates_per_iteration == 2  # of 50 samples, not the default's 4
     assert (config.trainer.tensor_parallel, config.trainer.data_parallel, config.rollout.replicas) == (2, 2, 4)
 
 
@@ -218,6 +226,8 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, capsys: pytest.Capture
         ([{"prompt": "1", "answer": "3"}], {"out": Path("-")}, "is no name of a YAML file"),
         ([{"prompt": "1", "answer": "a long text " * 9}], {}, "no built-in reward compares such answers"),
         ([], {}, "has no rows"),
+        ([SUM], {"answer_key": "null"}, "compare completions with answers"),
+        ([SUM], {"overrides": ["data.chat_template={{ x"]}, "is not a valid template"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_nothing_written(
