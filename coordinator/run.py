@@ -92,7 +92,7 @@ class Run:
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
     # By data file or set, rows with an unreadable answer that were warned about.
-    _remarked_rows: dict[str, set[int]] = field(default_factory=dict, init=False)
+    _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
