@@ -117,6 +117,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             every=config.run.export_every,
             keep=config.run.keep_exports,
+            template=inputs.train.formats.own_template,
         ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),

@@ -144,6 +144,7 @@ class Run:
         self._note_dropped_prompts()
         self._warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
         self.state.rewards = dict(self.reward_facts)
+        self.exporter.note_template()
         self._announce("sync")
         await self._agree_on_version()
         self._step_over_damaged()

@@ -103,6 +103,7 @@ async def test_messages_of_two_weighted_files_are_taken_alike_after_a_resume(
     config = with_settings(config, data=data | {"prompt_key": "chat.messages", "answer_key": "chat.sum"})
     async with fleet_of(environment) as fleet:
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert (environment.run_dir / "chat_template.jinja").read_text() == template  # for exports
     whole = [rows_of(step.chunks) for step in fleet.trainer_service.steps]
     # 48 prompts: 32 of a, 16 of b.
     taken = Counter(row for step in whole for row in step)
