@@ -3,12 +3,12 @@
 import asyncio
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME, Reward, ScoredText, Scores, parts_of
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from coordinator.learn.rewards.servers.samples import batched, to_sample
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
@@ -22,9 +22,6 @@ ROLE = "reward"
 SERVICE = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 # May pass; whatever else a server answers, it will answer again.
 _PASSING = (Unavailable, Aborted, DeadlineExceeded, TooLarge)
-# They become names of metrics.
-_PART = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
-_MOST_PARTS = 16
 _ASK_S, _PAUSE_S = 10.0, 0.5
 # How gRPC's implementations call a message that is over a limit of size, with RESOURCE_EXHAUSTED as for a full queue.
 _OVER_SIZE = re.compile(r"message (?:larger than max|exceeds maximum size|too large)", re.IGNORECASE)
@@ -79,18 +76,15 @@ class RemoteScores(Reward):
         scoring = (self._score_batch([items[place] for place in batch], budget) for batch in batches)
         found = await asyncio.gather(*scoring)
         values, errors = [0.0] * len(items), dict[int, str]()
-        parts: dict[str, list[float]] = {}
+        parts: dict[int, Mapping[str, float]] = {}
         for batch, scores in zip(batches, found, strict=True):
             for place, score in zip(batch, scores, strict=True):
                 if isinstance(score, str):
                     errors[place] = score
                     continue
                 values[place] = score.value
-                for name, value in score.parts.items():
-                    if name not in parts:
-                        parts[name] = [0.0] * len(items)
-                    parts[name][place] = value
-        return Scores(values=values, errors=errors, parts=parts)
+                parts[place] = score.parts
+        return Scores(values=values, errors=errors, parts=parts_of(parts, len(items)))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -196,8 +190,8 @@ def _checked(score: reward_pb2.Score) -> "reward_pb2.Score | str":
         return "the server gave neither a value nor an error"
     if score.WhichOneof("outcome") == "error":
         return score.error or "the server gave no reason"
-    names = [name for name in score.parts if not _PART.fullmatch(name)]
-    if names or len(score.parts) > _MOST_PARTS:
-        return f"the server's parts must be at most {_MOST_PARTS}, named by letters, digits and '_': {names[:1]}"
+    names = [name for name in score.parts if not PART_NAME.fullmatch(name)]
+    if names or len(score.parts) > MOST_PARTS:
+        return f"the server's parts must be at most {MOST_PARTS}, named by letters, digits and '_': {names[:1]}"
     odd = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
     return f"the server's score or a part of it is {odd[0]}" if odd else score
