@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class RowIndex:
         files = list(self.places)
         about = {name: getattr(self.scan, name) for name in _COUNTS}
         about |= {"num_overlong": dict(self.scan.num_overlong), "files": list(map(str, files))}
-        arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+        arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         for number, file in enumerate(files):
             for name in RowPlaces.__slots__:
                 arrays[f"{name}{number}"] = np.asarray(getattr(self.places[file], name))

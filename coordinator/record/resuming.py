@@ -83,7 +83,7 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
         new: those of the run.
     """
     different = [
-        _difference(key, old.get(key, "default"), new.get(key, "default"))
+        _difference(key, old.get(key, "unset"), new.get(key, "unset"))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -93,7 +93,8 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 
 def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
-    for name, value in section.model_dump(mode="json", exclude_defaults=True).items():
+    kind = section.model_dump(include={"kind"})
+    for name, value in (kind | section.model_dump(mode="json", exclude_defaults=True)).items():
         text = json.dumps(value, sort_keys=True)
         yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]
 

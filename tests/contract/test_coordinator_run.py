@@ -238,13 +238,13 @@ async def test_other_rewards_after_a_resume_are_told(
 ) -> None:
     async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
-    doubled = config.model_copy(update={"reward": [config.reward[0].model_copy(update={"weight": 2.0})]})
+    doubled = with_settings(config, reward=[{"weight": 2.0}])
     for run_id, changed, number in (("second", doubled, 1), ("third", doubled, 0)):
         again, longer = environment.model_copy(update={"run_id": run_id}), {"iterations": 6 if number else 8}
         caplog.clear()
         async with fleet_of(again, FakeTrainer(policy_version=2 if number else 7)):
             assert await conduct(with_settings(changed, run=longer), again, resume=True, stop=asyncio.Event()) == 0
-        assert caplog.text.count("weight: default in the checkpoint, 2.0 in the run") == number
+        assert caplog.text.count("weight: unset in the checkpoint, 2.0 in the run") == number
     assert saved_state(environment)["rewards"]["reward exact_match: weight"] == "2.0"
 
 

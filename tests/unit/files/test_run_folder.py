@@ -185,10 +185,11 @@ def test_other_rewards_than_the_checkpoints_are_a_warning(tmp_path: Path) -> Non
     before = file_digest(code)["xxh3_128"][:12]
     code.write_text("def score(completion): return 0")
     after = file_digest(code)["xxh3_128"][:12]
+    assert [problem.severity for problem in resume(run_dir, file)] == ["warning"]  # the default reward instead
     (problem,) = resume(run_dir, file, f"reward={{function: '{code}:score', weight: 3}}")
     assert (problem.key, problem.severity) == ("--resume", "warning")
     assert problem.message == (
-        'reward overlong: kind: "overlong" in the checkpoint, default in the run; '
+        'reward overlong: kind: "overlong" in the checkpoint, unset in the run; '
         f"reward score: code of {code}: {before} in the checkpoint, {after} in the run; "
         "reward score: weight: 2.0 in the checkpoint, 3.0 in the run: "
         "the scores before and after this resume do not compare"
