@@ -63,6 +63,8 @@ class App:
     identity: Identity | None
     inputs: Inputs
     rewards: Sequence[Part]
+    # What their scores depend on, as they were started.
+    reward_facts: Mapping[str, str]
     registry: Registry
     lead: CoordinatorLease
     lost: "asyncio.Future[None]"
@@ -115,9 +117,11 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             every=config.run.export_every,
             keep=config.run.keep_exports,
+            template=inputs.train.formats.own_template,
         ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
+        reward_facts=app.reward_facts,
         leaving=app.leaving,
         events=app.events,
         state=inputs.state,

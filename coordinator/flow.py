@@ -42,6 +42,11 @@ class Prompt:
         """The row's name in group ids: `row77`, or `gsm8k.row77` if there are several files."""
         return f"{self.file_label}.row{self.row}" if self.file_label else f"row{self.row}"
 
+    @property
+    def place(self) -> str:
+        """The row's file and number, as in messages about the data: `data/gsm8k.jsonl:77`."""
+        return f"{self.file}:{self.row}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
@@ -110,8 +115,8 @@ class Scored:
     num_timeouts: int = 0
     # Completions whose prompt has an unreadable answer, so that none of them could score.
     num_unreadable: int = 0
-    # Row of the data file -> why its answer cannot be read.
-    unreadable_rows: Mapping[int, str] = field(default_factory=dict)
+    # Prompt.place -> why its answer cannot be read.
+    unreadable_rows: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def scores_PG(self) -> NDArray[np.float64]:

@@ -26,6 +26,7 @@ from coordinator.record.exporting import Exporter
 from coordinator.record.health import Watch, troubles
 from coordinator.record.remarks import check_same_model, remarks, score_remarks
 from coordinator.record.report import IterationRecord, Timing, build_row, numeric
+from coordinator.record.resuming import reward_warning
 from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
@@ -65,6 +66,7 @@ class Run:
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
+        reward_facts: what the scores depend on (resuming.py).
         dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
             data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
@@ -84,6 +86,7 @@ class Run:
     state: RunState
     lead: Lead
     lead_patience_s: float
+    reward_facts: Mapping[str, str] = field(default_factory=dict)
     dropped_prompts: Mapping[DataKey, Mapping[str, int]] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
@@ -92,7 +95,7 @@ class Run:
     _report_s: float = field(default=0.0, init=False)
     _checkpointed: int = field(default=-1, init=False)
     # By data file or set, rows with an unreadable answer that were warned about.
-    _remarked_rows: dict[str, set[int]] = field(default_factory=dict, init=False)
+    _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
 
@@ -139,6 +142,9 @@ class Run:
             self._warn("lost_rows", f"{message}: lost in a crash or on a full disk")
         self._curves = [numeric(row) for row in self._rows.rows()]
         self._note_dropped_prompts()
+        self._warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
+        self.state.rewards = dict(self.reward_facts)
+        self.exporter.note_template()
         self._announce("sync")
         await self._agree_on_version()
         self._step_over_damaged()

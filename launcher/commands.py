@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from coordinator.data.index import RowIndex, write_indices
 from launcher.check.memory import memory_report
 from launcher.check.preflight import preflight
 from launcher.check.resume import note_model
@@ -48,7 +49,8 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     console, complaints = make_console(), make_console(stderr=True)
     resume = None if resume is None else resume.absolute()
     draft = _draft(config, overrides, resume)
-    problems = preflight(draft, redis_url=redis_url(), resume=resume)
+    indices: list[RowIndex] = []
+    problems = preflight(draft, redis_url=redis_url(), resume=resume, indices=indices)
     print_problems(complaints, problems)
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
@@ -56,6 +58,8 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     with ExitStack() as stack:
         try:
             request = _prepare(stack, draft.config, resume)
+            write_indices(request.run_dir, indices)
+            indices.clear()
         except (ConfigError, OSError) as error:
             complaints.print(Text(f"not started: {error}", style="bold red"))
             return EXIT_BAD_CONFIG

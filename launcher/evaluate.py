@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from coordinator.data.index import RowIndex, write_indices
 from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files
 from launcher.report import headline, print_problems
@@ -86,7 +87,8 @@ def evaluate_command(asked: Asked) -> int:
     """Run `tandem evaluate`. Returns: the exit code."""
     complaints = make_console(stderr=True)
     draft = draft_config(asked.config, asked.options())
-    problems = preflight(draft, redis_url=redis_url())
+    indices: list[RowIndex] = []
+    problems = preflight(draft, redis_url=redis_url(), indices=indices)
     if draft.config is not None and not draft.config.evaluation_sets():
         problems.append(_nothing_to_evaluate())
     print_problems(complaints, problems)
@@ -97,6 +99,7 @@ def evaluate_command(asked: Asked) -> int:
         try:
             run_dir = stack.enter_context(claimed(draft.config.run.output_dir, draft.config.run.name))
             _write_config(draft.config, run_dir)
+            write_indices(run_dir, indices)
             url = redis_url_with_files()
         except (ConfigError, OSError) as error:
             complaints.print(Text(f"not started: {error}", style="bold red"))

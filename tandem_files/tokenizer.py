@@ -25,6 +25,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.folder = folder
+        self._digest = ""
 
     @classmethod
     def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
@@ -58,8 +59,10 @@ class TextCodec:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self) -> str:
-        """Compute the xxh3-128, in hex, of the tokenizer: two of the same digest encode alike."""
-        return text_digest(self._tokenizer.to_str())
+        """Compute the xxh3-128, in hex, of the tokenizer, once: two of the same digest encode alike."""
+        if not self._digest:
+            self._digest = text_digest(self._tokenizer.to_str())
+        return self._digest
 
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, without special tokens."""

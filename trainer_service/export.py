@@ -16,7 +16,7 @@ from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.sections.run import ModelSection
 from tandem_files.checkpoints import TRAINER_FOLDER, Sound, choose
-from tandem_files.exports import EXPORT
+from tandem_files.exports import EXPORT, noted_template
 from tandem_files.run_config import RESOLVED_CONFIG
 from weightsync.model.spec import ModelSpec
 
@@ -40,7 +40,7 @@ def export(
     checkpoint = choose(run_dir, which)
     for damage in checkpoint.stepped_over:
         warn(f"warning: {damage}")
-    written = _write(checkpoint, model, out.absolute())
+    written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
     return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({written / _GIB:.2f} GiB of weights)"
 
 
@@ -91,7 +91,7 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out} holds something else than {EXPORT.name}: choose a new folder")
 
 
-def _write(checkpoint: Sound, model: ModelSection, out: Path) -> int:
+def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | None) -> int:
     """Write the folder. Returns: bytes of the weights. Raises: ConfigError; OSError: e.g. the disk is full."""
     # Not above: torch takes seconds to import, and other mistakes are found without it.
     from safetensors import SafetensorError
@@ -110,7 +110,13 @@ def _write(checkpoint: Sound, model: ModelSection, out: Path) -> int:
         about = {"iteration": checkpoint.iteration, "policy_version": policy.policy_version}
         try:
             return write_folder(
-                policy, model.path, out, tokenizer=model.tokenizer_path, num_bytes=num_bytes, about=about
+                policy,
+                model.path,
+                out,
+                tokenizer=model.tokenizer_path,
+                num_bytes=num_bytes,
+                about=about,
+                template=template,
             )
         except SafetensorError as error:  # how safetensors reports a failed write
             raise OSError(str(error)) from error

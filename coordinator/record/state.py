@@ -119,6 +119,8 @@ class RunState(BaseModel):
     batch_rng: dict[str, Any]
     model_fingerprint: str
     order: DataOrder | None = None
+    # What its rewards depend on (resuming.py); {}: an older release has not recorded it.
+    rewards: dict[str, str] = Field(default_factory=dict)
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None

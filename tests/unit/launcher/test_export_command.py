@@ -95,6 +95,12 @@ def test_the_chosen_checkpoint_is_written_with_its_tokenizer(
     assert (mark["iteration"], mark["policy_version"]) == (iteration, 3)
 
 
+def test_the_runs_own_chat_template_comes_along(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "chat_template.jinja").write_text("mine")
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, (tmp_path / "out" / "chat_template.jinja").read_text()) == (0, "mine"), output
+
+
 def test_a_folder_with_something_else_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "text.tex").write_text("years of work")
