@@ -16,7 +16,15 @@ import pyarrow.parquet as pq
 
 from servicekit.errors import ConfigError
 from tandem_files.atomic import nothing_more, write_bytes_atomic
-from tandem_files.samples.schema import HEAD_COLUMNS, REPEATED, SampleHead, StoredSample, heads_of, samples_of
+from tandem_files.samples.schema import (
+    COMPRESSION,
+    HEAD_COLUMNS,
+    REPEATED,
+    SampleHead,
+    StoredSample,
+    heads_of,
+    samples_of,
+)
 
 SAMPLES_FOLDER = "samples"
 # Samples that are read together: 16 MiB of completions of 8,000 tokens.
@@ -45,7 +53,7 @@ class SampleFolder:
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         buffer = pa.BufferOutputStream()
-        pq.write_table(table, buffer, compression="zstd", row_group_size=_ROW_GROUP, use_dictionary=REPEATED)
+        pq.write_table(table, buffer, compression=COMPRESSION, row_group_size=_ROW_GROUP, use_dictionary=REPEATED)
         content = buffer.getvalue().to_pybytes()
         # Not forced to disk: after a power cut the run repeats its last iterations anyway.
         write_bytes_atomic(self._path(iteration, kind), content, last_look, durable=False)
