@@ -23,6 +23,7 @@ from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
+from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.record.trackers.base import Outcome
@@ -99,7 +100,6 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     )
     return Run(
         settings=config.run,
-        logprob_diff_limit=config.grpo.logprob_diff_limit,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
@@ -119,8 +119,8 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
         leaving=app.leaving,
-        events=app.events,
         state=inputs.state,
+        progress=Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit),
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
         lead=lead,
