@@ -14,7 +14,7 @@ from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead, last_look
+from coordinator.lead import Lead, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
@@ -153,7 +153,7 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 settings=config.samples,
                 codec=app.inputs.codec,
                 truncated=config.grpo.truncated,
-                last_look=partial(last_look, lead),
+                before_write=partial(check_lease, lead),
             )
         )
     return sinks

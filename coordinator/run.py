@@ -16,7 +16,7 @@ from pathlib import Path
 from structlog.contextvars import bound_contextvars
 
 from coordinator.flow import DataKey
-from coordinator.lead import Lead, check_lead, last_look
+from coordinator.lead import Lead, check_lead, check_lease
 from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -127,7 +127,7 @@ class Run:
         self.progress.note_dropped_prompts(self.dropped_prompts)
         self._announce("sync")
         await self._agree_on_version()
-        self._step_over_damaged()
+        self._set_damaged_aside()
         # On a resume too: replicas start without weights, and no other process would send them.
         self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
         self.progress.start()
@@ -167,7 +167,7 @@ class Run:
                 "start a new trainer too, or resume from a checkpoint (--resume)"
             )
 
-    def _step_over_damaged(self) -> None:
+    def _set_damaged_aside(self) -> None:
         """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
         if self.checkpoint is None:
             return
@@ -227,16 +227,16 @@ class Run:
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self.state.cursor, self.state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
         self.progress.advance(record, row)
-        self._rows.append(row, self._last_look)
+        self._rows.append(row, self._check_lease)
         self._save_state("running")
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:
             self._rows.sync()
-            await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
+            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
             self._checkpointed = record.iteration
         if evaluated:
-            await self.checkpointer.mark_best(self.state.best, self._last_look)
+            await self.checkpointer.mark_best(self.state.best, self._check_lease)
         self.progress.report(row, {**timing.parts, "total": timing.total_s})
         self._sinks.take(Finished(record=record, row=row, evaluated=evaluated))
         self._report_s = time.perf_counter() - start_s
@@ -256,7 +256,7 @@ class Run:
         await self._check_lead()
         await self.checkpointer.save_trainer(self.state.iteration)
         self._rows.sync()
-        await self.checkpointer.complete(self.state, self._check_lead, self._last_look)
+        await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
         self._checkpointed = self.state.iteration
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
 
@@ -274,8 +274,8 @@ class Run:
         """Wait until it is certain that we lead the run. Raises: Evicted: another coordinator has taken over."""
         await check_lead(self.lead, self.lead_patience_s)
 
-    def _last_look(self) -> None:
-        last_look(self.lead)
+    def _check_lease(self) -> None:
+        check_lease(self.lead)
 
     def rows(self) -> list[Row]:
         """Return the rows of metrics.jsonl."""
@@ -294,4 +294,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.note(self.run_dir / STATE_FILE, self._last_look)
+        self.state.note(self.run_dir / STATE_FILE, self._check_lease)

@@ -158,7 +158,7 @@ def _run(request: "RunRequest", console: Console) -> int:
         checkpoint_every=settings.checkpoint_every,
     )
     view = RunView(console, settings.iterations, left_s)
-    view.say(f"run {request.run_dir.name} in {request.run_dir}", "bold")
+    view.print_line(f"run {request.run_dir.name} in {request.run_dir}", "bold")
     outcome = launch(request, view)
     try:
         plot_rewards(request.run_dir)
@@ -167,7 +167,7 @@ def _run(request: "RunRequest", console: Console) -> int:
     except Exception as error:  # noqa: BLE001 - a failed plot must not hide the outcome: the disk may be full, matplotlib broken
         view.warning(f"reward.png or the summary failed: {error}")
     style = "bold red" if outcome.code else "bold yellow" if outcome.troubles else "bold green"
-    view.say(outcome.text, style)
+    view.print_line(outcome.text, style)
     return outcome.code
 
 

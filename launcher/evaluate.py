@@ -126,13 +126,13 @@ def _evaluate(config: RunConfig, run_dir: Path, url: str | None) -> int:
 
     console = make_console()
     view = RunView(console, 0)
-    view.say(f"evaluating {config.model.path} in {run_dir}", "bold")
+    view.print_line(f"evaluating {config.model.path} in {run_dir}", "bold")
     outcome = launch_evaluation(EvaluationRequest(config=config, run_dir=run_dir, redis_url=url), view)
     results = read_evaluation(run_dir) if outcome.code == EXIT_OK else None
     if outcome.code == EXIT_OK and results is None:
-        view.say(f"failed: no {run_dir / EVALUATION_FILE} was written", "bold red")
+        view.print_line(f"failed: no {run_dir / EVALUATION_FILE} was written", "bold red")
         return EXIT_FAILED
     if results is not None:
         print_evaluation(console, results)
-    view.say(outcome.text, "bold red" if outcome.code else "bold green")
+    view.print_line(outcome.text, "bold red" if outcome.code else "bold green")
     return outcome.code

@@ -34,7 +34,7 @@ def export_command(run_dir: Path, which: str, out: Path, config: Path | None, ov
         model = load_config(_config_of(run_dir) if config is None else config, overrides).model
         check_out(out)
         checkpoint = choose(run_dir, which)
-        for damage in checkpoint.stepped_over:
+        for damage in checkpoint.skipped:
             complaints.print(Text(f"warning: {damage}", style="bold yellow"))
         written = _write(checkpoint, model, out.absolute())
     except ConfigErrors as errors:

@@ -89,6 +89,6 @@ async def _start(request: EvaluationRequest, supervisor: Supervisor, view: RunVi
     )
     devices = plan_devices(request.config, visible_gpus(), trainer_ranks=0)
     specs = plan_evaluation(request.config, launch, devices)
-    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
+    view.print_line(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
     for spec in specs:
         await supervisor.start(spec)

@@ -58,7 +58,7 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
             first = await first_of({"drive": end_of(drive), "signal": signals.wait()})
             if first.name == "signal":
                 stopped_by = Signals(first.value)
-                view.say(f"{stopped_by.name}: saving and stopping everything; send it again to kill", "yellow")
+                view.print_line(f"{stopped_by.name}: saving and stopping everything; send it again to kill", "yellow")
         finally:
             await cancel(drive)
             view.doing("stopping services")
@@ -127,7 +127,7 @@ async def _start_services(
     request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView
 ) -> None:
     specs = _planned(request, launch_id, redis_url, resume=request.resume)
-    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
+    view.print_line(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
     for spec in specs:
         await supervisor.start(spec)
 

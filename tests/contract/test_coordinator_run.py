@@ -233,7 +233,7 @@ async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpo
 
 
 @pytest.mark.parametrize("name", ["coordinator.json", "complete.json", "trainer/version"])
-async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
+async def test_a_damaged_checkpoint_is_skipped_and_said_everywhere(
     config: RunConfig, environment: ServiceEnvironment, name: str
 ) -> None:
     checkpoints = environment.run_dir / "checkpoints"
