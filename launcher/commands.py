@@ -1,11 +1,11 @@
 """Implements the commands; every function returns the exit code."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -29,6 +29,8 @@ from weightsync.model.spec import ModelSpec
 if TYPE_CHECKING:
     from launcher.run.run import RunRequest
 
+T = TypeVar("T")
+
 
 def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
     """Run `tandem check`. gpu_memory_gib: memory of a GPU; None: as nvidia-smi reports it."""
@@ -49,17 +51,48 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     resume = None if resume is None else resume.absolute()
     draft = _draft(config, overrides, resume)
     problems = preflight(draft, redis_url=redis_url(), resume=resume)
+    return start(
+        complaints,
+        draft,
+        problems,
+        prepare=lambda stack, checked: _prepare(stack, checked, resume),
+        run=lambda request: _run(request, console),
+    )
+
+
+def start(
+    complaints: Console,
+    draft: Draft,
+    problems: Sequence[ConfigProblem],
+    *,
+    prepare: Callable[[ExitStack, RunConfig], T],
+    run: Callable[[T], int],
+) -> int:
+    """Print the problems of a configuration; without errors among them prepare a folder and run.
+
+    Args:
+        prepare: locks the folder until the stack ends; ConfigError and OSError mean that it cannot be used.
+        run: gets what `prepare` returns. Returns: the exit code.
+    Returns: the exit code.
+    """
     print_problems(complaints, problems)
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
         return EXIT_BAD_CONFIG
     with ExitStack() as stack:
         try:
-            request = _prepare(stack, draft.config, resume)
+            prepared = prepare(stack, draft.config)
         except (ConfigError, OSError) as error:
             complaints.print(Text(f"not started: {error}", style="bold red"))
             return EXIT_BAD_CONFIG
-        return _run(request, console)
+        return run(prepared)
+
+
+def write_config(run_dir: Path, config: RunConfig, *names: str) -> None:
+    """Write the configuration into the run's folder, as each of these files. Raises: OSError."""
+    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
+    for name in names:
+        write_bytes_atomic(run_dir / name, dump_resolved(config).encode())
 
 
 def demo_command(overrides: Sequence[str]) -> int:
@@ -135,10 +168,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
         run_dir = resume
         stack.enter_context(locked(run_dir))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    content = dump_resolved(config).encode()
-    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
-    for name in (LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG):
-        write_bytes_atomic(run_dir / name, content)
+    write_config(run_dir, config, LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG)
     if resume is None:
         note_model(run_dir, ModelSpec.from_folder(config.model.path))
     return RunRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=resume is not None)
