@@ -2,13 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tandem_files.atomic import naming, no_check, write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
+# The mean of each reward's own scores, and of each part that a server gives.
+REWARD_MEAN = re.compile(r"reward/(.+)_mean")
 
 
 class MetricsFile:
@@ -59,3 +62,13 @@ class MetricsFile:
         kept = [row for row in self.rows() if (row["iteration"] or 0) <= iteration]
         write_bytes_atomic(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode())
         return iteration - len(kept)
+
+
+def reward_means(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the mean scores of a row by reward, in the order of their names; nothing if there is only one reward.
+
+    >>> reward_means({"reward_mean": 0.7, "reward/tidy_mean": 1.0, "reward/tidy_std": 0.0, "reward/math_mean": 0.5})
+    {'math': 0.5, 'tidy': 1.0}
+    """
+    means = {found[1]: row[name] for name in sorted(row) if (found := REWARD_MEAN.fullmatch(name))}
+    return means if len(means) > 1 else {}

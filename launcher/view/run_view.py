@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from launcher.view.metric_columns import columns_for, heading, line
+from launcher.view.metric_columns import columns_for, heading, line, rewards_line
+from tandem_files.metrics_file import reward_means
 from tandem_files.pace import clock
 
 _ROWS_PER_HEADING = 20
@@ -88,11 +89,14 @@ class RunView:
     def iteration(self, row: Mapping[str, float | None]) -> None:
         """Print the figures of an iteration, a row of metrics.jsonl."""
         if len(self._rows) % _ROWS_PER_HEADING == 0:
+            self._columns = columns_for(self._console.width, self._total, reward_means(row))
             self.print_line(heading(self._columns, self._total), "bold")
         self._rows.append(row)
         left_s = self._left_s(self._rows)
         self._left = clock(left_s) if left_s else ""
         self.print_line(line(self._columns, row, self._total, self._left or "-"))
+        if rewards := rewards_line(self._columns, row, self._total, self._console.width):
+            self.print_line(rewards, "dim")
 
     def warning(self, text: str) -> None:
         """Print a warning."""

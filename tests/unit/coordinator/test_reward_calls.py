@@ -160,3 +160,12 @@ async def test_a_cancelled_call_says_nothing_of_the_server() -> None:
         await hanging
     server.failures.clear()
     assert await calls.call(server, BUDGET) == "done"
+
+
+async def test_the_default_retries_outlast_the_restart_of_a_server() -> None:
+    longest_s = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    for _ in range(20):
+        server = Server(*[CallFailedForNow("restarting")] * len(longest_s))
+        assert await server.calls().call(server, BUDGET) == "done"
+        assert all(most / 2 <= pause <= most for pause, most in zip(server.pauses_s, longest_s, strict=True))
+        assert sum(server.pauses_s) >= 30.0

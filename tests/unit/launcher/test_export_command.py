@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from tests.kit.stores import canonical_tensors, same
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
-# torch and safetensors are imported by the first of these tests.
-pytestmark = pytest.mark.timeout(60)
+# torch and safetensors are imported by the first of these tests, and by processes of one.
+pytestmark = pytest.mark.timeout(180)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -46,6 +48,33 @@ def export(run_dir: Path, out: Path, *options: str) -> tuple[int, str]:
     """Runs the command. Returns: its exit code, and what it printed."""
     result = CliRunner().invoke(app, ["export", str(run_dir), "--out", str(out), *options])
     return result.exit_code, result.output
+
+
+def test_the_trainers_image_does_the_same_without_the_launchers_packages(run_dir: Path, tmp_path: Path) -> None:
+    """The image has neither rich nor typer, nor the launcher."""
+    (run_dir / RESOLVED_CONFIG).unlink()
+    guard = "import sys; sys.modules.update(dict.fromkeys(['rich', 'typer', 'launcher', 'coordinator', 'jinja2'])); "
+    start = [sys.executable, "-c", guard + "from trainer_service.export import main; sys.exit(main())", str(run_dir)]
+
+    def export_in_image(*options: str) -> "subprocess.CompletedProcess[str]":
+        command = [*start, "--out", str(tmp_path / "out"), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+    refused = export_in_image()
+    assert (refused.returncode, f"has no {RESOLVED_CONFIG}" in refused.stderr) == (2, True), refused.stderr
+    config = ("-c", str(tmp_path / "tiny.yaml"))
+    wrong = export_in_image(*config, "--set", "model.pth=x")
+    assert (wrong.returncode, "did you mean model.path" in wrong.stderr) == (2, True), wrong.stderr
+    done = export_in_image(*config, "--checkpoint", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"iteration 4 of {run_dir} is in {tmp_path / 'out'}")
+    assert (
+        same(
+            load_file(tmp_path / "out" / "model.safetensors"),
+            canonical_tensors(ModelSpec.from_folder(tmp_path / "out"), 4),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("options", "iteration"), [((), 8), (("--checkpoint", "last"), 8), (("--checkpoint", "4"), 4)])

@@ -1,6 +1,7 @@
 """Calls of a server that scores: a few at a time, repeated if a failure may pass, refused while the server is down."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -53,8 +54,12 @@ class CallFailedForNow(Exception):
 
 
 def wait_s(state: tenacity.RetryCallState) -> float:
-    """Return the pause before the next attempt: random up to a doubling limit, or what the server asks for."""
-    backoff = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)(state)
+    """Return the pause before the next attempt: half of a doubling limit to all of it, or what the server asks for.
+
+    Never less than half: retries that happen to be quick would give up while the server restarts.
+    """
+    limit_s = tenacity.wait_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)(state)
+    backoff = random.uniform(limit_s / 2, limit_s)
     error = None if state.outcome is None else state.outcome.exception()
     asked_s = error.after_s if isinstance(error, CallFailedForNow) else 0.0
     return max(backoff, min(asked_s, LONGEST_WAIT_S))
