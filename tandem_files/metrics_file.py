@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem_files.atomic import naming, nothing_more, write_bytes_atomic
+from tandem_files.atomic import naming, no_check, write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
@@ -20,16 +20,16 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, row: Row, last_look: Callable[[], None] = nothing_more) -> None:
+    def append(self, row: Row, before_write: Callable[[], None] = no_check) -> None:
         """Append a row atomically; it survives the end of the process, and after `sync` a power cut.
 
         Args:
-            last_look: called immediately before the write; if it raises, the file stays as it is.
+            before_write: called immediately before the write; if it raises, the file stays as it is.
         Raises: OSError: with the file's name; no part of the row is in it.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with naming(self._path), self._path.open("ab", buffering=0) as file:
-            last_look()
+            before_write()
             end = file.seek(0, os.SEEK_END)
             try:
                 while line:

@@ -52,10 +52,12 @@ class TextCodec:
 
         A text that begins with them already (BOS, in a prompt rendered with a chat template) does not get them twice.
         """
-        return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))] if texts else []
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts that a chat template has written: all special tokens are in them already."""
+        if not texts:  # the library takes 0.1 ms for nothing
+            return []
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self) -> str:

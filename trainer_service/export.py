@@ -38,7 +38,7 @@ def export(
     model = load_config(_config_of(run_dir) if config is None else config, overrides).model
     _check_out(out)
     checkpoint = choose(run_dir, which)
-    for damage in checkpoint.stepped_over:
+    for damage in checkpoint.skipped:
         warn(f"warning: {damage}")
     written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
     return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({written / _GIB:.2f} GiB of weights)"

@@ -249,7 +249,7 @@ async def test_other_rewards_after_a_resume_are_told(
 
 
 @pytest.mark.parametrize("name", ["coordinator.json", "complete.json", "trainer/version"])
-async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
+async def test_a_damaged_checkpoint_is_skipped_and_said_everywhere(
     config: RunConfig, environment: ServiceEnvironment, name: str
 ) -> None:
     checkpoints = environment.run_dir / "checkpoints"

@@ -10,7 +10,7 @@ PART_NAME = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
 MOST_PARTS = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ScoredText:
     """A completion's text with what it is scored against."""
 
