@@ -28,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "objective": "gspo", "baseline": "mean", "advantage_std": "group", "aggregation": "seq-mean-token-mean",
         "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None,
     },
-    # CISPO's paper gives no bound of the ratio: 5 is that of ScaleRL (Khatri et al. 2025), which tried several.
+    # CISPO's paper gives no bound of the ratio; 5 is usual.
     "cispo": {
         "objective": "cispo", "baseline": "mean", "advantage_std": "group", "aggregation": "token-mean",
         "clip_low": 0.2, "clip_high": 4.0, "dual_clip": None,

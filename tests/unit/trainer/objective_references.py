@@ -69,7 +69,7 @@ def aggregated(losses: list[Array], grpo: GrpoSection) -> float:
 
 
 def decoupled(sequence: Sequence, low: float, high: float) -> Array:
-    """Decoupled PPO's objective of each token, with both policies over the behaviour policy (AReaL, equation 5)."""
+    """Decoupled PPO's objective of each token, with both policies over the behaviour policy (AReaL)."""
     behaviour, proximal, current = (np.exp(logs) for logs in (sequence.rollout, sequence.old, sequence.new))
     bounded = np.clip(current / proximal, 1 - low, 1 + high) * proximal / behaviour
     return np.minimum(current / behaviour * sequence.advantage, bounded * sequence.advantage)
