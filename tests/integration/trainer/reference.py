@@ -53,7 +53,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "objective": "gspo",
         "dual_clip": None,
         "clip_low": 0.004,
-        "clip_high": 0.004,
         "correction": "mis",
         "correction_level": "sequence",
         "correction_low": 0.8,

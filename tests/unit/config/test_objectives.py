@@ -25,7 +25,7 @@ def test_a_preset_sets_its_fields_and_the_resolved_file_shows_them(tmp_path: Pat
     text = dump_resolved(config)
     shown = yaml.safe_load(text)["grpo"]
     assert {name: shown[name] for name in PRESETS[preset]} == dict(PRESETS[preset])
-    assert shown == GrpoSection().model_dump(mode="json") | {"preset": preset} | PRESETS[preset]
+    assert shown == GrpoSection().model_dump(mode="json") | {"preset": preset, **PRESETS[preset]}
     (tmp_path / "resolved.yaml").write_text(text, encoding="utf-8")
     assert load_config(tmp_path / "resolved.yaml") == config
 

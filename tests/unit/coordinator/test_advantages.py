@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,7 @@ def test_batch_std_is_one_number_for_all() -> None:
 def test_leave_one_out_compares_each_reward_with_the_others_of_its_group(std: StdKind) -> None:
     rewards, missing = RNG.normal(size=(4, 6)), np.zeros((4, 6), dtype=bool)
     missing[1, 2:] = missing[2, 1:] = missing[3, 3] = True
-    spreads = {
+    spreads: dict[str, list[Any]] = {
         "none": [1.0] * 4,
         "group": [np.std(row[~gone], ddof=1) + STD_EPSILON if (~gone).sum() > 1 else 1.0
                   for row, gone in zip(rewards, missing, strict=True)],

@@ -30,8 +30,8 @@ def surrogate(sequence: Sequence, start: Sequence, grpo: GrpoSection) -> Array:
     """Each token's objective, [T]. start: the sequence where gradients are taken, for what has none itself."""
     ratio, advantage = np.exp(sequence.new) / np.exp(sequence.old), sequence.advantage
     if grpo.objective == "gspo":
-        of_sequence = np.prod(ratio) ** (1 / ratio.size)
-        return np.repeat(clipped(of_sequence, advantage, grpo), ratio.size)
+        of_sequence = np.full(ratio.size, np.prod(ratio) ** (1 / ratio.size))
+        return clipped(of_sequence, advantage, grpo)
     if grpo.objective == "cispo":
         weight = np.minimum(np.exp(start.new) / np.exp(start.old), 1 + grpo.clip_high)
         return weight * advantage * sequence.new

@@ -189,7 +189,7 @@ def test_the_defaults_compute_bit_for_bit_what_they_did() -> None:
         total.backward()
         results.append((total.detach(), new.grad))
     assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])  # type: ignore[arg-type]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def hand(ratios: list[float], advantage: float, rollout: list[float] | None = None) -> list[Sequence]:
@@ -227,6 +227,26 @@ def test_by_hand(
     tokens = tokens_of(sequences, everything(sequences), flat(sequences, "new"))
     assert loss_of(tokens, grpo).tolist() == pytest.approx(losses)
     assert computed(sequences, grpo, [everything(sequences)])[1].tolist() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    ("objective", "advantage", "reported", "low", "high"),
+    [
+        ("grpo", 1.0, [4.0, 0.25, 1.0], [False, False, False], [True, False, False]),
+        ("grpo", -1.0, [4.0, 0.25, 1.0], [False, True, False], [False, False, False]),
+        ("gspo", 1.0, [1.0, 1.0, 1.0], [False, False, False], [False, False, False]),
+        ("cispo", -1.0, [4.0, 0.25, 1.0], [False, False, False], [True, False, False]),
+    ],
+)
+def test_ratios_and_active_bounds_are_reported(
+    objective: Any, advantage: float, reported: list[float], low: list[bool], high: list[bool]
+) -> None:
+    sequences = hand([4.0, 0.25, 1.0], advantage)
+    tokens = tokens_of(sequences, everything(sequences), flat(sequences, "new").requires_grad_())
+    found = OBJECTIVES[objective](tokens, GrpoSection(objective=objective))
+    assert found.ratio.tolist() == pytest.approx(reported)
+    assert (found.clipped_low.tolist(), found.clipped_high.tolist()) == (low, high)
+    assert not found.ratio.requires_grad
 
 
 @pytest.mark.parametrize(
