@@ -24,10 +24,6 @@ class Correction:
     outside: Tensor
 
 
-def _kept(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ratio
-
-
 def _truncated(ratio: Tensor, low: float, high: float) -> Tensor:
     return ratio.clamp(low, high)
 
@@ -37,7 +33,7 @@ def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 CORRECTIONS: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
-    "importance": _kept,
+    "importance": _truncated,  # without bounds: the configuration refuses them
     "tis": _truncated,
     "icepop": _masked,
     "mis": _masked,
