@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction": "mis",
         "correction_level": "sequence",
         "correction_low": 0.8,
-        "correction_high": 1.5,
+        "correction_high": 2.0,
     },
     "cispo": {"objective": "cispo", "dual_clip": None, "correction": "icepop", "correction_low": 0.8},
     "decoupled": {"correction": "importance", "correction_high": None},
