@@ -20,7 +20,7 @@ from tandem_config.yaml_source import YamlSource, read_yaml
 # Results must not go beside the file by default: an example's file can lie in a read-only folder.
 _RELATIVE_TO_WORKING_DIRECTORY = frozenset({"run.output_dir"})
 _PLACEHOLDER = Path("unset")
-PRESET_KEY = "grpo.preset"
+_PRESET = "grpo.preset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def _override(
             entry = f"{name}[{place}]" if isinstance(section, list) else name
             if override.field == "kind" and name in LISTED:
                 _forget_other_kinds(name, str(override.value), entries[place], entry, origins)
-            if override.key == PRESET_KEY:
+            if override.key == _PRESET:
                 _forget(entries[place], preset_values(override.value), entry, origins)
             given = {override.field: override.value}
             entries[place].update(_with_absolute_paths(name, given, Path.cwd()))
@@ -200,12 +200,12 @@ def _forget(given: dict[str, Any], names: Iterable[str], entry: str, origins: Ma
 
 def _note_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
     """Note that what the preset sets was given where the preset was."""
-    section, name = keys.split(PRESET_KEY)
+    section, name = keys.split(_PRESET)
     given = values.get(section)
     if isinstance(given, dict):
         for field_name in preset_values(given.get(name)):
             if field_name not in given:
-                origins[f"{section}.{field_name}"] = origins.get(PRESET_KEY, PRESET_KEY)
+                origins[f"{section}.{field_name}"] = origins.get(_PRESET, _PRESET)
 
 
 def _not_there(override: Override, message: str, suggestion: str) -> ConfigProblem:
