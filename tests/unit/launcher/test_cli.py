@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from tests.kit.folders import write_config
 
-COMMANDS = ("demo", "run", "check", "status", "top", "logs", "compare", "version")
+COMMANDS = ("demo", "init", "run", "check", "status", "top", "logs", "compare", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert "130 Ctrl-C" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "check", "status", "logs", "compare"])
+@pytest.mark.parametrize("command", ["demo", "init", "run", "check", "status", "logs", "compare"])
 def test_each_command_s_help_has_an_example(command: str) -> None:
     code, output = invoke(command, "--help")
     assert code == 0
