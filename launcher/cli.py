@@ -234,6 +234,7 @@ def top(
 ) -> None:
     """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Leave with Ctrl-C.
 
+    A run that is over is drawn once, from its folder.
     In a pod or container of the run it needs no folder: `python -m launcher top`.
 
     \b

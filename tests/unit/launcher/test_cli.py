@@ -132,10 +132,10 @@ def test_a_run_goes_on_without_the_reader_of_its_output() -> None:
 import sys
 from launcher.view.run_view import RunView, make_console
 view = RunView(make_console(), 10)
-view.say("first")
+view.print_line("first")
 sys.stdin.readline()  # the reader has gone
 for number in range(3):
-    view.say(f"line {number} " + "x" * 100_000)
+    view.print_line(f"line {number} " + "x" * 100_000)
 print("the end", file=sys.stderr)
 """
     pipe = subprocess.PIPE
