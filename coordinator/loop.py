@@ -129,7 +129,10 @@ class GrpoLoop:
         drop = self.grpo.zero_variance == "drop"
         return Learnt(
             advantages_PG=group_advantages(
-                scored.rewards_PG, std=self.grpo.advantage_std, missing_PG=scored.missing_PG
+                scored.rewards_PG,
+                std=self.grpo.advantage_std,
+                baseline=self.grpo.baseline,
+                missing_PG=scored.missing_PG,
             ),
             missing_PG=scored.missing_PG,
             zero_variance_P=zero_variance_P,

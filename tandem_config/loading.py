@@ -14,11 +14,13 @@ from tandem_config.messages import place_of, translate
 from tandem_config.overrides import Override, parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
 from tandem_config.schema import LISTED, RunConfig
+from tandem_config.sections.grpo import preset_values
 from tandem_config.yaml_source import YamlSource, read_yaml
 
 # Results must not go beside the file by default: an example's file can lie in a read-only folder.
 _RELATIVE_TO_WORKING_DIRECTORY = frozenset({"run.output_dir"})
 _PLACEHOLDER = Path("unset")
+_PRESET = "grpo.preset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
         return Draft(config=None, problems=[*unreadable.problems, *problems], bad_keys=frozenset(keys.all_keys()))
     values, origins = _merge(source, path)
     problems += _override(values, origins, parsed)
+    _note_preset(values, origins)
     config, invalid = _validate(values, origins)
     # A rejected option invalidates its key, not the rest of its section.
     known = set(keys.all_keys())
@@ -154,6 +157,8 @@ def _override(
             entry = f"{name}[{place}]" if isinstance(section, list) else name
             if override.field == "kind" and name in LISTED:
                 _forget_other_kinds(name, str(override.value), entries[place], entry, origins)
+            if override.key == _PRESET:
+                _forget(entries[place], preset_values(override.value), entry, origins)
             given = {override.field: override.value}
             entries[place].update(_with_absolute_paths(name, given, Path.cwd()))
             origins[f"{entry}.{override.field}"] = f"--set {override.text}"
@@ -182,11 +187,25 @@ def _replace(values: dict[str, Any], origins: dict[str, str], override: Override
 def _forget_other_kinds(section: str, kind: str, given: dict[str, Any], entry: str, origins: Mapping[str, str]) -> None:
     """Remove the file's settings that another kind reads: an option chooses this kind instead of the file's."""
     model = keys.kinds(section).get(kind)
-    if model is None:
-        return
-    for name in keys.fields_of(section):
-        if name not in model.model_fields and not origins.get(f"{entry}.{name}", "").startswith("--set"):
+    if model is not None:
+        _forget(given, [name for name in keys.fields_of(section) if name not in model.model_fields], entry, origins)
+
+
+def _forget(given: dict[str, Any], names: Iterable[str], entry: str, origins: Mapping[str, str]) -> None:
+    """Remove the file's settings of these names; those that options give stay."""
+    for name in names:
+        if not origins.get(f"{entry}.{name}", "").startswith("--set"):
             given.pop(name, None)
+
+
+def _note_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Note that what the preset sets was given where the preset was."""
+    section, name = keys.split(_PRESET)
+    given = values.get(section)
+    if isinstance(given, dict):
+        for field_name in preset_values(given.get(name)):
+            if field_name not in given:
+                origins[f"{section}.{field_name}"] = origins.get(_PRESET, _PRESET)
 
 
 def _not_there(override: Override, message: str, suggestion: str) -> ConfigProblem:

@@ -46,6 +46,17 @@ _VALUES = {
         "is not supported: in verl it is the sum over all tokens / max length, not divided by the number of sequences",
         "use dr-grpo, which also divides by the number of sequences, as TRL's dr_grpo; mind trainer.clip_grad's scale",
     ),
+    **{
+        ("grpo.objective", name): (
+            "is not a term of the loss of its own, but objective: grpo with other settings",
+            f"set grpo.preset: {name}, which sets them",
+        )
+        for name in ("dapo", "dr_grpo", "decoupled")
+    },
+    **{
+        ("grpo.objective", name): ("is another name of objective: grpo, PPO's clipped ratio", "use grpo")
+        for name in ("vanilla", "ppo", "ppo_clip")
+    },
 }
 
 
@@ -103,8 +114,8 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind in _BOUND:
         name, text = _BOUND[kind]
         return text.format(context[name]), keys.description(key)
-    if kind == "literal_error" and (key, detail["input"]) in _VALUES:
-        return _VALUES[(key, detail["input"])]
+    if kind == "literal_error" and (key, str(detail["input"])) in _VALUES:
+        return _VALUES[(key, str(detail["input"]))]
     if kind == "literal_error":
         return f"must be one of {context['expected']}", _closest(detail["input"], context["expected"])
     if kind == "string_pattern_mismatch":

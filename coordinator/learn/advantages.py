@@ -1,6 +1,7 @@
 """Step 5: rewards to advantages: centred in each prompt's group, divided by a standard deviation. Pure NumPy.
 
-Legend: P prompts, G completions per prompt. Source: DeepSeekMath (GRPO); `none` is the mean-baseline form of Dr. GRPO.
+Legend: P prompts, G completions per prompt. Source: DeepSeekMath (GRPO); `none` is the mean-baseline form of Dr. GRPO;
+leave-one-out: RLOO (Kool et al. 2019, Ahmadian et al. 2024).
 """
 
 from typing import Literal
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 StdKind = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave-one-out"]
 # Added to the standard deviation: keeps the quotient finite without changing it visibly for rewards of order 1.
 STD_EPSILON = 1e-6
 
@@ -35,7 +37,11 @@ def zero_variance(rewards_PG: NDArray[np.float64], missing_PG: NDArray[np.bool_]
 
 
 def group_advantages(
-    rewards_PG: NDArray[np.float64], *, std: StdKind = "group", missing_PG: NDArray[np.bool_] | None = None
+    rewards_PG: NDArray[np.float64],
+    *,
+    std: StdKind = "group",
+    baseline: Baseline = "mean",
+    missing_PG: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """Centre rewards within each prompt's group and scale them.
 
@@ -43,6 +49,7 @@ def group_advantages(
         rewards_PG: [P, G] finite rewards.
         std: what centred rewards are divided by: the group's unbiased standard deviation + 1e-6, the whole batch's, or
             nothing.
+        baseline: what is subtracted: the group's mean, or the mean of the others in it.
         missing_PG: [P, G] True: the sample has no reward. It takes part in no mean and no deviation, as if the group
             were smaller, and its advantage is 0. None: all have one.
     Returns: [P, G]; each row sums to 0 (to rounding) and a row of equal rewards is exactly 0.
@@ -52,6 +59,8 @@ def group_advantages(
     [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     >>> group_advantages(np.array([[1.0, 0.0, 0.0, 1.0]])).round(4).tolist()
     [[0.866, -0.866, -0.866, 0.866]]
+    >>> group_advantages(np.array([[3.0, 0.0, 0.0]]), std="none", baseline="leave-one-out").tolist()
+    [[3.0, -1.5, -1.5]]
     >>> group_advantages(np.array([[3.0]])).tolist()
     [[0.0]]
     >>> missing = np.array([[False, False, True]])
@@ -60,11 +69,14 @@ def group_advantages(
     """
     _check(rewards_PG)
     if missing_PG is not None and missing_PG.any():
-        return _without_missing(rewards_PG, ~missing_PG, std)
+        return _without_missing(rewards_PG, ~missing_PG, std, baseline)
     flat_P = zero_variance(rewards_PG)
     centred_PG: NDArray[np.float64] = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
     # The mean of equal floats may differ from them in the last bit: 1e-17 / 1e-6 would be trained on as a signal.
     centred_PG[flat_P] = 0.0
+    if baseline == "leave-one-out":
+        # r - (sum - r) / (G - 1) = (r - mean) G / (G - 1); a group of one is flat
+        centred_PG *= rewards_PG.shape[1] / max(1, rewards_PG.shape[1] - 1)
     if std == "none":
         return centred_PG
     spread = _unbiased_std(rewards_PG) if std == "group" else _unbiased_std(rewards_PG.reshape(1, -1))
@@ -73,14 +85,15 @@ def group_advantages(
 
 
 def _without_missing(
-    rewards_PG: NDArray[np.float64], present_PG: NDArray[np.bool_], std: StdKind
+    rewards_PG: NDArray[np.float64], present_PG: NDArray[np.bool_], std: StdKind, baseline: Baseline
 ) -> NDArray[np.float64]:
     """Compute each group's advantages from its present rewards alone."""
     advantages_PG = np.zeros(rewards_PG.shape)
     for rewards_G, present_G, advantages_G in zip(rewards_PG, present_PG, advantages_PG, strict=True):
         if present_G.any():
             inner: StdKind = "group" if std == "group" else "none"
-            advantages_G[present_G] = group_advantages(rewards_G[present_G].reshape(1, -1), std=inner)[0]
+            rewards = rewards_G[present_G].reshape(1, -1)
+            advantages_G[present_G] = group_advantages(rewards, std=inner, baseline=baseline)[0]
     if std != "batch" or not present_PG.any():
         return advantages_PG
     scaled_PG: NDArray[np.float64] = advantages_PG / (

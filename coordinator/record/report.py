@@ -27,8 +27,8 @@ _TRAINER_FIELDS = (
     "clip_fraction_high",
     "ratio_mean",
     "kl_old",
-    "tis_weight_mean",
-    "tis_capped_fraction",
+    "correction_weight_mean",
+    "correction_outside_fraction",
     "learning_rate",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.

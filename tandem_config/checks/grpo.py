@@ -5,18 +5,6 @@ from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 
 
-@check("grpo.tis_cap", "grpo.old_logprobs")
-def _tis_needs_recompute(config: RunConfig) -> ConfigProblem | None:
-    if config.grpo.tis_cap is None or config.grpo.old_logprobs == "recompute":
-        return None
-    return ConfigProblem(
-        key="grpo.tis_cap",
-        value=str(config.grpo.tis_cap),
-        message="needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
-        suggestion="set grpo.old_logprobs: recompute, or grpo.tis_cap: null",
-    )
-
-
 @check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration")
 def _updates_divide_samples(config: RunConfig) -> ConfigProblem | None:
     grpo = config.grpo

@@ -1,18 +1,54 @@
 """Settings of the algorithm: batch, advantages, loss."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
 
 # Bounded as in servicekit/rpc/request_bounds.py.
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
+# What a preset sets, unless the same source of settings (file, options) sets it.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {
+        "objective": "grpo", "baseline": "mean", "advantage_std": "group", "aggregation": "seq-mean-token-mean",
+        "clip_low": 0.2, "clip_high": 0.2,
+    },
+    "dr_grpo": {
+        "objective": "grpo", "baseline": "mean", "advantage_std": "none", "aggregation": "dr-grpo",
+        "clip_low": 0.2, "clip_high": 0.2,
+    },
+    "dapo": {
+        "objective": "grpo", "baseline": "mean", "advantage_std": "group", "aggregation": "token-mean",
+        "clip_low": 0.2, "clip_high": 0.28, "zero_variance": "drop",
+    },
+    "gspo": {
+        "objective": "gspo", "baseline": "mean", "advantage_std": "group", "aggregation": "seq-mean-token-mean",
+        "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None,
+    },
+    # CISPO's paper gives no bound of the ratio; 5 is usual.
+    "cispo": {
+        "objective": "cispo", "baseline": "mean", "advantage_std": "group", "aggregation": "token-mean",
+        "clip_low": 0.2, "clip_high": 4.0, "dual_clip": None,
+    },
+    "decoupled": {
+        "objective": "grpo", "clip_low": 0.2, "clip_high": 0.2, "old_logprobs": "recompute",
+        "correction": "importance", "correction_level": "token",
+    },
+}  # fmt: skip
+
 
 class GrpoSection(Section):
     """The algorithm; definitions and sources in docs/numerics.md."""
 
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "decoupled"] | None = Field(
+        None,
+        description="A published algorithm, by name: sets what docs/numerics.md lists for it, except settings that are "
+        "given beside it. An option's preset replaces what a file sets.",
+        json_schema_extra=about("the defaults are no paper's: GRPO with token-mean"),
+    )
     prompts_per_iteration: PositiveInt = Field(
         64,
         description="Prompts (groups) in an iteration.",
@@ -56,6 +92,11 @@ class GrpoSection(Section):
         ),
         json_schema_extra=about("a trained model ends by itself"),
     )
+    baseline: Literal["mean", "leave-one-out"] = Field(
+        "mean",
+        description="What a reward is compared with: the mean of its group, or of the others in it (RLOO).",
+        json_schema_extra=about("as in the GRPO paper; the other is G / (G - 1) times as large before advantage_std"),
+    )
     advantage_std: Literal["group", "batch", "none"] = Field(
         "group",
         description="What centred rewards are divided by (unbiased std + 1e-6).",
@@ -73,19 +114,25 @@ class GrpoSection(Section):
         description="Completions cut off by max_new_tokens: train on them, or mask them after the group statistics.",
         json_schema_extra=about("as in the GRPO paper; mask if long completions are not worse ones"),
     )
+    objective: Literal["grpo", "gspo", "cispo"] = Field(
+        "grpo",
+        description="The policy term of the loss. grpo: each token's ratio is clipped; gspo: each sequence's; cispo: a "
+        "token's ratio is a clipped weight on its log-prob. Others are presets.",
+        json_schema_extra=about("the one of the GRPO paper, of DAPO and of Dr. GRPO"),
+    )
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2,
-        description="Ratio clip: lower bound is 1 - clip_low.",
-        json_schema_extra=about("the usual value of PPO", unit="ratio"),
+        description="Ratio clip: lower bound is 1 - clip_low. Not read by objective: cispo.",
+        json_schema_extra=about("the usual value of PPO; gspo takes 3e-4", unit="ratio"),
     )
     clip_high: PositiveFloat = Field(
         0.2,
         description="Ratio clip: upper bound is 1 + clip_high.",
-        json_schema_extra=about("symmetric, as in PPO; DAPO takes 0.28", unit="ratio"),
+        json_schema_extra=about("symmetric, as in PPO; DAPO takes 0.28, gspo 4e-4, cispo 4", unit="ratio"),
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None,
-        description="Bound c of the dual clip for negative advantages; null: off.",
+        description="Bound c of the dual clip for negative advantages; null: off. For objective: grpo.",
         json_schema_extra=about("a correction that is rarely needed after one rollout", unit="ratio"),
     )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = Field(
@@ -106,13 +153,28 @@ class GrpoSection(Section):
         description="pi_old: recomputed by the trainer at a step's start, or taken from the engine (one forward less).",
         json_schema_extra=about("exact whatever the engine's numerics; costs a forward pass"),
     )
-    tis_cap: PositiveFloat | None = Field(
+    correction: Literal["none", "importance", "tis", "icepop", "mis"] = Field(
+        "none",
+        description="Weights w = pi_old / pi_roll on the token losses, for what engine and trainer compute differently "
+        "or a stale policy sampled. importance: w; tis: w, truncated to the bounds; icepop, mis: w within the bounds, "
+        "else 0. Needs old_logprobs: recompute.",
+        json_schema_extra=about("not needed while trainer and engine agree"),
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="What w is of: a token; a sequence, the product over its tokens; or geometric, the mean of that "
+        "product per token. icepop: token.",
+        json_schema_extra=about("bounded variance; a product is exact, and far from 1 for long completions"),
+    )
+    correction_low: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description=(
-            "Truncated importance sampling: weight min(pi_old / pi_roll, cap); null: off. Needs old_logprobs: "
-            "recompute."
-        ),
-        json_schema_extra=about("not needed while trainer and engine agree", unit="ratio"),
+        description="Lower bound of w; null: none. For tis, icepop (which needs it) and mis.",
+        json_schema_extra=about("small weights do no harm; IcePop takes 0.5", unit="ratio"),
+    )
+    correction_high: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="Upper bound of w; tis, icepop and mis need it.",
+        json_schema_extra=about("no default: 2 is usual for tokens, IcePop takes 5", unit="ratio"),
     )
     logprob_diff_limit: PositiveFloat = Field(
         1e-4,
@@ -132,3 +194,17 @@ class GrpoSection(Section):
             "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it", unit="nats"
         ),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        return given if not isinstance(given, Mapping) else {**preset_values(given.get("preset")), **given}
+
+
+def preset_values(preset: object) -> Mapping[str, Any]:
+    """Return what a preset sets; nothing if there is no such preset.
+
+    >>> preset_values("decoupled")["correction"]
+    'importance'
+    """
+    return PRESETS.get(preset, {}) if isinstance(preset, str) else {}

@@ -49,14 +49,13 @@ class StepRunner:
             group["lr"] = learning_rate
         with watch.part("pack"):
             plan = plan_step(samples, num_updates, self.grpo, self.ranks)
-            state = TokenState.of(samples, self.grpo, self.device)
+            state = TokenState.of(samples, self.grpo, self.device, self._context_group)
             measured, updates = self._load(plan.measured), [self._load(batches) for batches in plan.updates]
             if num_updates > 1:
                 self.adam.remember()
         with watch.part("old_logprobs"):
             self.schedule.measure(measured, state.measure)
-            if self.ranks.context_parallel > 1:
-                state.share_measured(parallel_state.get_context_parallel_group())
+            state.share_measured()
         sums, norms = [], []
         for update, batches in enumerate(updates):
             with watch.part("forward_backward"):
@@ -73,6 +72,10 @@ class StepRunner:
             metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples),
             seconds=watch.parts,
         )
+
+    @property
+    def _context_group(self) -> dist.ProcessGroup | None:
+        return parallel_state.get_context_parallel_group() if self.ranks.context_parallel > 1 else None
 
     def _load(self, batches: list[Padded]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]

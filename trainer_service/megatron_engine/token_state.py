@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,13 +10,16 @@ from torch import Tensor
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
-from trainer_service.objectives.loss import clipped_ratio_loss, importance_weights, kl_k3
-from trainer_service.objectives.update_weights import update_weights
+from trainer_service.objectives.aggregation import update_weights
+from trainer_service.objectives.corrections import correct
+from trainer_service.objectives.kl import kl_k3
+from trainer_service.objectives.policy import OBJECTIVES
+from trainer_service.objectives.tokens import Sequences, Tokens
 
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
-    "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "tis_weight", "tis_capped",
-    "measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens", "not_finite",
+    "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "correction_weight",
+    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens", "not_finite",
 )  # fmt: skip
 
 
@@ -30,14 +34,24 @@ class TokenState:
     weights: Tensor
     not_finite: Tensor  # bool
     measured: Tensor  # bool: old_logprobs holds this rank's own result
+    owner: Tensor  # index of the token's sample
+    lengths: Tensor  # [S] completion tokens of each sample
+    context_group: dist.ProcessGroup | None = None  # the ranks that share a sample's tokens; None: they have one
     sums: dict[str, Tensor] = field(default_factory=dict)
     abs_diff_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     measures_old: bool = True  # the policy is still the one that the step started from
 
     @classmethod
-    def of(cls, samples: Samples, grpo: GrpoSection, device: torch.device) -> "TokenState":
+    def of(
+        cls,
+        samples: Samples,
+        grpo: GrpoSection,
+        device: torch.device,
+        context_group: dist.ProcessGroup | None = None,
+    ) -> "TokenState":
         """Make the state at the start of a step."""
         rollout = torch.from_numpy(samples.rollout_logprobs).to(device)
+        owner = samples.per_token(np.arange(len(samples)))
         return cls(
             grpo=grpo,
             rollout_logprobs=rollout,
@@ -46,6 +60,9 @@ class TokenState:
             weights=torch.from_numpy(samples.per_token(update_weights(samples, grpo))).to(device),
             not_finite=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
+            owner=torch.from_numpy(owner).to(device),
+            lengths=torch.from_numpy(samples.completion_lengths).to(device),
+            context_group=context_group,
             abs_diff_max=torch.zeros((), device=device),
         )
 
@@ -65,10 +82,12 @@ class TokenState:
         self._add("entropy", entropies)
         self._note_not_finite(index, logprobs)
 
-    def share_measured(self, group: dist.ProcessGroup) -> None:
+    def share_measured(self) -> None:
         """Share old log-probs with all context-parallel ranks: a token's rank depends on its micro-batch's width."""
+        if self.context_group is None:
+            return
         both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
-        dist.all_reduce(both, group=group)
+        dist.all_reduce(both, group=self.context_group)
         self.old_logprobs = torch.where(both[1] > 0, both[0], self.old_logprobs)
 
     def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
@@ -80,28 +99,38 @@ class TokenState:
         else:
             self._count("padded_tokens", batch.padded_tokens)
         index, grpo = batch.token_index, self.grpo
-        old, weights = self.old_logprobs[index], self.weights[index]
-        tokens = clipped_ratio_loss(
-            logprobs, old, self.advantages[index],
-            clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip,
-        )  # fmt: skip
-        loss = tokens.loss
-        if grpo.tis_cap is not None:
-            importance = importance_weights(old, self.rollout_logprobs[index], grpo.tis_cap)
-            self._add("tis_weight", importance)
-            self._add("tis_capped", importance >= grpo.tis_cap)
-            loss = loss * importance
+        tokens = self._tokens(index, logprobs)
+        found = OBJECTIVES[grpo.objective](tokens, grpo)
+        loss = found.loss
+        if grpo.correction != "none":
+            correction = correct(tokens, grpo)
+            self._add("correction_weight", correction.weights)
+            self._add("correction_outside", correction.outside)
+            loss = loss * correction.weights
         if grpo.entropy_coefficient != 0:
             loss = loss - grpo.entropy_coefficient * entropies
-        self._count("trained_tokens", old.numel())
-        self._add("ratio", tokens.ratio)
-        self._add("kl_old", kl_k3(old, logprobs.detach()))
-        self._add("clipped_low", tokens.clipped_low)
-        self._add("clipped_high", tokens.clipped_high)
+        self._count("trained_tokens", index.numel())
+        self._add("ratio", found.ratio)
+        self._add("kl_old", kl_k3(tokens.old_logprobs, logprobs.detach()))
+        self._add("clipped_low", found.clipped_low)
+        self._add("clipped_high", found.clipped_high)
         self._note_not_finite(index, loss.detach())
-        total = (weights * loss).sum()
+        total = (self.weights[index] * loss).sum()
         self._add("loss", total.detach())
         return total
+
+    def _tokens(self, index: Tensor, logprobs: Tensor) -> Tokens:
+        return Tokens(
+            logprobs=logprobs,
+            old_logprobs=self.old_logprobs[index],
+            rollout_logprobs=self.rollout_logprobs[index],
+            advantages=self.advantages[index],
+            sequences=Sequences(owner=self.owner[index], lengths=self.lengths, add_ranks=self._add_ranks),
+        )
+
+    def _add_ranks(self, sums: Tensor) -> None:
+        if self.context_group is not None:
+            dist.all_reduce(sums, group=self.context_group)
 
     def _note_not_finite(self, index: Tensor, values: Tensor) -> None:
         bad = ~torch.isfinite(values)

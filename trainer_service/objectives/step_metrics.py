@@ -21,8 +21,8 @@ def step_metrics(
     Args:
         sums: [updates, len(names)] summed over all ranks.
     Returns: loss and grad_norm: mean over updates (grad_norm before clipping). ratio_mean, kl_old, clip_fraction_*,
-        tis_*: mean over the completion tokens that were trained on. entropy, logprob_abs_diff_*: over those whose
-        log-probs were computed under the policy that the step started from (with old_logprobs "recompute": all).
+        correction_*: mean over the completion tokens that were trained on. entropy, logprob_abs_diff_*: over those
+        whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute": all).
         padded_tokens: positions that went through the model, padding included.
     """
     total = dict(zip(names, sums.sum(axis=0), strict=True))
@@ -44,6 +44,7 @@ def step_metrics(
         "padded_tokens": total["padded_tokens"],
         "learning_rate": learning_rate,
     }
-    if total["tis_weight"] > 0:
-        out |= {"tis_weight_mean": total["tis_weight"] / trained, "tis_capped_fraction": total["tis_capped"] / trained}
+    if total["correction_weight"] > 0 or total["correction_outside"] > 0:
+        out["correction_weight_mean"] = total["correction_weight"] / trained
+        out["correction_outside_fraction"] = total["correction_outside"] / trained
     return {name: float(value) for name, value in out.items()}

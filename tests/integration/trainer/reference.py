@@ -25,7 +25,11 @@ CONFIG: dict[str, Any] = {
         "dual_clip": 3.0,
         "clip_low": 0.05,
         "clip_high": 0.1,
-        "tis_cap": 1.2,
+        "correction": "tis",
+        "correction_level": "token",
+        "correction_low": None,
+        "correction_high": 1.2,
+        "objective": "grpo",
         "entropy_coefficient": 0.01,
         "aggregation": "token-mean",
         "old_logprobs": "recompute",
@@ -39,7 +43,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "decay": {},
     "skips": {"entropy_coefficient": 0.0},
-    "rollout": {"entropy_coefficient": 0.0, "old_logprobs": "rollout", "tis_cap": None},
+    "rollout": {
+        "entropy_coefficient": 0.0,
+        "old_logprobs": "rollout",
+        "correction": "none",
+        "correction_high": None,
+    },
+    "gspo": {
+        "objective": "gspo",
+        "dual_clip": None,
+        "clip_low": 0.004,
+        "correction": "mis",
+        "correction_level": "sequence",
+        "correction_low": 0.8,
+        "correction_high": 2.0,
+    },
+    "cispo": {"objective": "cispo", "dual_clip": None, "correction": "icepop", "correction_low": 0.8},
+    "decoupled": {"correction": "importance", "correction_high": None},
 }
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}

@@ -103,6 +103,9 @@ EXACT = [
     *(Case(kind=kind, layout=layout) for layout in BASE for kind in ("qwen2", "qwen2-tied", "qwen3")),
     *(Case(kind="qwen3", layout=layout, variant="skips") for layout in ("tp1", "dp2", "tp2-pp2")),
     *(Case(kind="qwen3", layout=layout, variant="rollout") for layout in ("tp1", "dp2")),
+    *(Case(kind="qwen3", layout=layout, variant="gspo") for layout in ("tp1", "tp2-pp2", "dp2", "cp2")),
+    *(Case(kind="qwen3", layout=layout, variant="cispo") for layout in ("tp1", "dp2")),
+    Case(kind="qwen3", layout="tp1", variant="decoupled"),
     *(Case(kind=kind, layout="tp1", variant="decay") for kind in ("qwen2", "qwen3")),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "tp2-ep2", "ep2-pp2", "etp2")),
     Case(kind="qwen3-moe-mixed", layout="ep2"),
@@ -191,11 +194,8 @@ def reference_step(model: Any, samples: Samples, grpo: dict[str, Any], weight_de
         here = update_of_token == update
         new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
         a, m = advantages[here], mask[here]
-        rho = (new - old[here]).exp()
-        loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
-        loss = torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
-        if grpo["tis_cap"] is not None:
-            loss = loss * (old - rollout)[here].exp().clamp(max=grpo["tis_cap"])
+        lengths = samples.completion_lengths[samples.of_update(update)].tolist()
+        loss = policy_loss(grpo, new, old[here], a, lengths) * correction(grpo, (old - rollout)[here], lengths)
         total = ((loss - grpo["entropy_coefficient"] * entropy) * m).sum() / here.sum()
         optimizer.zero_grad()
         total.backward()
@@ -203,6 +203,29 @@ def reference_step(model: Any, samples: Samples, grpo: dict[str, Any], weight_de
         optimizer.step()
         losses.append(float(total.detach()))
     return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+
+
+def policy_loss(grpo: dict[str, Any], new: torch.Tensor, old: torch.Tensor, a: Any, lengths: list[int]) -> torch.Tensor:
+    """Each token's loss by the definitions; a ratio of sequences has its gradient by autograd, through the mean."""
+    rho = (new - old).exp()
+    if grpo["objective"] == "cispo":
+        return -rho.detach().clamp(max=1 + grpo["clip_high"]) * a * new
+    if grpo["objective"] == "gspo":
+        rho = torch.cat([part.mean().exp().expand(part.numel()) for part in (new - old).split(lengths)])
+    loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
+    return loss if grpo["dual_clip"] is None else torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
+
+
+def correction(grpo: dict[str, Any], difference: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Each token's weight, from log pi_old - log pi_roll."""
+    if grpo["correction"] == "none":
+        return torch.ones_like(difference)
+    if grpo["correction_level"] == "sequence":
+        difference = torch.cat([part.sum().expand(part.numel()) for part in difference.split(lengths)])
+    weight = difference.exp()
+    low, high = grpo["correction_low"] or 0.0, grpo["correction_high"] or torch.inf
+    inside = weight.clamp(low, high)
+    return torch.where(weight == inside, weight, 0.0) if grpo["correction"] in ("icepop", "mis") else inside
 
 
 def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Reference]:

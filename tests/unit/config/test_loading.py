@@ -39,9 +39,9 @@ def test_paths_in_the_file_are_relative_to_it_and_results_to_the_working_directo
 
 def test_a_later_override_wins_and_values_are_yaml(tmp_path: Path) -> None:
     options = ["trainer.learning_rate=1e-3", "trainer.learning_rate=2e-4", "run.name=2026", "data.shuffle=false"]
-    config = load_config(write(tmp_path, MINIMAL + "grpo: {tis_cap: 2}\n"), [*options, "grpo.tis_cap=null"])
+    config = load_config(write(tmp_path, MINIMAL + "grpo: {dual_clip: 2}\n"), [*options, "grpo.dual_clip=null"])
     assert (config.trainer.learning_rate, config.run.name, config.data.shuffle) == (2e-4, "2026", False)
-    assert config.grpo.tis_cap is None
+    assert config.grpo.dual_clip is None
 
 
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ BAD_FILES = [
     ("rollout: {learnin_rate: 1}", "rollout.learnin_rate", "1", "unknown key", "trainer.learning_rate?"),
     ("trainr: {learning_rate: 1}", "trainr", "", "unknown section", "did you mean trainer?"),
     ("group_size: 4", "group_size", "4", "unknown section", "did you mean grpo.group_size?"),
-    ("grpo: {xyzzy: 1}", "grpo.xyzzy", "1", "unknown key", "known keys here: prompts_per_iteration"),
+    ("grpo: {xyzzy: 1}", "grpo.xyzzy", "1", "unknown key", "known keys here: preset, prompts_per_iteration"),
     ("grpo: {group_size: 1}", "grpo.group_size", "1", "every advantage would be 0", "16"),
     ("grpo: {group_size: 4.5}", "grpo.group_size", "4.5", "whole number", "write 4"),
     ("grpo: {group_size: '4'}", "grpo.group_size", "4", "whole number", "remove the quotes"),
@@ -176,7 +176,6 @@ BAD_FILES = [
     ("trainer: 5", "trainer", "5", "must be a section", "tensor_parallel"),
     ("trainer: {tensor_parallel: [1, 2]}", "trainer.tensor_parallel", "[1, 2]", "whole number", ""),
     ("rollout: {replicas: 2, min_replicas: 3}", "rollout.min_replicas", "3", "could never start", "at most 2"),
-    ("grpo: {old_logprobs: rollout, tis_cap: 2}", "grpo.tis_cap", "2.0", "recompute", "null"),
     ("reward: {kind: regex}", "reward.pattern", "", "is missing and has no default", "group 1 must equal"),
     ("reward: {kind: regex, pattern: '(a'}", "reward.pattern", "(a", "not a regular expression", "single quotes"),
     ("grpo: {updates_per_iteration: 7}", "grpo.updates_per_iteration", "7", "does not divide the 1024 samples", "8"),
@@ -288,14 +287,14 @@ def test_each_mistake_in_an_option_is_named(
 
 def test_all_problems_come_at_once_with_their_lines(tmp_path: Path) -> None:
     text = "model: {path: m}\ndata:\n  train: a\n  train: b\n"
-    text += "grpo:\n  group_sise: 3\n  tis_cap: 2\n  old_logprobs: rollout\n"
+    text += "grpo:\n  group_sise: 3\n  correction: importance\n  old_logprobs: rollout\n"
     found = problems_of(write(tmp_path, text), ["rollout.replicas=0", "oops"])
     assert [(problem.key, problem.where.rpartition(":")[2]) for problem in found] == [
         ("data.train", "4"),
         ("oops", "--set oops"),
         ("grpo.group_sise", "6"),
         ("rollout.replicas", "--set rollout.replicas=0"),
-        ("grpo.tis_cap", "7"),
+        ("grpo.correction", "7"),
     ]
 
 

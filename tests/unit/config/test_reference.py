@@ -73,7 +73,7 @@ def test_every_variable_on_the_page_is_named_by_the_code() -> None:
     [
         (GrpoSection, "group_size", "integer >= 2", "`16`"),
         (GrpoSection, "clip_low", "number > 0 < 1", "`0.2`"),
-        (GrpoSection, "tis_cap", "number > 0, or null", "null"),
+        (GrpoSection, "correction_high", "number >= 1, or null", "null"),
         (TrainerSection, "sequence_parallel", "boolean", "`false`"),
         (RolloutSection, "context_length", "integer > 0, or null", "null"),
         (SyncSection, "dtype", "one of `same`, `bfloat16`", "`same`"),

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,31 @@ def test_batch_std_is_one_number_for_all() -> None:
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     expected = centred / (np.std(rewards, ddof=1) + STD_EPSILON)
     np.testing.assert_allclose(group_advantages(rewards, std="batch"), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_leave_one_out_compares_each_reward_with_the_others_of_its_group(std: StdKind) -> None:
+    rewards, missing = RNG.normal(size=(4, 6)), np.zeros((4, 6), dtype=bool)
+    missing[1, 2:] = missing[2, 1:] = missing[3, 3] = True
+    spreads: dict[str, list[Any]] = {
+        "none": [1.0] * 4,
+        "group": [np.std(row[~gone], ddof=1) + STD_EPSILON if (~gone).sum() > 1 else 1.0
+                  for row, gone in zip(rewards, missing, strict=True)],
+        "batch": [np.std(rewards[~missing], ddof=1) + STD_EPSILON] * 4,
+    }  # fmt: skip
+    found = group_advantages(rewards, std=std, baseline="leave-one-out", missing_PG=missing)
+    for row in range(4):
+        present = np.flatnonzero(~missing[row])
+        for place in range(6):
+            others = [rewards[row, other] for other in present if other != place]
+            compared = rewards[row, place] - np.mean(others) if others and place in present else 0.0
+            assert found[row, place] == pytest.approx(compared / spreads[std][row], abs=1e-12)
+
+
+def test_leave_one_out_of_equal_rewards_is_exactly_zero() -> None:
+    rewards = np.array([[0.1] * 7, [3.0] * 7])
+    assert (group_advantages(rewards, baseline="leave-one-out") == 0.0).all()
+    assert group_advantages(np.array([[2.0]]), baseline="leave-one-out").tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("std", ["group", "batch", "none"])

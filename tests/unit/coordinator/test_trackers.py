@@ -132,5 +132,5 @@ def test_settings_are_flat_and_without_secrets(tmp_path: Path) -> None:
     assert settings["grpo.group_size"] == 16
     assert settings["data.prompt_key"] == config.data.prompt_key
     assert settings["trackers.1.uri"] == "http://mlflow:5000/x"
-    assert "grpo.tis_cap" not in settings
+    assert "grpo.dual_clip" not in settings
     assert not any("pass" in str(value) for value in settings.values())

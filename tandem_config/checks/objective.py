@@ -1,0 +1,104 @@
+"""Checks of the loss: objective and correction fit together, and read all settings that are given."""
+
+from collections.abc import Mapping
+
+from tandem_config.checks.registry import check
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import GrpoSection, RunConfig
+
+# What some choices do not read; a value that is not the default would do nothing.
+_NOT_READ: Mapping[str, tuple[str, ...]] = {
+    "objective: gspo": ("dual_clip",),
+    "objective: cispo": ("clip_low", "dual_clip"),
+    "correction: none": ("correction_high", "correction_low", "correction_level"),
+    "correction: importance": ("correction_high", "correction_low"),
+}
+# Bounds that a correction needs, with usual values.
+_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "tis": {"correction_high": "2"},
+    "icepop": {"correction_high": "5", "correction_low": "0.5"},
+    "mis": {"correction_high": "2"},
+}
+# A sequence's ratio is a mean over its tokens: it leaves 1 by thousandths, GSPO's bounds are 3e-4 and 4e-4.
+_WIDE_FOR_SEQUENCES = 0.05
+
+
+@check("grpo.objective", "grpo.clip_low", "grpo.dual_clip")
+def _objective_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
+    return _not_read(config.grpo, "objective", config.grpo.objective)
+
+
+@check("grpo.correction", "grpo.correction_level", "grpo.correction_low", "grpo.correction_high")
+def _correction_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
+    return _not_read(config.grpo, "correction", config.grpo.correction)
+
+
+def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | None:
+    """Find a setting that is not the default and that the chosen objective or correction does not read."""
+    for name in _NOT_READ.get(f"{choice}: {chosen}", ()):
+        value, default = getattr(grpo, name), GrpoSection.model_fields[name].default
+        if value != default:
+            return ConfigProblem(
+                key=f"grpo.{name}",
+                value=str(value),
+                message=f"does nothing with grpo.{choice}: {chosen}",
+                suggestion=f"leave it out ({'null' if default is None else default}), or choose another grpo.{choice}",
+            )
+    return None
+
+
+@check("grpo.correction", "grpo.correction_low", "grpo.correction_high")
+def _correction_has_its_bounds(config: RunConfig) -> ConfigProblem | None:
+    for name, usual in _NEEDED.get(config.grpo.correction, {}).items():
+        if getattr(config.grpo, name) is None:
+            return ConfigProblem(
+                key="grpo.correction",
+                value=config.grpo.correction,
+                message=f"needs grpo.{name}, a bound of pi_old / pi_roll",
+                suggestion=f"set grpo.{name}, e.g. {usual}",
+            )
+    return None
+
+
+@check("grpo.correction", "grpo.old_logprobs")
+def _correction_needs_recompute(config: RunConfig) -> ConfigProblem | None:
+    if config.grpo.correction == "none" or config.grpo.old_logprobs == "recompute":
+        return None
+    return ConfigProblem(
+        key="grpo.correction",
+        value=config.grpo.correction,
+        message="needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
+        suggestion="set grpo.old_logprobs: recompute, or grpo.correction: none",
+    )
+
+
+@check("grpo.objective", "grpo.correction", "grpo.correction_level")
+def _level_suits(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    if grpo.correction == "icepop" and grpo.correction_level != "token":
+        message, suggestion = "does not suit grpo.correction: icepop, which weights tokens", "use grpo.correction: mis"
+    elif grpo.objective == "gspo" and grpo.correction != "none" and grpo.correction_level == "token":
+        message = "does not suit grpo.objective: gspo: its ratio, and so its loss, is of whole sequences"
+        suggestion = "set grpo.correction_level: sequence or geometric"
+        if grpo.correction == "icepop":
+            suggestion += ", and grpo.correction: mis"
+    else:
+        return None
+    return ConfigProblem(
+        key="grpo.correction_level", value=grpo.correction_level, message=message, suggestion=suggestion
+    )
+
+
+@check("grpo.objective", "grpo.clip_low", "grpo.clip_high")
+def _sequences_are_clipped_closely(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    name = max(("clip_low", "clip_high"), key=lambda name: float(getattr(grpo, name)))
+    if grpo.objective != "gspo" or getattr(grpo, name) <= _WIDE_FOR_SEQUENCES:
+        return None
+    return ConfigProblem(
+        key=f"grpo.{name}",
+        value=str(getattr(grpo, name)),
+        message="would clip next to nothing with grpo.objective: gspo, whose ratio is a mean over a sequence's tokens",
+        suggestion="GSPO takes clip_low 3e-4 and clip_high 4e-4: grpo.preset: gspo",
+        severity="warning",
+    )

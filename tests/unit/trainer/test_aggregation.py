@@ -1,0 +1,42 @@
+"""Denominators are global over an update, and only over it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem_config.schema import GrpoSection
+from tests.unit.trainer.batches import random_samples
+from trainer_service.objectives.aggregation import Aggregation, sample_weights, update_weights
+
+
+def test_masked_sample_keeps_its_place_in_the_denominators() -> None:
+    lengths = np.array([1, 3, 4, 4])
+    samples = random_samples(
+        4,
+        updates=2,
+        prompt_lengths=np.ones(4, np.int64),
+        completion_lengths=lengths,
+        trainable=np.array([True, False, True, True]),
+    )
+    assert update_weights(samples, GrpoSection()).tolist() == pytest.approx([1 / 4, 0, 1 / 8, 1 / 8])
+    grpo = GrpoSection(aggregation="dr-grpo", max_new_tokens=10)
+    assert update_weights(samples, grpo).tolist() == pytest.approx([1 / 20, 0, 1 / 20, 1 / 20])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [1 / 4, 1 / 4]),
+        ("seq-mean-token-mean", [1 / 2, 1 / 6]),
+        ("seq-mean-token-sum", [1 / 2, 1 / 2]),
+        ("dr-grpo", [1 / 16, 1 / 16]),
+    ],
+)
+def test_aggregations(aggregation: Aggregation, expected: list[float]) -> None:
+    weights = sample_weights(torch.tensor([1, 3]), aggregation, max_new_tokens=8)
+    assert weights.tolist() == pytest.approx(expected)
+
+
+def test_unknown_aggregation_is_named() -> None:
+    with pytest.raises(ValueError, match="median"):
+        sample_weights(torch.tensor([1]), "median", max_new_tokens=1)  # type: ignore[arg-type]
