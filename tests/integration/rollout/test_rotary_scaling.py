@@ -1,0 +1,51 @@
+"""Real SGLang with every rotary scaling, to 4 x the original length, against transformers on the same folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit.models import SHORT, VOCABULARY, logprobs, make_model
+from tests.kit.replicas import Trainer, lone_replica
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+NEW = 24
+# The last two end 1 and 2 tokens before 4 x the original length, where SGLang ends requests itself.
+PROMPTS = [[(7 * i + 3 * j) % (VOCABULARY - 6) + 5 for j in range(n)] for i, n in enumerate((1, 20, 60, 102, 103))]
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SHORT}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("qwen2", YARN),
+    "yarn with all constants": (
+        "qwen3",
+        YARN | {"beta_fast": 16, "truncate": False, "mscale": 0.9, "mscale_all_dim": 0.4},
+    ),
+    "yarn in a mixture": ("qwen3_moe", {"rope_type": "yarn", "factor": 4.0}),
+    "linear": ("llama", {"rope_type": "linear", "factor": 4.0}),
+    "dynamic": ("qwen2", {"rope_type": "dynamic", "factor": 4}),
+}
+
+
+@pytest.mark.parametrize(("family", "rope"), CASES.values(), ids=CASES)
+def test_logprobs_are_those_of_transformers(
+    tmp_path: Path, module_redis: str, family: str, rope: dict[str, Any]
+) -> None:
+    model = make_model(
+        tmp_path / "m", family, max_position_embeddings=SHORT, rope_parameters={**rope, "rope_theta": 1e4}
+    )
+    replica = lone_replica(tmp_path / "run", model, module_redis)
+    trainer = None
+    try:
+        trainer = Trainer(replica.wait_up())
+        trainer.load(model)
+        trainer.publish(1)
+        groups = replica.generate(PROMPTS, max_new_tokens=NEW, version=1, seed=1)
+    finally:
+        if trainer is not None:
+            trainer.close()
+        replica.close()
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        ids = list(group.completions[0].token_ids)
+        assert len(ids) == NEW
+        expected = logprobs(model, prompt, ids, 1.0).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert float((torch.tensor(group.completions[0].logprobs) - expected).abs().max()) <= 3e-5
