@@ -48,7 +48,7 @@ ROPE: Sizes = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_FROM_16: Sizes = {"rope_theta": 1e6, "original_max_position_embeddings": 16}
+YARN: Sizes = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 _TIED: Sizes = {"tie_word_embeddings": True}
 _FOUR_EXPERTS = _EXPERTS | {"num_experts": 4}
 # Models of the trainer's tests: family, and what differs from _TRAINED.
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[str, Sizes]] = {
     "qwen3-moe-mixed": ("qwen3_moe", _FOUR_EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
     "llama": ("llama", _HEAD | {"rope_parameters": ROPE}),
     "llama-tied": ("llama", _TIED),
-    "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0} | _FROM_16}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
 }
 
 

@@ -4,6 +4,7 @@ Where SGLang 0.5.23 computes a scaling otherwise, the entry is refused. There is
 SGLang does (docs/numerics.md, Models).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class RopeScaling:
 
     def dynamic_theta(self, theta: float, head_dim: int) -> float:
         """Compute the base of `dynamic` for the longest sequence, which SGLang uses for sequences of every length."""
-        return theta * float(self.factor * self.factor - (self.factor - 1)) ** (head_dim / (head_dim - 2))
+        return theta * math.pow(self.factor * self.factor - (self.factor - 1), head_dim / (head_dim - 2))
 
 
 def read_rope(config: Mapping[str, Any]) -> tuple[float, float, RopeScaling | None]:

@@ -23,7 +23,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 PLAIN = {"rope_type": "default"}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 FULL = ["full_attention"] * 4
 
