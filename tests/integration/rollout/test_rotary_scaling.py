@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.kit.models import SHORT, VOCABULARY, logprobs, make_model
 from tests.kit.replicas import Trainer, lone_replica
+from tests.unit.trainer.test_rotary import CASES as PUBLISHED_SIZES
+from tests.unit.trainer.test_rotary import of_transformers
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 NEW = 24
@@ -49,3 +52,16 @@ def test_logprobs_are_those_of_transformers(
         assert len(ids) == NEW
         expected = logprobs(model, prompt, ids, 1.0).gather(1, torch.tensor(ids)[:, None])[:, 0]
         assert float((torch.tensor(group.completions[0].logprobs) - expected).abs().max()) <= 3e-5
+
+
+@pytest.mark.parametrize("entries", PUBLISHED_SIZES.values(), ids=PUBLISHED_SIZES)
+def test_sglangs_table_is_that_of_transformers_functions(entries: dict[str, Any]) -> None:
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    config = AutoConfig.for_model("qwen2", **entries)
+    frequencies, factor, longest = of_transformers(config)
+    rope, size, length = config.rope_parameters, config.head_dim, config.max_position_embeddings
+    table = get_rope(size, size, length, rope["rope_theta"], True, dict(rope), torch.float32).cos_sin_cache
+    assert len(table) >= longest
+    angles = torch.arange(32.0)[:, None] * frequencies
+    torch.testing.assert_close(table[:32], torch.cat((angles.cos(), angles.sin()), -1) * factor, rtol=0, atol=5e-6)

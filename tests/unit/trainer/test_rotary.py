@@ -57,13 +57,18 @@ def angles_and_factor(entries: dict[str, Any]) -> tuple[torch.Tensor, float]:
     return (made[0] if isinstance(made, tuple) else made)[:, 0, 0, : spec.head_dim // 2], factor
 
 
+def of_transformers(config: Any) -> tuple[torch.Tensor, float, int]:
+    """Frequencies, [head_dim / 2], factor, and longest sequence of the scaling."""
+    rope = config.rope_parameters
+    longest = rope["factor"] * rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    # transformers' dynamic frequencies follow the length; SGLang's, and ours, are those of the longest sequence
+    length = {"seq_len": longest} if rope["rope_type"] == "dynamic" else {}
+    return *ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), **length), int(longest)
+
+
 @pytest.mark.parametrize("entries", CASES.values(), ids=CASES)
 def test_angles_and_factor_are_those_of_transformers(entries: dict[str, Any]) -> None:
-    theirs = AutoConfig.for_model("qwen2", **entries)
-    rope = theirs.rope_parameters
-    # transformers' dynamic frequencies follow the length; SGLang's, and ours, are those of the longest sequence
-    longest = {"seq_len": rope["factor"] * theirs.max_position_embeddings} if rope["rope_type"] == "dynamic" else {}
-    expected, expected_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"), **longest)
+    expected, expected_factor, _ = of_transformers(AutoConfig.for_model("qwen2", **entries))
     angles, factor = angles_and_factor(entries)
     torch.testing.assert_close(angles[1], expected, rtol=1.2e-7, atol=0)  # one rounding of float32
     torch.testing.assert_close(angles, torch.arange(4.0)[:, None] * expected, rtol=2.4e-7, atol=0)
