@@ -52,6 +52,14 @@ def _turn(nodeid: str) -> int:
     return len(FIRST) + 1 if nodeid.startswith(LAST) else len(FIRST)
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Names a failed test at once: of a run that takes an hour, or is cut off, the summary may never be seen."""
+    if not report.failed:
+        return None
+    category = "failed" if report.when == "call" else "error"
+    return category, f"\n{category}: {report.nodeid}\n", category.upper()
+
+
 @pytest.fixture
 def redis_process() -> Iterator[Callable[..., RedisProcess]]:
     """Starts Redis servers: `redis_process(password="", append_only=False)`; ended after the test."""

@@ -47,7 +47,7 @@ class Image:
 _ENGINE_SIDE = "only those modules of weightsync import it that run inside an engine"
 _TORCH_FIRST = {"torch": "installed before, from requirements/torch.txt"}
 _READS_NO_DATA = {
-    "pyarrow": "for Parquet data, which the coordinator reads",
+    "pyarrow": "for data and samples, which the coordinator reads and writes",
     "jinja2": "for chat templates, which the coordinator renders; torch brings it too",
 }
 _READS_NO_TEXT = _READS_NO_DATA | {"tokenizers": "for prompts and completions, which the coordinator reads and writes"}
@@ -64,11 +64,9 @@ IMAGES = {
             "huggingface-hub": "tokenizers imports it to download, and an image has its model mounted",
             "aiohttp": "for the asyncio half of the Kubernetes client, which we do not use",
             "tzdata": "python-dateutil reads the time zones of the base image",
-            "pyarrow": "160 MB that only Parquet data needs; parquet.txt adds it",
             "matplotlib": "draws the curve at the end of `tandem run`, which images do not use",
         },
     ),
-    "parquet": Image(also=("pyarrow",)),
     "trackers": Image(
         also=("mlflow-skinny", "tensorboard", "wandb"),
         without={"setuptools": "tensorboard reads nothing of it", "pillow": "for images, which we send none of"},

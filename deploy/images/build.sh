@@ -8,7 +8,6 @@
 #   TANDEM_GPU_BASE     base of the gpu variants; default: SGLang's image of the version that is locked
 #   TANDEM_VERSION      tag of the images; default: the version in pyproject.toml
 #   TANDEM_TRACKERS     1: the coordinator has TensorBoard, Weights & Biases and MLflow, and is 130 MB larger
-#   TANDEM_PARQUET      1: the coordinator reads Parquet too, and is 160 MB larger
 #   TORCH_INDEX_URL     index of torch's CPU builds, where the configured index has none
 #   PIP_CONF, CA_PEM    files for pip while building (an index with credentials, a proxy's certificates); in no image
 #   BUILD_NETWORK       network of the build: default, host or none
@@ -49,8 +48,7 @@ revision=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 [ $# -gt 0 ] || set -- coordinator trainer rollout
 for image in "$@"; do
     case "$image" in
-        coordinator) build coordinator "$version" "${TANDEM_PYTHON_BASE:-}" --build-arg "PARQUET=${TANDEM_PARQUET:-0}" \
-            --build-arg "TRACKERS=${TANDEM_TRACKERS:-0}" ;;
+        coordinator) build coordinator "$version" "${TANDEM_PYTHON_BASE:-}" --build-arg "TRACKERS=${TANDEM_TRACKERS:-0}" ;;
         trainer) build_engine trainer ;;
         rollout) build_engine rollout ;;
         *) fail "no image '$image'; there are coordinator, trainer and rollout" ;;

@@ -1,7 +1,7 @@
-# The coordinator: CPU only, no torch, at most 250 MB. `make images` builds it; docs/docker.md says what can be set.
+# The coordinator: CPU only, no torch, 360 MB, of which pyarrow is 100. `make images` builds it; docs/docker.md says what can be set.
 #
-# BASE: a Debian-like image with Python 3.11 and pip, pinned. PARQUET=1 adds 160 MB for Parquet data,
-# TRACKERS=1 130 MB for TensorBoard, Weights & Biases and MLflow.
+# BASE: a Debian-like image with Python 3.11 and pip, pinned. TRACKERS=1 adds 130 MB for TensorBoard,
+# Weights & Biases and MLflow.
 # Secrets, both optional: pip.conf (package index, credentials), ca.pem (certificates of a proxy; name it in pip.conf).
 ARG BASE=python:3.11.14-slim-bookworm
 
@@ -15,13 +15,10 @@ RUN python3 -m venv --without-pip /opt/tandem
 COPY requirements/lock.txt requirements/
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
     python3 -m pip install --quiet --target /opt/build --no-deps "$(grep '^setuptools==' requirements/lock.txt)"
-COPY requirements/images/coordinator.txt requirements/images/parquet.txt requirements/images/trackers.txt \
-    requirements/images/
-ARG PARQUET=0
+COPY requirements/images/coordinator.txt requirements/images/trackers.txt requirements/images/
 ARG TRACKERS=0
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
-    if [ "${PARQUET}" = 1 ]; then extra="-r requirements/images/parquet.txt"; fi \
-    && if [ "${TRACKERS}" = 1 ]; then extra="${extra:-} -r requirements/images/trackers.txt"; fi \
+    if [ "${TRACKERS}" = 1 ]; then extra="-r requirements/images/trackers.txt"; fi \
     && python3 -m pip --python /opt/tandem/bin/python install --quiet --no-deps --no-compile --only-binary :all: \
         -r requirements/images/coordinator.txt ${extra:-}
 COPY deploy/images/shrink.py deploy/images/

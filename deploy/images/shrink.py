@@ -41,16 +41,25 @@ PACKED = (
     "urllib3",
     "websocket",
 )
-# The asyncio half of the Kubernetes client needs aiohttp, which the image does without.
-UNUSED = ("kubernetes/aio",)
+# The asyncio half of the Kubernetes client needs aiohttp, which the image does without. Of pyarrow: RPCs, S3, headers,
+# and two more copies of a library that the wheel has under three names.
+UNUSED = (
+    "kubernetes/aio",
+    "pyarrow/*flight*",
+    "pyarrow/*s3*",
+    "pyarrow/include",
+    "pyarrow/src",
+    "pyarrow/libarrow_python.so",
+    "pyarrow/libarrow_python.so.*.*",
+)
 FOR_COMPILERS = (".a", ".c", ".cpp", ".h", ".hpp", ".pxd", ".pyi", ".pyx")
 REPORTED_BYTES = 1_000_000
 
 
 def remove_unused(site: Path) -> None:
     """Removes UNUSED, `tests` folders, and files that only compilers and type checkers read."""
-    for name in UNUSED:
-        shutil.rmtree(site / name, ignore_errors=True)
+    for path in [path for pattern in UNUSED for path in site.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     for folder in sorted(site.rglob("tests"), reverse=True):
         shutil.rmtree(folder)
     for path in site.rglob("*"):

@@ -17,15 +17,12 @@ _READ_BYTES = 1 << 20
 def read_records(path: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
     """Yield (row from 1, share of the file read, its columns).
 
-    Raises: DataError: pyarrow is missing, or the file is torn.
+    Raises: DataError: the file is torn.
     """
     # Imported here: it takes 0.2 s and most data is JSONL.
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        hint = "build the image with TANDEM_PARQUET=1 (docs/docker.md), or convert the file to JSON lines"
-        raise DataError.of(path, f"is a Parquet file, and pyarrow, which reads it, is not installed: {hint}") from None
+    import pyarrow
+    import pyarrow.parquet
+
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:

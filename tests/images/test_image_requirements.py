@@ -1,5 +1,9 @@
 """What the images install is a subset of the lock, holds what they import, and keeps torch out of the coordinator."""
 
+import subprocess
+import sys
+from importlib import metadata
+
 import pytest
 from packaging.utils import canonicalize_name
 
@@ -8,6 +12,9 @@ from tools.image_requirements import FOLDER, IMAGES, REPO, main
 
 # async-timeout: for Python 3.11.2 only. tzdata: python-dateutil 4 reads it, and the base has python-dateutil 2.
 NOT_IN_THE_BASE = {"async-timeout", "tzdata"}
+# Installed before, and what it brings.
+TORCH = {"torch", "jinja2"}
+START_S = 120
 LOCK = read_pins(REPO / "requirements" / "lock.txt")
 
 
@@ -18,9 +25,29 @@ def test_the_files_are_what_the_code_imports() -> None:
 def test_a_file_that_is_out_of_date_is_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(IMAGES, "parquet", IMAGES["trainer-gpu"])
+    monkeypatch.setitem(IMAGES, "trackers", IMAGES["trainer-gpu"])
     assert main(["check"]) == 1
-    assert "requirements/images/parquet.txt" in capsys.readouterr().err
+    assert "requirements/images/trackers.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("image", "modules"),
+    [
+        ("coordinator", ["coordinator.app", "launcher.cli", "launcher.export", "reward_service.serve"]),
+        ("trainer", ["trainer_service.host", "trainer_service.app", "trainer_service.worker"]),
+        ("rollout", ["rollout_service.app", "rollout_service.worker_app"]),
+    ],
+)
+def test_what_it_runs_starts_without_what_it_leaves_out(image: str, modules: list[str]) -> None:
+    """pyarrow was left out for those who have no Parquet data; then samples became Parquet."""
+    distributions = {top: names for top, names in metadata.packages_distributions().items() if names}
+    left_out = {canonicalize_name(name) for name in IMAGES[image].without} - (set() if image == "coordinator" else TORCH)
+    blocked = [top for top, names in distributions.items() if {canonicalize_name(name) for name in names} & left_out]
+    code = f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked})); [*map(importlib.import_module, {modules})]"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=START_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("image", IMAGES)

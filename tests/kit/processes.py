@@ -159,7 +159,7 @@ class Services:
     def tail(self, name: str) -> str:
         """Read the end of the logs of this service's processes."""
         logs = sorted(self.folder.glob(f"{name}*.log"))
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-20_000:]}" for path in logs)
 
     def family(self, name: str) -> list[psutil.Process]:
         """Return a process's children, and theirs."""

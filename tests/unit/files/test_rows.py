@@ -1,7 +1,6 @@
 import datetime
 import decimal
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -242,16 +241,6 @@ def test_parquet_problems(tmp_path: Path) -> None:
     for content in (json.dumps({}).encode() * 10, whole[: len(whole) // 2]):
         with pytest.raises(DataError, match=r"c\.parquet: is not a readable Parquet file: "):
             read(write(tmp_path / "c.parquet", content))
-
-
-def test_parquet_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the coordinator's image."""
-    path = write_parquet(tmp_path / "a.parquet", {"prompt": ["a"], "answer": ["1"]})
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        DataError, match=r"pyarrow, which reads it, is not installed: build the image with TANDEM_PARQUET=1"
-    ):
-        read(path)
 
 
 def test_parquet_values_are_those_of_json(tmp_path: Path) -> None:
