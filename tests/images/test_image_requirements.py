@@ -41,7 +41,9 @@ def test_a_file_that_is_out_of_date_is_found(
 def test_what_it_runs_starts_without_what_it_leaves_out(image: str, modules: list[str]) -> None:
     """pyarrow was left out for those who have no Parquet data; then samples became Parquet."""
     distributions = {top: names for top, names in metadata.packages_distributions().items() if names}
-    left_out = {canonicalize_name(name) for name in IMAGES[image].without} - (set() if image == "coordinator" else TORCH)
+    left_out = {canonicalize_name(name) for name in IMAGES[image].without} - (
+        set() if image == "coordinator" else TORCH
+    )
     blocked = [top for top, names in distributions.items() if {canonicalize_name(name) for name in names} & left_out]
     code = f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked})); [*map(importlib.import_module, {modules})]"
     done = subprocess.run(
