@@ -13,6 +13,7 @@ from coordinator.inputs import Inputs, read_inputs
 from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.leaving import Leaving
 from coordinator.record.report import numeric
+from coordinator.record.resuming import reward_facts
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
@@ -86,6 +87,7 @@ async def _assemble(
         identity=identity,
         inputs=inputs,
         rewards=rewards,
+        reward_facts=await asyncio.to_thread(reward_facts, config),
         registry=registry,
         lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost)),
         lost=lost,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from coordinator.build import App, build_run
 from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
-from coordinator.lead import last_look, may_write
+from coordinator.lead import check_lease, may_write
 from coordinator.leaving import exit_code_of, message_of
 from coordinator.record.checkpoint import marks
 from coordinator.record.reserve import release_reserve, take_reserve
@@ -155,7 +155,7 @@ async def _end(app: App, ended: State, why: str = "") -> None:
     state.status, state.error = ended.value, why
     if await _make_room(app):
         try:
-            state.save(app.environment.run_dir / STATE_FILE, lambda: last_look(app.lead))
+            state.save(app.environment.run_dir / STATE_FILE, lambda: check_lease(app.lead))
         except (OSError, TandemError) as error:  # the log still says how the run ended
             log.error("run state not written", error=message_of(error))
     app.control.enter(ended, why)

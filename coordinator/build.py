@@ -14,7 +14,7 @@ from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead, last_look
+from coordinator.lead import Lead, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
@@ -23,6 +23,7 @@ from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoint import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
+from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.record.trackers.base import Outcome
@@ -63,6 +64,8 @@ class App:
     identity: Identity | None
     inputs: Inputs
     rewards: Sequence[Part]
+    # What their scores depend on, as they were started.
+    reward_facts: Mapping[str, str]
     registry: Registry
     lead: CoordinatorLease
     lost: "asyncio.Future[None]"
@@ -99,7 +102,6 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     )
     return Run(
         settings=config.run,
-        logprob_diff_limit=config.grpo.logprob_diff_limit,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
         loop=loop,
@@ -115,12 +117,14 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             every=config.run.export_every,
             keep=config.run.keep_exports,
+            template=inputs.train.formats.own_template,
         ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
+        reward_facts=app.reward_facts,
         leaving=app.leaving,
-        events=app.events,
         state=inputs.state,
+        progress=Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit),
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
         lead=lead,
@@ -153,7 +157,7 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 settings=config.samples,
                 codec=app.inputs.codec,
                 truncated=config.grpo.truncated,
-                last_look=partial(last_look, lead),
+                before_write=partial(check_lease, lead),
             )
         )
     return sinks

@@ -3,6 +3,8 @@
 Legend: P prompts (one group each), G completions per prompt, S = P * G samples, T tokens of one completion.
 Token ids and log-probs are kept as compact `array.array`s (4 bytes an item): protobuf fields are copied from and into
 them faster than with NumPy, which boxes every item, and they take a tenth of a list's memory.
+What there is one of for each sample (Completion, ScoredText, Sample) is not frozen: a frozen one takes three times as
+long to make, between generation and training.
 """
 
 from array import array
@@ -42,8 +44,13 @@ class Prompt:
         """The row's name in group ids: `row77`, or `gsm8k.row77` if there are several files."""
         return f"{self.file_label}.row{self.row}" if self.file_label else f"row{self.row}"
 
+    @property
+    def place(self) -> str:
+        """The row's file and number, as in messages about the data: `data/gsm8k.jsonl:77`."""
+        return f"{self.file}:{self.row}"
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(kw_only=True, slots=True)
 class Completion:
     """One sampled completion of T tokens."""
 
@@ -110,8 +117,8 @@ class Scored:
     num_timeouts: int = 0
     # Completions whose prompt has an unreadable answer, so that none of them could score.
     num_unreadable: int = 0
-    # Row of the data file -> why its answer cannot be read.
-    unreadable_rows: Mapping[int, str] = field(default_factory=dict)
+    # Prompt.place -> why its answer cannot be read.
+    unreadable_rows: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def scores_PG(self) -> NDArray[np.float64]:

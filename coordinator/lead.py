@@ -65,7 +65,7 @@ async def check_lead(lead: Lead, patience_s: float) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
-def last_look(lead: Lead) -> None:
+def check_lease(lead: Lead) -> None:
     """Check the lead in the moment before a write: by our own clock while our lease lasts, else with Redis.
 
     So a process that was stopped for longer than its lease since check_lead notices, without a call to Redis per write.

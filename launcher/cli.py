@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launcher.init.cli import init
 from launcher.plan.cli import plan
 from launcher.view.compare.cli import compare
 from launcher.view.logs.cli import logs
@@ -24,6 +25,7 @@ app = typer.Typer(
 
     \b
     tandem demo                      watch a tiny model learn to add
+    tandem init --model DIR --data FILE    write my first configuration
     tandem check -c my.yaml          everything wrong with a configuration
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
@@ -160,6 +162,7 @@ def check(
     raise typer.Exit(check_command(config, overrides or [], gpu_memory_gib=gpu_memory_gib))
 
 
+app.command()(init)
 app.command()(plan)
 app.command()(samples)
 app.command()(logs)
@@ -231,6 +234,7 @@ def top(
 ) -> None:
     """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Leave with Ctrl-C.
 
+    A run that is over is drawn once, from its folder.
     In a pod or container of the run it needs no folder: `python -m launcher top`.
 
     \b

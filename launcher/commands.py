@@ -1,15 +1,16 @@
 """Implements the commands; every function returns the exit code."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
+from coordinator.data.index import RowIndex, write_indices
 from launcher.check.memory import memory_report
 from launcher.check.preflight import preflight
 from launcher.check.resume import note_model
@@ -28,6 +29,8 @@ from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from launcher.run.run import RunRequest
+
+T = TypeVar("T")
 
 
 def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
@@ -48,18 +51,50 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     console, complaints = make_console(), make_console(stderr=True)
     resume = None if resume is None else resume.absolute()
     draft = _draft(config, overrides, resume)
-    problems = preflight(draft, redis_url=redis_url(), resume=resume)
+    indices: list[RowIndex] = []
+    problems = preflight(draft, redis_url=redis_url(), resume=resume, indices=indices)
+    return start(
+        complaints,
+        draft,
+        problems,
+        prepare=lambda stack, checked: _prepare(stack, checked, resume, indices),
+        run=lambda request: _run(request, console),
+    )
+
+
+def start(
+    complaints: Console,
+    draft: Draft,
+    problems: Sequence[ConfigProblem],
+    *,
+    prepare: Callable[[ExitStack, RunConfig], T],
+    run: Callable[[T], int],
+) -> int:
+    """Print the problems of a configuration; without errors among them prepare a folder and run.
+
+    Args:
+        prepare: locks the folder until the stack ends; ConfigError and OSError mean that it cannot be used.
+        run: gets what `prepare` returns. Returns: the exit code.
+    Returns: the exit code.
+    """
     print_problems(complaints, problems)
     if draft.config is None or errors_only(problems):
         complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
         return EXIT_BAD_CONFIG
     with ExitStack() as stack:
         try:
-            request = _prepare(stack, draft.config, resume)
+            prepared = prepare(stack, draft.config)
         except (ConfigError, OSError) as error:
             complaints.print(Text(f"not started: {error}", style="bold red"))
             return EXIT_BAD_CONFIG
-        return _run(request, console)
+        return run(prepared)
+
+
+def write_config(run_dir: Path, config: RunConfig, *names: str) -> None:
+    """Write the configuration into the run's folder, as each of these files. Raises: OSError."""
+    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
+    for name in names:
+        write_bytes_atomic(run_dir / name, dump_resolved(config).encode())
 
 
 def demo_command(overrides: Sequence[str]) -> int:
@@ -122,9 +157,11 @@ def _not_a_run(folder: Path) -> ConfigProblem:
     )
 
 
-def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRequest":
-    """Lock the run's folder until `stack` ends, and write the configuration files into it.
+def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: list[RowIndex]) -> "RunRequest":
+    """Lock the run's folder until `stack` ends, and write the configuration files and the data's indices into it.
 
+    Args:
+        indices: emptied, since they would take memory as long as the run.
     Raises: ConfigError, OSError: the folder cannot be locked or written to.
     """
     from launcher.run.run import RunRequest
@@ -135,10 +172,9 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None) -> "RunRe
         run_dir = resume
         stack.enter_context(locked(run_dir))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    content = dump_resolved(config).encode()
-    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
-    for name in (LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG):
-        write_bytes_atomic(run_dir / name, content)
+    write_config(run_dir, config, LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG)
+    write_indices(run_dir, indices)
+    indices.clear()
     if resume is None:
         note_model(run_dir, ModelSpec.from_folder(config.model.path))
     return RunRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=resume is not None)
@@ -158,7 +194,7 @@ def _run(request: "RunRequest", console: Console) -> int:
         checkpoint_every=settings.checkpoint_every,
     )
     view = RunView(console, settings.iterations, left_s)
-    view.say(f"run {request.run_dir.name} in {request.run_dir}", "bold")
+    view.print_line(f"run {request.run_dir.name} in {request.run_dir}", "bold")
     outcome = launch(request, view)
     try:
         plot_rewards(request.run_dir)
@@ -167,7 +203,7 @@ def _run(request: "RunRequest", console: Console) -> int:
     except Exception as error:  # noqa: BLE001 - a failed plot must not hide the outcome: the disk may be full, matplotlib broken
         view.warning(f"reward.png or the summary failed: {error}")
     style = "bold red" if outcome.code else "bold yellow" if outcome.troubles else "bold green"
-    view.say(outcome.text, style)
+    view.print_line(outcome.text, style)
     return outcome.code
 
 

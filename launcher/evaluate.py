@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
+from coordinator.data.index import RowIndex, write_indices
 from launcher.check.preflight import preflight
-from launcher.commands import redis_url, redis_url_with_files
-from launcher.report import headline, print_problems
+from launcher.commands import redis_url, redis_url_with_files, start, write_config
 from launcher.view.run_view import RunView, make_console
-from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
-from tandem_config.loading import draft_config, dump_resolved
-from tandem_config.problems import ConfigProblem, errors_only
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from tandem_config.loading import draft_config
+from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.atomic import write_bytes_atomic
 from tandem_files.run_config import LAUNCHED_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import EVALUATION_FILE, claimed, read_evaluation
+
+if TYPE_CHECKING:
+    from launcher.run.evaluation import EvaluationRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +85,17 @@ def evaluate_command(asked: Asked) -> int:
     """Run `tandem evaluate`. Returns: the exit code."""
     complaints = make_console(stderr=True)
     draft = draft_config(asked.config, asked.options())
-    problems = preflight(draft, redis_url=redis_url())
+    indices: list[RowIndex] = []
+    problems = preflight(draft, redis_url=redis_url(), indices=indices)
     if draft.config is not None and not draft.config.evaluation_sets():
         problems.append(_nothing_to_evaluate())
-    print_problems(complaints, problems)
-    if draft.config is None or errors_only(problems):
-        complaints.print(Text(f"not started: {headline(problems)}", style="bold red"))
-        return EXIT_BAD_CONFIG
-    with ExitStack() as stack:
-        try:
-            run_dir = stack.enter_context(claimed(draft.config.run.output_dir, draft.config.run.name))
-            _write_config(draft.config, run_dir)
-            url = redis_url_with_files()
-        except (ConfigError, OSError) as error:
-            complaints.print(Text(f"not started: {error}", style="bold red"))
-            return EXIT_BAD_CONFIG
-        return _evaluate(draft.config, run_dir, url)
+    return start(
+        complaints,
+        draft,
+        problems,
+        prepare=lambda stack, checked: _prepare(stack, checked, indices),
+        run=_evaluate,
+    )
 
 
 def _nothing_to_evaluate() -> ConfigProblem:
@@ -113,26 +107,31 @@ def _nothing_to_evaluate() -> ConfigProblem:
     )
 
 
-def _write_config(config: RunConfig, run_dir: Path) -> None:
-    (run_dir / LAUNCHED_CONFIG).parent.mkdir(exist_ok=True)
-    for name in (LAUNCHED_CONFIG, RESOLVED_CONFIG):
-        write_bytes_atomic(run_dir / name, dump_resolved(config).encode())
+def _prepare(stack: ExitStack, config: RunConfig, indices: list[RowIndex]) -> "EvaluationRequest":
+    """Make a folder, lock it until `stack` ends, and write the configuration into it. Raises: ConfigError, OSError."""
+    from launcher.run.evaluation import EvaluationRequest
+
+    run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
+    write_config(run_dir, config, LAUNCHED_CONFIG, RESOLVED_CONFIG)
+    write_indices(run_dir, indices)
+    indices.clear()  # they would take memory as long as the evaluation
+    return EvaluationRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files())
 
 
-def _evaluate(config: RunConfig, run_dir: Path, url: str | None) -> int:
+def _evaluate(request: "EvaluationRequest") -> int:
     """Evaluate, and print the results. Returns: the exit code."""
-    from launcher.run.evaluation import EvaluationRequest, launch_evaluation
+    from launcher.run.evaluation import launch_evaluation
     from launcher.view.evaluation import print_evaluation
 
-    console = make_console()
+    console, run_dir = make_console(), request.run_dir
     view = RunView(console, 0)
-    view.say(f"evaluating {config.model.path} in {run_dir}", "bold")
-    outcome = launch_evaluation(EvaluationRequest(config=config, run_dir=run_dir, redis_url=url), view)
+    view.print_line(f"evaluating {request.config.model.path} in {run_dir}", "bold")
+    outcome = launch_evaluation(request, view)
     results = read_evaluation(run_dir) if outcome.code == EXIT_OK else None
     if outcome.code == EXIT_OK and results is None:
-        view.say(f"failed: no {run_dir / EVALUATION_FILE} was written", "bold red")
+        view.print_line(f"failed: no {run_dir / EVALUATION_FILE} was written", "bold red")
         return EXIT_FAILED
     if results is not None:
         print_evaluation(console, results)
-    view.say(outcome.text, "bold red" if outcome.code else "bold green")
+    view.print_line(outcome.text, "bold red" if outcome.code else "bold green")
     return outcome.code

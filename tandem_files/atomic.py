@@ -13,17 +13,17 @@ from typing import Any
 SCRATCH_SUFFIX = r"\.[0-9a-f]{32}\.tmp"
 
 
-def nothing_more() -> None:
-    """Check nothing: the default of `last_look`."""
+def no_check() -> None:
+    """Check nothing: the default of `before_write`."""
 
 
 def write_bytes_atomic(
-    path: Path, content: bytes, last_look: Callable[[], None] = nothing_more, *, durable: bool = True
+    path: Path, content: bytes, before_write: Callable[[], None] = no_check, *, durable: bool = True
 ) -> None:
     """Replace `path`, whose folder must exist; a reader, even after a power cut, sees the old or the new content.
 
     Args:
-        last_look: called immediately before the replacement; if it raises, the old content stays.
+        before_write: called immediately before the replacement; if it raises, the old content stays.
         durable: force the content to disk, which costs 5-10 ms. Without it, a power cut may lose old and new content.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -34,7 +34,7 @@ def write_bytes_atomic(
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            last_look()
+            before_write()
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -54,11 +54,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json_atomic(
-    path: Path, data: Any, last_look: Callable[[], None] = nothing_more, *, durable: bool = True
+    path: Path, data: Any, before_write: Callable[[], None] = no_check, *, durable: bool = True
 ) -> None:
     """Write `data` as JSON with write_bytes_atomic. Raises: ValueError: it has NaN or infinity, which JSON has not."""
     text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
-    write_bytes_atomic(path, f"{text}\n".encode(), last_look, durable=durable)
+    write_bytes_atomic(path, f"{text}\n".encode(), before_write, durable=durable)
 
 
 def replace_folder(finished: Path, folder: Path) -> None:

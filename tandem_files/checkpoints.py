@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import nothing_more, sync_folder, write_json_atomic
+from tandem_files.atomic import no_check, sync_folder, write_json_atomic
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 
 COMPLETE = "complete.json"
@@ -56,11 +56,11 @@ class Sound:
 
     iteration: int
     folder: Path
-    stepped_over: list[Damage]
+    skipped: list[Damage]
 
     def complaints(self) -> list[str]:
         """List the warnings about resuming from this one."""
-        return [f"{damage}: resuming from iteration {self.iteration}" for damage in self.stepped_over]
+        return [f"{damage}: resuming from iteration {self.iteration}" for damage in self.skipped]
 
 
 def step_folder(run_dir: Path, iteration: int) -> Path:
@@ -74,17 +74,17 @@ def step_folder(run_dir: Path, iteration: int) -> Path:
     return run_dir / FOLDER / f"step-{iteration:08d}"
 
 
-def mark_complete(folder: Path, last_look: Callable[[], None] = nothing_more, **fields: Any) -> None:
+def mark_complete(folder: Path, before_write: Callable[[], None] = no_check, **fields: Any) -> None:
     """Mark a checkpoint as complete, when all of its files are on disk.
 
     Args:
-        last_look: as in write_bytes_atomic.
+        before_write: as in write_bytes_atomic.
         fields: JSON values to record about it.
     """
     if not folder.is_dir():
         raise ValueError(f"checkpoint folder {folder} does not exist; write the checkpoint before marking it")
     mark: dict[str, Any] = {**fields, _FILES: {name: file_digest(folder / name) for name in _uncovered(folder)}}
-    write_json_atomic(folder / COMPLETE, {**mark, _SELF: _digest_of(mark)}, last_look)
+    write_json_atomic(folder / COMPLETE, {**mark, _SELF: _digest_of(mark)}, before_write)
     for parent in (folder.parent, folder.parent.parent):
         sync_folder(parent)
 
@@ -152,15 +152,15 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
         deep: see `inspect`.
     Raises: DamagedCheckpoint: all complete ones are damaged; names each.
     """
-    stepped_over: list[Damage] = []
+    skipped: list[Damage] = []
     for iteration, folder in reversed(_list_all(run_dir)):
         damage = _damage(iteration, folder, deep=deep)
         if damage is None:
-            return Sound(iteration=iteration, folder=folder, stepped_over=stepped_over)
-        stepped_over.append(damage)
-    if all(damage.unfinished for damage in stepped_over):
+            return Sound(iteration=iteration, folder=folder, skipped=skipped)
+        skipped.append(damage)
+    if all(damage.unfinished for damage in skipped):
         return None
-    raise none_left(run_dir, stepped_over)
+    raise none_left(run_dir, skipped)
 
 
 def choose(run_dir: Path, which: str) -> Sound:
@@ -191,7 +191,7 @@ def choose(run_dir: Path, which: str) -> Sound:
     damage = _damage(int(which), folder, deep=True)
     if damage is not None:
         raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
-    return Sound(iteration=int(which), folder=folder, stepped_over=[])
+    return Sound(iteration=int(which), folder=folder, skipped=[])
 
 
 def _those(there: Collection[int]) -> str:
@@ -282,11 +282,11 @@ def read_best(run_dir: Path) -> BestCheckpoint | None:
         return None
 
 
-def mark_best(run_dir: Path, best: BestCheckpoint | None, last_look: Callable[[], None] = nothing_more) -> bool:
+def mark_best(run_dir: Path, best: BestCheckpoint | None, before_write: Callable[[], None] = no_check) -> bool:
     """Mark the best checkpoint, durably, if it is complete; without a best one remove the mark.
 
     Args:
-        last_look: as in write_bytes_atomic.
+        before_write: as in write_bytes_atomic.
     Returns: whether it is marked now.
     """
     path = run_dir / FOLDER / BEST_FILE
@@ -296,7 +296,7 @@ def mark_best(run_dir: Path, best: BestCheckpoint | None, last_look: Callable[[]
     if best.iteration not in dict(list_complete(run_dir)):
         return False
     if best != read_best(run_dir):
-        write_json_atomic(path, asdict(best), last_look)
+        write_json_atomic(path, asdict(best), before_write)
     return True
 
 

@@ -16,23 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
+from tandem_files.atomic import write_bytes_atomic
 from tandem_files.run_paths import FolderKind
 
 FINAL = "hf"
 FOLDER = "exports"
 # Says that a folder is ours, and may be replaced by the next export.
 MARK = "tandem_export.json"
+# Of a tokenizer; and in the run's folder the one that the run is trained with in its place.
+CHAT_TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"
 EXPORT = FolderKind(name="an exported model", mark=MARK, entry=re.compile(r"[\w.-]+"), folders=frozenset({_TEMPLATES}))
 _ITERATION = re.compile(r"iteration-(\d{6,})")
 # What a trainer that was killed while it wrote an export leaves.
 _UNFINISHED = re.compile(r"\.iteration-\d{6,}\.(partial|old)")
 
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 _MODEL_FILES = (_CONFIG, _GENERATION, "LICENSE*", "NOTICE*")
 _TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _TOKENIZER,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -41,10 +44,8 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "*.tiktoken",
     "tokenization_*.py",
-    "chat_template.jinja",
-    "chat_template.json",
-    f"{_TEMPLATES}/*.jinja",
 )
+_TEMPLATE_FILES = (CHAT_TEMPLATE, "chat_template.json", f"{_TEMPLATES}/*.jinja")
 
 
 def export_folder(run_dir: Path, iteration: int) -> Path:
@@ -81,7 +82,24 @@ def list_exports(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match is not None and EXPORT.is_in(path))
 
 
-def copy_companions(model: Path, tokenizer: Path | None, out: Path, dtype: str, about: Mapping[str, Any]) -> None:
+def note_template(run_dir: Path, template: str | None) -> None:
+    """Record the chat template that a run is trained with in place of the tokenizer's; None: it has none of its own."""
+    path = run_dir / CHAT_TEMPLATE
+    if template is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_bytes_atomic(path, template.encode())
+
+
+def noted_template(run_dir: Path | None) -> str | None:
+    """Return what `note_template` has recorded. Raises: OSError."""
+    path = None if run_dir is None else run_dir / CHAT_TEMPLATE
+    return path.read_bytes().decode() if path is not None and path.is_file() else None
+
+
+def copy_companions(
+    model: Path, tokenizer: Path | None, out: Path, dtype: str, about: Mapping[str, Any], template: str | None = None
+) -> None:
     """Copy into `out` what belongs to a model beside its weights, and mark `out` as an export.
 
     Args:
@@ -89,22 +107,36 @@ def copy_companions(model: Path, tokenizer: Path | None, out: Path, dtype: str, 
         tokenizer: folder of the tokenizer and its chat template; None: the model's.
         dtype: of the weights, for config.json.
         about: JSON values for the mark.
+        template: the chat template, in place of all of the tokenizer's; None: the tokenizer's.
     Raises: OSError; ConfigError: `tokenizer` has no tokenizer.json, config.json is not JSON.
     """
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"model.tokenizer_path {tokenizer} has no tokenizer.json")
-    sources = [*_matching(model, _MODEL_FILES), *_matching(tokenizer or model, _TOKENIZER_FILES)]
+    wanted = _TOKENIZER_FILES if template is not None else (*_TOKENIZER_FILES, *_TEMPLATE_FILES)
+    sources = [*_matching(model, _MODEL_FILES), *_matching(tokenizer or model, wanted)]
     if tokenizer is not None and _ends_as(model, tokenizer):
         sources.append((tokenizer, tokenizer / _GENERATION))
     for folder, path in sources:
         target = out / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+    if template is not None:
+        _replace_template(out, template)
     config = _read_json(model / _CONFIG)
     config.pop("torch_dtype", None)  # of older transformers
     config["dtype"] = dtype
     (out / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (out / MARK).write_text(json.dumps({"template": str(model), **about}) + "\n", encoding="utf-8")
+
+
+def _replace_template(out: Path, template: str) -> None:
+    """Write the only chat template: transformers prefers its file, other readers the entry in the configuration."""
+    (out / CHAT_TEMPLATE).write_bytes(template.encode())
+    path = out / _TOKENIZER
+    if path.is_file():
+        settings = _read_json(path)
+        if settings.pop("chat_template", None) is not None:
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[Path, Path]]:

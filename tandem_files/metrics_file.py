@@ -2,13 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem_files.atomic import naming, nothing_more, write_bytes_atomic
+from tandem_files.atomic import naming, no_check, write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
+# The mean of each reward's own scores, and of each part that a server gives.
+REWARD_MEAN = re.compile(r"reward/(.+)_mean")
 
 
 class MetricsFile:
@@ -17,16 +20,16 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, row: Row, last_look: Callable[[], None] = nothing_more) -> None:
+    def append(self, row: Row, before_write: Callable[[], None] = no_check) -> None:
         """Append a row atomically; it survives the end of the process, and after `sync` a power cut.
 
         Args:
-            last_look: called immediately before the write; if it raises, the file stays as it is.
+            before_write: called immediately before the write; if it raises, the file stays as it is.
         Raises: OSError: with the file's name; no part of the row is in it.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with naming(self._path), self._path.open("ab", buffering=0) as file:
-            last_look()
+            before_write()
             end = file.seek(0, os.SEEK_END)
             try:
                 while line:
@@ -59,3 +62,13 @@ class MetricsFile:
         kept = [row for row in self.rows() if (row["iteration"] or 0) <= iteration]
         write_bytes_atomic(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode())
         return iteration - len(kept)
+
+
+def reward_means(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the mean scores of a row by reward, in the order of their names; nothing if there is only one reward.
+
+    >>> reward_means({"reward_mean": 0.7, "reward/tidy_mean": 1.0, "reward/tidy_std": 0.0, "reward/math_mean": 0.5})
+    {'math': 0.5, 'tidy': 1.0}
+    """
+    means = {found[1]: row[name] for name in sorted(row) if (found := REWARD_MEAN.fullmatch(name))}
+    return means if len(means) > 1 else {}

@@ -25,6 +25,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.folder = folder
+        self._digest = ""
 
     @classmethod
     def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
@@ -51,15 +52,19 @@ class TextCodec:
 
         A text that begins with them already (BOS, in a prompt rendered with a chat template) does not get them twice.
         """
-        return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        return [_once(encoding) for encoding in self._tokenizer.encode_batch_fast(list(texts))] if texts else []
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts that a chat template has written: all special tokens are in them already."""
+        if not texts:  # the library takes 0.1 ms for nothing
+            return []
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def digest(self) -> str:
-        """Compute the xxh3-128, in hex, of the tokenizer: two of the same digest encode alike."""
-        return text_digest(self._tokenizer.to_str())
+        """Compute the xxh3-128, in hex, of the tokenizer, once: two of the same digest encode alike."""
+        if not self._digest:
+            self._digest = text_digest(self._tokenizer.to_str())
+        return self._digest
 
     def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, without special tokens."""

@@ -131,7 +131,7 @@ class Worker:
         from trainer_service.megatron_engine.engine import MegatronEngine
 
         config = self._settings.config
-        engine = MegatronEngine(config, device)
+        engine = MegatronEngine(config, device, self._settings.environment.run_dir)
         folder = self._restore(engine, store) if self._settings.resume else None
         if folder is None:
             engine.load(config.model.path)

@@ -43,6 +43,7 @@ class PromptFormat:
         special_tokens: Mapping[str, str],
         without: str,
     ) -> None:
+        self._is_tokenizers = section.chat_template in ("auto", "none")
         self._as_message = section.prompt_as == "user_message"
         self._system_prompt = section.system_prompt
         self._codec = codec
@@ -82,6 +83,11 @@ class PromptFormat:
             "data.system_prompt": "null" if self._system_prompt is None else json.dumps(self._system_prompt),
             "data.chat_template_kwargs": json.dumps(self._arguments, sort_keys=True, default=str),
         }
+
+    @property
+    def own_template(self) -> str | None:
+        """The template that data.chat_template names in place of the tokenizer's default; None: it names none."""
+        return None if self._is_tokenizers else self.templates[DEFAULT].text
 
     def tokenizer_digest(self) -> str:
         """Return the digest of the tokenizer."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import overload
 
 from coordinator.data.formatting import PromptFormat, prompt_format
+from coordinator.data.index import index_key, read_index
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.data.store import RowStore
@@ -101,7 +102,8 @@ def load_prompts(section: DataSection, part: DataKey, codec: TextCodec, scratch:
     """Find the files of a part, check and measure all rows, and keep where each lies.
 
     Args:
-        scratch: folder for copies of Parquet files' rows; None: the system's folder for temporary files.
+        scratch: the run's folder, for the launcher's index of the rows, and for copies of Parquet files' rows; None:
+            there is no index, and copies are in the system's folder for temporary files.
     Raises: DataError: with the problems of all files; prompts longer than data.max_prompt_tokens are among them, unless
         data.overlong_prompts is "drop" and others are left. OSError; ValueError: a file cannot be read, the chat
         template cannot be used.
@@ -121,6 +123,13 @@ def load_prompts(section: DataSection, part: DataKey, codec: TextCodec, scratch:
 
 def _load(section: DataSection, source: RowSource, formats: PromptFormat, scratch: Path | None) -> PromptSource:
     store = RowStore(scratch)
+    index = None if scratch is None else read_index(scratch, index_key(section, source, formats), source)
+    if index is not None:
+        log.info("data as checked by the launcher", prompts=index.scan.num_used, file=str(source.files[0].path))
+        for file in source.files:
+            if file.path in index.places:
+                store.fill(file, index.places[file.path])
+        return PromptSource(index.scan, store, formats)
     scanner = Scanner(format=formats, max_tokens=section.max_prompt_tokens, keep=store.add)
     return PromptSource(scanner.scan(source), store, formats)
 

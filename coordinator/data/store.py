@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from coordinator.data.index import RowPlaces
 from coordinator.data.sources import SourceFile
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_files.rows.files import is_parquet
-from tandem_files.rows.reading import Row, line_checksum, row_of_line
+from tandem_files.rows.reading import Row, line_checksum, read_rows, row_of_line
 
 log = get_logger(__name__)
 
@@ -63,6 +64,26 @@ class RowStore:
             stored.offsets.append(stored.lines.tell())
             stored.checksums.append(self._copy(row, stored.lines))
         stored.numbers.append(row.number)
+
+    def fill(self, file: SourceFile, places: RowPlaces) -> None:
+        """Add the rows of a file that an index names; those of a Parquet file are read and copied.
+
+        Raises: ConfigError: they are not there.
+        """
+        if is_parquet(file.path):
+            numbers = iter(places.numbers)
+            wanted = next(numbers, 0)
+            for row in read_rows(file.path, file.keys):
+                if isinstance(row, Row) and row.number == wanted:
+                    self.add(file, row)
+                    wanted = next(numbers, 0)
+            if wanted:
+                raise ConfigError(f"{file.path}:{wanted} is no longer there: the file has changed")
+            return
+        self._starts.append(len(self))
+        stored = self._begin(file)
+        stored.offsets, stored.numbers, stored.checksums = places.offsets, places.numbers, places.checksums
+        self._files.append(stored)
 
     def _copy(self, row: Row, lines: IO[bytes]) -> int:
         """Append a row as JSON. Returns: the line's checksum."""

@@ -25,22 +25,23 @@ def read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions:
         raise MalformedReply(f"{place} has {len(result.completions)} completions instead of {num_completions}")
     if any(item.finish_reason == rollout_pb2.FINISH_REASON_ABORT for item in result.completions):
         return None
-    completions = tuple(_read(item, f"{place}, completion {k}") for k, item in enumerate(result.completions))
+    completions = tuple(_read(item, place, k) for k, item in enumerate(result.completions))
     return Group(group_id=result.group_id, prompt=prompt, completions=completions)
 
 
-def _read(item: rollout_pb2.Completion, place: str) -> Completion:
+def _read(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
     token_ids, logprobs = array("I", item.token_ids), array("f", item.logprobs)
+    spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
     if not token_ids or len(logprobs) != len(token_ids):
-        raise MalformedReply(f"{place} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+        raise MalformedReply(f"{place}, completion {index} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
     if item.finish_reason not in _KNOWN_REASONS:
-        raise MalformedReply(f"{place} has no finish reason")
-    if not item.version_spans or item.version_spans[-1].end != len(token_ids):
-        raise MalformedReply(f"{place}: its version spans do not cover its {len(token_ids)} tokens")
+        raise MalformedReply(f"{place}, completion {index} has no finish reason")
+    if not spans or spans[-1][0] != len(token_ids):
+        raise MalformedReply(f"{place}, completion {index}: its version spans do not cover its {len(token_ids)} tokens")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
-        oldest_version=min([span.policy_version for span in item.version_spans]),
-        version_spans=tuple((span.end, span.policy_version) for span in item.version_spans),
+        oldest_version=min([version for _, version in spans]),
+        version_spans=spans,
     )

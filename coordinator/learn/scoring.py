@@ -59,7 +59,7 @@ class Scorer:
             first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
             num_unreadable=len(unreadable),
-            unreadable_rows={groups[items[place].group].prompt.row: why for place, why in unreadable.items()},
+            unreadable_rows={groups[items[place].group].prompt.place: why for place, why in unreadable.items()},
         )
 
     def _items(self, groups: Sequence[Group]) -> list[ScoredText]:

@@ -16,7 +16,7 @@ from coordinator.clients.trainer import Trainer
 from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
-from tandem_files.atomic import nothing_more
+from tandem_files.atomic import no_check
 from tandem_files.checkpoints import (
     COMPLETE,
     COORDINATOR_FILE,
@@ -66,29 +66,29 @@ class Checkpointer:
         self,
         state: RunState,
         check_lead: Callable[[], Awaitable[None]],
-        last_look: Callable[[], None] = nothing_more,
+        before_write: Callable[[], None] = no_check,
     ) -> None:
         """Add the coordinator's state, mark the checkpoint complete, remove the oldest.
 
         Args:
             check_lead: called before each file is written; raises if this coordinator no longer leads the run.
-            last_look: the same, called immediately before a file is replaced.
+            before_write: the same, called immediately before a file is replaced.
         """
         folder = step_folder(self._run_dir, state.iteration)
         await check_lead()
-        await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, last_look)
+        await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, before_write)
         await check_lead()
-        await asyncio.to_thread(self._mark, folder, state, last_look)
+        await asyncio.to_thread(self._mark, folder, state, before_write)
 
-    async def mark_best(self, best: BestPolicy | None, last_look: Callable[[], None] = nothing_more) -> None:
+    async def mark_best(self, best: BestPolicy | None, before_write: Callable[[], None] = no_check) -> None:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
         trained = None if best is None or best.iteration == 0 else BestCheckpoint(**best.model_dump())
-        await asyncio.to_thread(mark_best, self._run_dir, trained, last_look)
+        await asyncio.to_thread(mark_best, self._run_dir, trained, before_write)
 
-    def _mark(self, folder: Path, state: RunState, last_look: Callable[[], None]) -> None:
+    def _mark(self, folder: Path, state: RunState, before_write: Callable[[], None]) -> None:
         mark_complete(
             folder,
-            last_look,
+            before_write,
             iteration=state.iteration,
             policy_version=state.policy_version,
             model=self._model,
@@ -140,7 +140,7 @@ def set_damaged_aside(sound: Sound) -> Iterator[tuple[str, str]]:
 
     Yields: what is wrong with each, and what was done about it.
     """
-    for damage, complaint in zip(sound.stepped_over, sound.complaints(), strict=True):
+    for damage, complaint in zip(sound.skipped, sound.complaints(), strict=True):
         try:
             aside = set_aside(damage)
         except OSError as error:  # it stays where it is, and the next resume skips it too

@@ -89,6 +89,8 @@ class Evaluations:
     def note_baseline(self) -> Row:
         """Keep the evaluations so far as those that later ones are compared with. Returns: them, as a row."""
         self.state.baseline = dict(self.state.evaluations)
+        if self.state.initial_accuracy is not None:
+            metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
         return {"iteration": self.state.iteration, "policy_version": self.state.policy_version, **self.state.baseline}
 
     def wants_checkpoint(self, number: int, *, improved: bool) -> bool:

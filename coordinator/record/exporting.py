@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
 from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest
-from tandem_files.exports import FINAL, export_folder, prune_exports
+from tandem_files.exports import FINAL, export_folder, note_template, prune_exports
 
 
 class Exporter:
@@ -14,13 +14,19 @@ class Exporter:
     Args:
         every: iterations between exports; None: only the final one.
         keep: number of newest exports to keep, beside the final one.
+        template: the chat template that replaces the tokenizer's; None: none does.
     """
 
-    def __init__(self, *, run_dir: Path, trainer: Trainer, every: int | None, keep: int) -> None:
+    def __init__(self, *, run_dir: Path, trainer: Trainer, every: int | None, keep: int, template: str | None) -> None:
         self._run_dir = run_dir.absolute()
         self._trainer = trainer
         self._every = every
         self._keep = keep
+        self._template = template
+
+    def note_template(self) -> None:
+        """Record the chat template in the run's folder, for the trainer's exports and those of `tandem export`."""
+        note_template(self._run_dir, self._template)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the policy is exported after `iteration`."""

@@ -50,12 +50,12 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
         yield "generate_retry", f"{calls} failed, and the groups were generated again: {why or 'see the log'}"
 
 
-def score_remarks(where: str, scored: Scored, known_rows: set[int]) -> Iterator[tuple[str, str]]:
+def score_remarks(where: str, scored: Scored, known_rows: set[str]) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) of each warning about the scores of a batch.
 
     Args:
         where: whose prompts they are of: `data.train`.
-        known_rows: rows of that file that have been warned about; new ones are added.
+        known_rows: places of its rows that have been warned about; new ones are added.
     """
     if scored.num_errors:
         yield (
@@ -70,12 +70,12 @@ def score_remarks(where: str, scored: Scored, known_rows: set[int]) -> Iterator[
             f"{where}: scoring took longer than reward.timeout_s for {scored.num_timeouts} completions, "
             + ("which are left out" if scored.num_missing else "which count as wrong"),
         )
-    new = sorted(set(scored.unreadable_rows) - known_rows)
+    new = [place for place in scored.unreadable_rows if place not in known_rows]
     if new:
         known_rows.update(new)
-        named = ", ".join(map(str, new[:_NAMED_ROWS])) + (", ..." if len(new) > _NAMED_ROWS else "")
+        named = ", ".join(new[:_NAMED_ROWS]) + (", ..." if len(new) > _NAMED_ROWS else "")
         yield (
             "unreadable_answer",
-            f"{where}, row {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
+            f"{where}, {named}: the answer {scored.unreadable_rows[new[0]]}, so every completion scores 0 "
             "(`tandem check` lists such rows)",
         )

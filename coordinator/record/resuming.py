@@ -1,15 +1,23 @@
-"""Compares the order of a resumed run's prompts with that of its checkpoint.
+"""Compares a resumed run with its checkpoint: the order of its prompts, which must be the same, and its rewards.
 
-A position in the data is meaningless in another order. The model must be the same too; all other settings may change.
+A position in the data is meaningless in another order. The model must be the same too; all other settings may change,
+but other rewards are reported, since the scores before and after them do not compare.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.record.state import DataOrder, RunState, SourceOrder
 from tandem_config.schema import RunConfig
+from tandem_config.sections.reward import FunctionReward, split_reference
+from tandem_config.sections.rewards.base import RewardSection
+from tandem_files.digests import file_digest, text_digest
+
+# Longer values of settings are compared and shown by their digests, of which messages show the beginning.
+_SHOWN_CHARS, _DIGEST_CHARS = 80, 12
 
 
 def order_of(config: RunConfig, scans: Sequence[Scan], formats: PromptFormat) -> DataOrder:
@@ -53,6 +61,49 @@ def order_differences(saved: RunState, order: DataOrder) -> list[str]:
         if before != now:
             found.append(_difference(key, before, now))
     return found
+
+
+def reward_facts(config: RunConfig) -> dict[str, str]:
+    """Return what the scores of a configuration depend on: settings that are not the default, and own code's digests.
+
+    Raises: OSError: a file of own code cannot be read.
+    """
+    return {
+        f"reward {section.label}: {name}": value
+        for section in config.reward
+        for name, value in (*_settings(section), *_code(section))
+    }
+
+
+def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """Return the warning of rewards that are not the checkpoint's; "": they are, or the checkpoint does not say.
+
+    Args:
+        old: `reward_facts` of the checkpoint; {} of a new run, and of an older release.
+        new: those of the run.
+    """
+    different = [
+        _difference(key, old.get(key, "unset"), new.get(key, "unset"))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if not old or not different:
+        return ""
+    return f"{'; '.join(different)}: the scores before and after this resume do not compare"
+
+
+def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
+    kind = section.model_dump(include={"kind"})
+    for name, value in (kind | section.model_dump(mode="json", exclude_defaults=True)).items():
+        text = json.dumps(value, sort_keys=True)
+        yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]
+
+
+def _code(section: RewardSection) -> Iterator[tuple[str, str]]:
+    if isinstance(section, FunctionReward):
+        place, _ = split_reference(section.function)
+        if place.endswith(".py"):
+            yield f"code of {place}", file_digest(Path(place))["xxh3_128"][:_DIGEST_CHARS]
 
 
 def _source(scan: Scan) -> SourceOrder:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coordinator.data.cursor import CursorState
 from coordinator.flow import Scored
 from servicekit.errors import ConfigError
-from tandem_files.atomic import nothing_more, write_bytes_atomic
+from tandem_files.atomic import no_check, write_bytes_atomic
 
 # Weight syncs whose times are kept; bounded, since the file is written in every iteration.
 KEPT_SYNCS = 256
@@ -119,6 +119,8 @@ class RunState(BaseModel):
     batch_rng: dict[str, Any]
     model_fingerprint: str
     order: DataOrder | None = None
+    # What its rewards depend on (resuming.py); {}: an older release has not recorded it.
+    rewards: dict[str, str] = Field(default_factory=dict)
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None
@@ -139,20 +141,20 @@ class RunState(BaseModel):
     last_progress_s: float = Field(default_factory=time.time)
     totals: Totals = Field(default_factory=Totals)
 
-    def save(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
+    def save(self, path: Path, before_write: Callable[[], None] = no_check) -> None:
         """Write the state durably; a reader, even after a power cut, sees the old or the new file.
 
         Args:
-            last_look: called immediately before the replacement; if it raises, the old file stays.
+            before_write: called immediately before the replacement; if it raises, the old file stays.
         """
-        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look)
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), before_write)
 
-    def note(self, path: Path, last_look: Callable[[], None] = nothing_more) -> None:
+    def note(self, path: Path, before_write: Callable[[], None] = no_check) -> None:
         """Write the state for watchers: atomically, but not durably, which saves 5-10 ms an iteration.
 
         A restart resumes from a checkpoint, whose copy is written with `save`.
         """
-        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), last_look, durable=False)
+        write_bytes_atomic(path, self.model_dump_json(indent=1).encode(), before_write, durable=False)
 
     @classmethod
     def load(cls, path: Path) -> "RunState":

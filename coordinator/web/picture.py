@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.web.history import History, Row
+from tandem_files.metrics_file import REWARD_MEAN
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = (
@@ -27,8 +28,8 @@ CURVES = (
     ("iteration_s", "Iteration", "s"),
     ("sync_s", "Weight sync", "s"),
 )
-# Fields of rows that depend on the configuration: scores by reward, and measures of evaluation sets (`mean@4`).
-_OF_REWARD, _OF_SET = re.compile(r"reward/(.+)_mean"), re.compile(r"eval/(.+)/([a-z]+@\d+)")
+# Fields of rows that depend on the configuration beside scores by reward: measures of evaluation sets (`mean@4`).
+_OF_SET = re.compile(r"eval/(.+)/([a-z]+@\d+)")
 _MOST_FURTHER = 24
 # The curve that begins before the first iteration.
 _HELDOUT = "heldout_accuracy"
@@ -116,7 +117,7 @@ def further(names: Collection[str]) -> list[tuple[str, str, str]]:
 ('eval/aime/pass@8', 'aime: pass@8', '')]
     """
     ordered = sorted(names)
-    rewards = [(name, f"Reward: {found[1]}", "") for name in ordered if (found := _OF_REWARD.fullmatch(name))]
+    rewards = [(name, f"Reward: {found[1]}", "") for name in ordered if (found := REWARD_MEAN.fullmatch(name))]
     sets = [(name, f"{found[1]}: {found[2]}", "") for name in ordered if (found := _OF_SET.fullmatch(name))]
     return [*rewards, *sets][:_MOST_FURTHER]
 

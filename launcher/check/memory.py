@@ -50,8 +50,11 @@ def gpu_memory_gib(config: RunConfig) -> float | None:
     """Ask nvidia-smi for the memory of the smallest visible GPU, in GiB; None if the run uses no GPU or it fails."""
     gpus = visible_gpus()
     plan = plan_devices(config, gpus)
-    if plan.available < plan.needed:
-        return None
+    return None if plan.available < plan.needed else smallest_gpu_gib()
+
+
+def smallest_gpu_gib() -> float | None:
+    """Ask nvidia-smi for the memory of the smallest GPU, in GiB; None if it does not answer."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, check=True).stdout

@@ -12,6 +12,7 @@ layer. Overestimated: masked attention under context parallelism, if the GPU has
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel
@@ -109,13 +110,12 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     parallel = Parallel(**config.trainer.parallel_sizes)
     # only experts are spread over these copies of the model
     cut = replace(parallel, data=1, context=1) if spec.num_experts == 0 else parallel
-    layout, chunks = megatron_layout(spec, cut), chunks_of(spec.num_layers, parallel)
+    chunks = chunks_of(spec.num_layers, parallel)
     width = DTYPE_BYTES[config.model.dtype]
     buffers = _BUCKETS * _bucket_bytes(config)
     found = []
     for stage in range(parallel.pipeline):
-        shapes = layout.parameters_of(stage * cut.stage_size).values()
-        elements = sum(math.prod(shape) for shape in shapes)
+        elements = _elements(spec, cut, stage)
         masters = _FLOAT if width < _FLOAT else 0
         found.append(
             TrainerMemory(
@@ -128,6 +128,13 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
             )
         )
     return found
+
+
+@lru_cache(maxsize=64)
+def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> int:
+    """Count the parameters of a stage's first rank: seconds for a large mixture of experts, so it is done once."""
+    shapes = megatron_layout(spec, cut).parameters_of(stage * cut.stage_size).values()
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[ModelChunk], stage: int) -> int:

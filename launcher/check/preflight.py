@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+from coordinator.data.index import RowIndex
 from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.host import check_host
@@ -16,13 +17,16 @@ from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
 
 
-def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None) -> list[ConfigProblem]:
+def preflight(
+    draft: Draft, *, redis_url: str | None, resume: Path | None = None, indices: list[RowIndex] | None = None
+) -> list[ConfigProblem]:
     """Return the errors and warnings of a drafted configuration, those of its text first.
 
     Args:
         draft: result of `draft_config`; keys that are invalid there are not checked again.
         redis_url: REDIS_URL if the user gave one.
         resume: folder of the run to resume.
+        indices: gets where the rows of the data lie, for the coordinator.
     """
     if draft.config is None:
         return list(draft.problems)
@@ -37,6 +41,8 @@ def preflight(draft: Draft, *, redis_url: str | None, resume: Path | None = None
         codec = None
     data = check_data(draft.config, draft.usable, spec, codec)
     problems += data.problems
+    if indices is not None:
+        indices += data.indices
     problems += check_rewards(draft.config, draft.usable, data.columns or None)
     problems += check_host(draft.config, redis_url)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()

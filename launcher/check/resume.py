@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
-from coordinator.record.resuming import order_differences, order_of
+from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState
 from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
@@ -70,6 +70,7 @@ def check_resume(
         weights = f"tandem export {run_dir} --out DIR writes its weights"
         yield _problem("--resume", run_dir, message, f"{more}; {weights}")
     yield from _check_same(run_dir, sound.folder, config, spec, data)
+    yield from _check_rewards(run_dir, sound.folder, config)
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
@@ -97,6 +98,17 @@ def _check_same(
             "leave these settings as they were (docs/configuration.md, Resuming, says what may change), "
             "or start a new run",
         )
+
+
+def _check_rewards(run_dir: Path, checkpoint: Path, config: RunConfig) -> Iterator[ConfigProblem]:
+    """Warn of rewards that are not those of the checkpoint; what cannot be read is reported elsewhere."""
+    try:
+        saved = RunState.load(checkpoint / COORDINATOR_FILE).rewards
+        warning = reward_warning(saved, reward_facts(config))
+    except (ConfigError, OSError):
+        return
+    if warning:
+        yield replace(_problem("--resume", run_dir, warning, ""), severity="warning")
 
 
 def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:

@@ -1,7 +1,8 @@
-"""Checks that the rewards can work: what they need is installed, and a user's own function can be called."""
+"""Checks that the rewards can work: what they need is installed or set, and a user's own function can be called."""
 
 import asyncio
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.learn.rewards.function import check_form, task_of
@@ -10,6 +11,7 @@ from tandem_config.checks.reward import entry_key
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FunctionReward, MathVerifyReward
+from tandem_config.sections.rewards.servers import JudgeReward
 
 
 def check_rewards(
@@ -27,6 +29,8 @@ def check_rewards(
             continue
         if isinstance(section, FunctionReward):
             yield from _check_function(section, columns, key)
+        if isinstance(section, JudgeReward):
+            yield from _check_key(section, key)
         if isinstance(section, MathVerifyReward) and importlib.util.find_spec("math_verify") is None:
             yield ConfigProblem(
                 key=f"{key}.kind",
@@ -41,6 +45,18 @@ def _check_function(section: FunctionReward, columns: Sequence[str] | None, key:
         asyncio.run(_try(section, columns))
     except ValueError as error:
         yield ConfigProblem(key=f"{key}.function", value=section.function, message=str(error))
+
+
+def _check_key(section: JudgeReward, key: str) -> Iterator[ConfigProblem]:
+    """Look for the variable that holds the endpoint's key; whether the endpoint takes it shows when the run starts."""
+    name = section.api_key_env
+    if name is not None and not os.environ.get(name, "").strip():
+        yield ConfigProblem(
+            key=f"{key}.api_key_env",
+            value=name,
+            message=f"the environment variable {name}, which holds the key of {section.url}, is not set or empty",
+            suggestion=f"export {name}=..., or leave api_key_env out if the endpoint needs no key",
+        )
 
 
 async def _try(section: FunctionReward, columns: Sequence[str] | None) -> None:

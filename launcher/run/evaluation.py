@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from launcher.run import redis_server
 from launcher.run.devices import plan_devices, visible_gpus
 from launcher.run.outcome import LaunchOutcome
-from launcher.run.processes import EVALUATOR, Launch, plan_evaluation
+from launcher.run.processes import EVALUATOR, plan_evaluation
+from launcher.run.starting import launch_of, start_redis, start_services, stop_services
 from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
@@ -17,8 +17,7 @@ from servicekit.errors import TandemError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
 from tandem_config.schema import RunConfig
-from tandem_files.run_config import LAUNCHED_CONFIG
-from tandem_files.run_folder import make_token, read_token
+from tandem_files.run_folder import make_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +46,7 @@ async def _launch(request: EvaluationRequest, view: RunView) -> LaunchOutcome:
             first = await first_of({"drive": end_of(drive), "signal": signals.wait()})
         finally:
             await cancel(drive)
-            view.doing("stopping services")
-            for ended in await supervisor.stop():
-                view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
-            view.close()
+            await stop_services(supervisor, view)
     if first.name == "drive":
         return drive.result()
     number = Signals(first.value)
@@ -73,22 +69,8 @@ async def _drive(request: EvaluationRequest, supervisor: Supervisor, view: RunVi
 async def _start(request: EvaluationRequest, supervisor: Supervisor, view: RunView) -> None:
     """Start Redis, the replicas and the evaluator. Raises: TandemError, OSError: one cannot be started."""
     make_token(request.run_dir)
-    redis_url = request.redis_url
-    if redis_url is None:
-        view.doing("starting Redis")
-        spec, redis_url = redis_server.server_spec(request.run_dir / "logs" / "redis.log")
-        await supervisor.start(spec)
-        await redis_server.wait_ready(redis_url, supervisor)
-    launch = Launch(
-        run_id=f"{request.run_dir.name}-{secrets.token_hex(4)}",
-        run_dir=request.run_dir,
-        config_file=request.run_dir / LAUNCHED_CONFIG,
-        redis_url=redis_url,
-        resume=False,
-        token=read_token(request.run_dir),
-    )
+    redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
+    launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
+    launch = launch_of(request.run_dir, launch_id, redis_url, resume=False)
     devices = plan_devices(request.config, visible_gpus(), trainer_ranks=0)
-    specs = plan_evaluation(request.config, launch, devices)
-    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
-    for spec in specs:
-        await supervisor.start(spec)
+    await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)

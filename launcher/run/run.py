@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 
-from launcher.run import outcome, redis_server
+from launcher.run import outcome
 from launcher.run.devices import DevicePlan, plan_devices, visible_gpus
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
+from launcher.run.starting import launch_of, start_redis, start_services, stop_services
 from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
@@ -20,8 +21,8 @@ from servicekit.errors import TandemError
 from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
-from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG
-from tandem_files.run_folder import make_token, read_token
+from tandem_files.run_config import NEXT_CONFIG
+from tandem_files.run_folder import make_token
 
 # A service whose end makes the coordinator fail may be seen to end this much later than the coordinator.
 _CULPRIT_WINDOW_S = 1.0
@@ -58,13 +59,10 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
             first = await first_of({"drive": end_of(drive), "signal": signals.wait()})
             if first.name == "signal":
                 stopped_by = Signals(first.value)
-                view.say(f"{stopped_by.name}: saving and stopping everything; send it again to kill", "yellow")
+                view.print_line(f"{stopped_by.name}: saving and stopping everything; send it again to kill", "yellow")
         finally:
             await cancel(drive)
-            view.doing("stopping services")
-            for ended in await supervisor.stop():
-                view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
-            view.close()
+            await stop_services(supervisor, view)
     # Only now: the coordinator of a stopped run has written its checkpoint.
     result = drive.result() if stopped_by is None else outcome.stopped(request.run_dir, stopped_by)
     return _with_configuration_kept(request.run_dir, result)
@@ -83,8 +81,9 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
         make_token(request.run_dir)
-        redis_url = request.redis_url or await _start_redis(request, supervisor, view)
-        await _start_services(request, launch_id, redis_url, supervisor, view)
+        redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
+        specs = _planned(request, launch_id, redis_url, resume=request.resume)
+        await start_services(specs, request.run_dir, supervisor, view)
         view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
         try:
             return await _restart_until_end(request, launch_id, redis_url, supervisor, view, view_task)
@@ -115,33 +114,9 @@ async def _restart_until_end(
             await view_task.begin()
 
 
-async def _start_redis(request: RunRequest, supervisor: Supervisor, view: RunView) -> str:
-    view.doing("starting Redis")
-    spec, url = redis_server.server_spec(request.run_dir / "logs" / "redis.log")
-    await supervisor.start(spec)
-    await redis_server.wait_ready(url, supervisor)
-    return url
-
-
-async def _start_services(
-    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView
-) -> None:
-    specs = _planned(request, launch_id, redis_url, resume=request.resume)
-    view.say(f"starting {', '.join(spec.name for spec in specs)}; logs in {request.run_dir / 'logs'}")
-    for spec in specs:
-        await supervisor.start(spec)
-
-
 def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: bool) -> list[ProcessSpec]:
-    shared = Launch(
-        run_id=launch_id,
-        run_dir=request.run_dir,
-        config_file=request.run_dir / LAUNCHED_CONFIG,
-        redis_url=redis_url,
-        resume=resume,
-        token=read_token(request.run_dir),
-    )
-    return request.plan(request.config, shared, plan_devices(request.config, visible_gpus()))
+    described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
+    return request.plan(request.config, described, plan_devices(request.config, visible_gpus()))
 
 
 async def _next_death(supervisor: Supervisor, ignore: Sequence[str]) -> ProcessExit:

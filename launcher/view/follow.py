@@ -79,7 +79,7 @@ async def _show_page_url(registry: Registry, view: RunView, token: str) -> None:
     """Show the URL of the run's page, which the coordinator publishes before it announces itself, with its key."""
     url = await asyncio.to_thread(registry.get_value, PAGE_URL)
     if url is not None:
-        view.say(f"  the run's page: {url}{key_part(page_key(token))}")
+        view.print_line(f"  the run's page: {url}{key_part(page_key(token))}")
 
 
 async def _show_events(
@@ -138,6 +138,6 @@ def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
     elif event.kind == pb.EVENT_KIND_EVALUATION:
         # After the first one the held-out accuracy is a column of its iteration's line.
         if not event.values.get("iteration") or "heldout_accuracy" not in event.values:
-            view.say(event.message)
+            view.print_line(event.message)
     elif event.kind == pb.EVENT_KIND_STATE:
-        view.say(event.message, "bold")
+        view.print_line(event.message, "bold")

@@ -1,13 +1,16 @@
 """The columns of the progress view: metric, heading, number of digits, and which of them a narrow terminal has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from tandem_files.metrics_file import REWARD_MEAN, reward_means
 
 _GAP = "  "
 # The estimated time that the run still takes; no metric of a row.
 LEFT = "left"
 # What a row says as a share, and the view in per cent.
 _SHARES = frozenset({"truncated_ratio", "zero_variance_ratio"})
+_LONGEST_TITLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +49,35 @@ COLUMNS = (
 )
 
 
-def columns_for(width: int, total: int) -> list[Column]:
-    """Choose the columns for lines of at most `width` characters; those of rank 0 are always among them."""
-    chosen = list(COLUMNS)
-    for rank in sorted({column.rank for column in COLUMNS} - {0}, reverse=True):
+def columns_for(width: int, total: int, rewards: Iterable[str] = ()) -> list[Column]:
+    """Choose the columns for lines of at most `width` characters; those of rank 0 are always among them.
+
+    Args:
+        rewards: names of a list of rewards; they get columns if there is room for all of them.
+    """
+    chosen = [COLUMNS[0], *map(_of_reward, rewards), *COLUMNS[1:]]
+    if len(heading([column for column in chosen if column.rank == 0], total)) > width:
+        chosen = list(COLUMNS)
+    for rank in sorted({column.rank for column in chosen} - {0}, reverse=True):
         if len(heading(chosen, total)) <= width:
             break
         chosen = [column for column in chosen if column.rank < rank]
     return chosen
+
+
+def rewards_line(columns: Sequence[Column], row: Mapping[str, float | None], total: int, width: int) -> str:
+    """Format the mean of each reward for a line of its own; "" if the columns have them, or there is only one."""
+    means = reward_means(row)
+    if not means or any(REWARD_MEAN.fullmatch(column.metric) for column in columns):
+        return ""
+    texts = [f"{name} {'-' if mean is None else format(mean, '.3f')}" for name, mean in means.items()]
+    text = " " * _first_width(total) + _GAP + _GAP.join(texts)
+    return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _of_reward(name: str) -> Column:
+    title = name if len(name) <= _LONGEST_TITLE else f"{name[: _LONGEST_TITLE - 1]}\N{HORIZONTAL ELLIPSIS}"
+    return Column(title=title, metric=f"reward/{name}_mean", form=".3f", width=max(6, len(title)))
 
 
 def heading(columns: Sequence[Column], total: int) -> str:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from launcher.view.metric_columns import columns_for, heading, line
+from launcher.view.metric_columns import columns_for, heading, line, rewards_line
+from tandem_files.metrics_file import reward_means
 from tandem_files.pace import clock
 
 _ROWS_PER_HEADING = 20
@@ -65,7 +66,7 @@ class RunView:
         self._left = ""
         self._status: Status | None = None
 
-    def say(self, text: str, style: str = "") -> None:
+    def print_line(self, text: str, style: str = "") -> None:
         """Print a line."""
         self._console.print(Text(text, style=style))
 
@@ -83,20 +84,23 @@ class RunView:
 
     def ready(self, name: str, seconds: float) -> None:
         """Print that a service is announced."""
-        self.say(f"  {name} is up after {seconds:.1f} s", "green")
+        self.print_line(f"  {name} is up after {seconds:.1f} s", "green")
 
     def iteration(self, row: Mapping[str, float | None]) -> None:
         """Print the figures of an iteration, a row of metrics.jsonl."""
         if len(self._rows) % _ROWS_PER_HEADING == 0:
-            self.say(heading(self._columns, self._total), "bold")
+            self._columns = columns_for(self._console.width, self._total, reward_means(row))
+            self.print_line(heading(self._columns, self._total), "bold")
         self._rows.append(row)
         left_s = self._left_s(self._rows)
         self._left = clock(left_s) if left_s else ""
-        self.say(line(self._columns, row, self._total, self._left or "-"))
+        self.print_line(line(self._columns, row, self._total, self._left or "-"))
+        if rewards := rewards_line(self._columns, row, self._total, self._console.width):
+            self.print_line(rewards, "dim")
 
     def warning(self, text: str) -> None:
         """Print a warning."""
-        self.say(f"warning: {text}", "yellow")
+        self.print_line(f"warning: {text}", "yellow")
 
     def close(self) -> None:
         """Remove the spinner; printed lines stay."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from launcher.view.summary import summary_lines
+from launcher.view.summary import rewards_text, summary_lines
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.redis.records import COORDINATOR, Failure
@@ -139,11 +139,13 @@ async def _ask(address: str, token: str) -> list[tuple[str, str]]:
 
 def _last_row(rows: list[Row]) -> list[tuple[str, str]]:
     shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": "held-out accuracy"}
-    return [
+    found = [
         (title, f"{rows[-1][metric]:.4g}")
         for metric, title in shown.items()
         if rows and rows[-1].get(metric) is not None
     ]
+    rewards = rewards_text(rows)
+    return [*found, ("rewards", rewards)] if rewards else found
 
 
 def _last_written(run_dir: Path) -> float:

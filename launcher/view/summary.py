@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tandem_files.metrics_file import reward_means
 from tandem_files.run_folder import metrics_rows, read_summary
 
 
@@ -34,6 +35,7 @@ def summary_lines(
     sync = summary.get("weight_sync") or {}
     candidates = [
         ("held-out accuracy", _accuracy(summary)),
+        ("rewards", rewards_text(rows)),
         *((f"{name}, {measure}", text) for name, measure, text in _evaluations(summary)),
         ("best policy", _best(summary)),
         ("iterations", _number(summary, "iterations", ".0f")),
@@ -62,6 +64,16 @@ def _number(values: Mapping[str, Any], key: str, form: str, unit: str = "") -> s
 def _accuracy(summary: Mapping[str, Any]) -> str:
     before, after = summary.get("initial_accuracy"), summary.get("final_accuracy")
     return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
+
+
+def rewards_text(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """Say how the mean of each of several rewards has changed from the first iteration to the last; "" of one."""
+    first, last = (reward_means(rows[place]) if rows else {} for place in (0, -1))
+    changes = [(name, first.get(name), mean) for name, mean in last.items() if mean is not None]
+    return ", ".join(
+        f"{name} {after:.3f}" if before is None or len(rows) == 1 else f"{name} {before:.3f} -> {after:.3f}"
+        for name, before, after in changes
+    )
 
 
 def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
-"""`tandem top`: the coordinator's overview of a running run, live in the terminal."""
+"""`tandem top`: a run in the terminal, live by its coordinator's overview; where there is none, by the run's folder."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from rich.text import Text
 from launcher.view.status import find_coordinator, last_outcome
 from launcher.view.top_view import Drawing
 from servicekit.errors import TandemError, Unavailable, rpc_errors
-from servicekit.redis.records import COORDINATOR
+from servicekit.redis.records import COORDINATOR, Failure
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
-from tandem_files.run_folder import read_token
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_folder import is_locked, read_token
 
 # A snapshot takes the coordinator milliseconds; one a second is enough to watch.
 INTERVAL_S = 1.0
@@ -28,30 +29,50 @@ _ANSWER_S = 5.0
 _PATIENCE_S = 60.0
 _OVER = frozenset({"finished", "failed", "interrupted"})
 
-# The coordinator's address and the run's token.
-Find = Callable[[], tuple[str, str]]
+# Finds the overview of the run, as `look_at` does.
+Look = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 def show(run_dir: Path, console: Console, *, once: bool) -> None:
-    """Draw the run until it is over, or once.
+    """Draw the run until it is over, or once; a run that is over is drawn from its folder.
 
     Args:
         console: if it is not a terminal, the run is drawn once.
-    Raises: ConfigError: as find_coordinator; Unavailable: no coordinator answers, and why.
+    Raises: ConfigError: as find_coordinator; Unavailable: no coordinator answers and there is no folder, and why.
     """
-
-    def find() -> tuple[str, str]:
-        address, state, failures = find_coordinator(run_dir)
-        if not address:
-            raise Unavailable("; ".join([f"{run_dir}: {state}", *map(str, failures)]))
-        return address, read_token(run_dir)
-
+    look = partial(look_at, run_dir)
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(Drawing(asyncio.run(overview_at(*find()))))
+        console.print(Drawing(asyncio.run(look())))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        last = asyncio.run(_follow(find, partial(live.update, refresh=True), lambda: last_outcome(run_dir)))
+        last = asyncio.run(_follow(look, partial(live.update, refresh=True), lambda: last_outcome(run_dir)))
     console.print(last)
+
+
+async def look_at(run_dir: Path) -> Mapping[str, Any]:
+    """Return the overview of a run: its coordinator's, else what its folder holds, in the same form.
+
+    Raises: TandemError: the coordinator does not answer, or there is none and no folder of the run.
+    """
+    address, state, failures = await asyncio.to_thread(find_coordinator, run_dir)
+    if address:
+        return await overview_at(address, read_token(run_dir))
+    return await asyncio.to_thread(_from_folder, run_dir, state, failures)
+
+
+def _from_folder(run_dir: Path, state: str, failures: Sequence[Failure]) -> Mapping[str, Any]:
+    """Make the overview from the run's folder. Raises: Unavailable: in a pod there is none of the launcher's."""
+    if not (run_dir / RESOLVED_CONFIG).is_file():
+        raise Unavailable("; ".join([f"{run_dir}: {state}", *map(str, failures)]))
+    from coordinator.web.folder import FolderSource
+
+    overview = FolderSource(run_dir).picture()
+    if is_locked(run_dir):  # what the folder says is of the launch before
+        return {**overview, "state": "starting", "error": ""}
+    if overview["state"] not in _OVER:
+        text = f"no launcher runs it on this machine; this is what {run_dir} holds"
+        overview["messages"] = [{"time_s": overview["now_s"], "kind": "warning", "text": text}]
+    return overview
 
 
 async def overview_at(address: str, token: str) -> dict[str, Any]:
@@ -71,9 +92,9 @@ async def overview_at(address: str, token: str) -> dict[str, Any]:
 
 
 async def _follow(
-    find: Find, update: Callable[[RenderableType], None], last_outcome: Callable[[], str]
+    look: Look, update: Callable[[RenderableType], None], last_outcome: Callable[[], str]
 ) -> RenderableType:
-    """Draw until the run is over, by the coordinator's answer or by its last words in the folder.
+    """Draw until the run is over, by its overview or by the coordinator's last words in the folder.
 
     Returns: the last picture.
     Raises: TandemError: no coordinator has answered for _PATIENCE_S, or the first call failed.
@@ -83,7 +104,7 @@ async def _follow(
     answered_s = loop.time()
     while True:
         try:
-            overview = await overview_at(*await asyncio.to_thread(find))
+            overview = await look()
         except TandemError as error:
             if picture is None or loop.time() - answered_s > _PATIENCE_S:
                 raise

@@ -15,6 +15,7 @@ from tandem_files.rows.values import BadRow, Message, answer_of, check_unicode, 
 # A longer line is not a row but, say, a whole file of JSON; it would be read into memory whole.
 MAX_LINE_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
+_NO_ROWS = "has no rows: add at least one with a prompt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +65,35 @@ def read_rows(path: Path, keys: RowKeys, hashed: Callable[[bytes], object] | Non
         empty = False
         yield item
     if empty:
-        yield RowProblem(file=path, number=None, message="has no rows: add at least one with a prompt")
+        yield RowProblem(file=path, number=None, message=_NO_ROWS)
+
+
+def first_record(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the number and the columns of a file's first row, whatever their names. Raises: DataError; OSError."""
+    if is_parquet(path):
+        for number, _, record in read_records(path):
+            return number, {name: without_nulls(value) for name, value in record.items()}
+    else:
+        with path.open("rb") as file:
+            for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if raw.removeprefix(_BOM).strip():
+                    return number, _first_of_lines(path, number, raw.removeprefix(_BOM))
+    raise DataError.of(path, _NO_ROWS)
+
+
+def _first_of_lines(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    try:
+        return _record_of_line(raw, RowKeys())
+    except BadRow as error:
+        raise DataError.of(path, str(error), number) from error
 
 
 def row_of_line(path: Path, number: int, raw: bytes, keys: RowKeys) -> Row:
     """Parse a line. Raises: BadRow."""
+    return _row(path, number, _record_of_line(raw, keys), keys)
+
+
+def _record_of_line(raw: bytes, keys: RowKeys) -> dict[str, Any]:
     try:
         record = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
@@ -83,7 +108,7 @@ def row_of_line(path: Path, number: int, raw: bytes, keys: RowKeys) -> Row:
         raise BadRow(f'holds a JSON {type(record).__name__}; expected an object like {{"{keys.prompt}": ...}}')
     if b"\\u" in raw:  # lone surrogates can only come from escapes
         check_unicode(record, "")
-    return _row(path, number, record, keys)
+    return record
 
 
 def line_checksum(raw: bytes) -> int:

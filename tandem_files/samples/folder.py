@@ -15,8 +15,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import nothing_more, write_bytes_atomic
-from tandem_files.samples.schema import HEAD_COLUMNS, REPEATED, SampleHead, StoredSample, heads_of, samples_of
+from tandem_files.atomic import no_check, write_bytes_atomic
+from tandem_files.samples.schema import (
+    COMPRESSION,
+    HEAD_COLUMNS,
+    REPEATED,
+    SampleHead,
+    StoredSample,
+    heads_of,
+    samples_of,
+)
 
 SAMPLES_FOLDER = "samples"
 # Samples that are read together: 16 MiB of completions of 8,000 tokens.
@@ -35,20 +43,20 @@ class SampleFolder:
         self._run_dir = run_dir
         self._folder = run_dir / SAMPLES_FOLDER
 
-    def write(self, iteration: int, kind: str, table: pa.Table, last_look: Callable[[], None] = nothing_more) -> int:
+    def write(self, iteration: int, kind: str, table: pa.Table, before_write: Callable[[], None] = no_check) -> int:
         """Write the samples of an iteration, atomically, in place of earlier ones of the same kind.
 
         Args:
             table: of schema.table_of.
-            last_look: called immediately before the file is replaced; if it raises, the old one stays.
+            before_write: called immediately before the file is replaced; if it raises, the old one stays.
         Returns: the file's bytes.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         buffer = pa.BufferOutputStream()
-        pq.write_table(table, buffer, compression="zstd", row_group_size=_ROW_GROUP, use_dictionary=REPEATED)
+        pq.write_table(table, buffer, compression=COMPRESSION, row_group_size=_ROW_GROUP, use_dictionary=REPEATED)
         content = buffer.getvalue().to_pybytes()
         # Not forced to disk: after a power cut the run repeats its last iterations anyway.
-        write_bytes_atomic(self._path(iteration, kind), content, last_look, durable=False)
+        write_bytes_atomic(self._path(iteration, kind), content, before_write, durable=False)
         return len(content)
 
     def sizes(self) -> dict[int, int]:

@@ -140,7 +140,7 @@ class RealFleet:
         if name == "redis":
             os.kill(self.redis.pid, number)
         else:
-            os.killpg(self.services.processes[name].pid, number)
+            self.services.send_signal(name, number)
 
     def bring_back(self, victim: str, harm: signal.Signals) -> None:
         if victim == "redis":

@@ -137,7 +137,7 @@ async def test_one_that_was_stopped_in_the_moment_before_a_write_does_not_write(
             stopped.set()
 
     def hold(lease: CoordinatorLease) -> None:
-        # Redis is asked in another thread; what comes in the loop's own is the last look before a row, or a state.
+        # Redis is asked in another thread; in the loop's own only by the check before a row, or a state, is written.
         if stopped.is_set() and threading.current_thread() is threading.main_thread():
             raise Evicted("another coordinator leads")
 

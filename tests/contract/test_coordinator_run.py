@@ -103,6 +103,7 @@ async def test_messages_of_two_weighted_files_are_taken_alike_after_a_resume(
     config = with_settings(config, data=data | {"prompt_key": "chat.messages", "answer_key": "chat.sum"})
     async with fleet_of(environment) as fleet:
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert (environment.run_dir / "chat_template.jinja").read_text() == template  # for exports
     whole = [rows_of(step.chunks) for step in fleet.trainer_service.steps]
     # 48 prompts: 32 of a, 16 of b.
     taken = Counter(row for step in whole for row in step)
@@ -232,8 +233,23 @@ async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpo
     assert [row["policy_version"] for row in rows(again)] == [1, 2, *range(beyond + 1, beyond + 5)]
 
 
+async def test_other_rewards_after_a_resume_are_told(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    doubled = with_settings(config, reward=[{"weight": 2.0}])
+    for run_id, changed, number in (("second", doubled, 1), ("third", doubled, 0)):
+        again, longer = environment.model_copy(update={"run_id": run_id}), {"iterations": 6 if number else 8}
+        caplog.clear()
+        async with fleet_of(again, FakeTrainer(policy_version=2 if number else 7)):
+            assert await conduct(with_settings(changed, run=longer), again, resume=True, stop=asyncio.Event()) == 0
+        assert caplog.text.count("weight: unset in the checkpoint, 2.0 in the run") == number
+    assert saved_state(environment)["rewards"]["reward exact_match: weight"] == "2.0"
+
+
 @pytest.mark.parametrize("name", ["coordinator.json", "complete.json", "trainer/version"])
-async def test_a_damaged_checkpoint_is_stepped_over_and_said_everywhere(
+async def test_a_damaged_checkpoint_is_skipped_and_said_everywhere(
     config: RunConfig, environment: ServiceEnvironment, name: str
 ) -> None:
     checkpoints = environment.run_dir / "checkpoints"

@@ -92,4 +92,4 @@ class Project:
 
     def remove(self) -> None:
         """Containers, network and volumes."""
-        self.compose("down", "--volumes", "--remove-orphans")
+        self.compose("--profile", "cpu", "--profile", "reward", "down", "--volumes", "--remove-orphans")

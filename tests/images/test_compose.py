@@ -218,7 +218,7 @@ def test_the_document_lists_every_variable() -> None:
 
 
 @pytest.mark.parametrize("command", [["docker", "compose"], ["docker-compose"]], ids=" ".join)
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "reward"])
 def test_compose_reads_it(command: list[str], profile: str) -> None:
     """Needs no Docker engine."""
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode != 0:

@@ -40,12 +40,17 @@ def test_a_file_that_is_out_of_date_is_found(
 )
 def test_what_it_runs_starts_without_what_it_leaves_out(image: str, modules: list[str]) -> None:
     """pyarrow was left out for those who have no Parquet data; then samples became Parquet."""
-    distributions = {top: names for top, names in metadata.packages_distributions().items() if names}
-    left_out = {canonicalize_name(name) for name in IMAGES[image].without} - (
-        set() if image == "coordinator" else TORCH
+    brought = TORCH if image != "coordinator" else set()
+    left_out = {canonicalize_name(name) for name in IMAGES[image].without} - brought
+    blocked = [
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if {canonicalize_name(name) for name in distributions} & left_out
+    ]
+    code = (
+        f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked})); "
+        f"[importlib.import_module(module) for module in {modules}]"
     )
-    blocked = [top for top, names in distributions.items() if {canonicalize_name(name) for name in names} & left_out]
-    code = f"import importlib, sys; sys.modules.update(dict.fromkeys({blocked})); [*map(importlib.import_module, {modules})]"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=START_S, check=False
     )

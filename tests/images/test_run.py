@@ -15,7 +15,7 @@ from tests.house.repository import REPO
 from tests.images.compose import resolved, service
 from tests.images.conftest import BASE, BUILD_S, KINDS
 from tests.images.engine import Engine, Unavailable
-from tests.images.project import LOOK_S, UP_S, Project
+from tests.images.project import LOOK_S, RUN_DIR, UP_S, Project
 from tests.images.stand_ins import provide_prometheus
 from tests.kit.waiting import until
 from tests.monitoring.live import PrometheusApi
@@ -116,6 +116,43 @@ def test_the_example_runs_to_its_end(
         summary = json.loads(project.read("summary.json"))
         assert summary["iterations"] == 3
         assert json.loads(project.read("hf/config.json"))["model_type"] == "qwen3"
+        # In the trainer's image, which has neither rich nor typer.
+        export = ["-m", "trainer_service.export", RUN_DIR, "-c", "/etc/tandem/job/arithmetic.yaml", "--checkpoint", "2"]
+        run = [
+            "run",
+            "--rm",
+            "-T",
+            "--no-deps",
+            "--entrypoint",
+            "python",
+            "trainer",
+            *export,
+            "--out",
+            f"{RUN_DIR}/at-2",
+        ]
+        assert f"iteration 2 of {RUN_DIR} is in {RUN_DIR}/at-2" in project.compose(*run)
+        assert json.loads(project.read("at-2/tandem_export.json"))["iteration"] == 2
+
+
+def test_the_reward_server_of_the_compose_file_scores(
+    docker: Engine, images: dict[str, str], composes: list[list[str]], tmp_path: Path
+) -> None:
+    """The example, by its profile: healthy, called by its name in the project's network, ended by SIGTERM."""
+    script = """
+import grpc
+from tandem_api.reward.v1 import reward_pb2 as pb, reward_pb2_grpc
+sample = pb.Sample(sample_id="a", completion="3 * 4 = 12", answer="12", num_tokens=8)
+with grpc.insecure_channel("reward-server:50051") as channel:
+    stub = reward_pb2_grpc.RewardServiceStub(channel)
+    print(stub.ScoreBatch(pb.ScoreBatchRequest(samples=[sample]), timeout=60).scores[0].value)
+"""
+    with project_of(docker, composes[0], tmp_path, iterations=1) as project:
+        project.compose("--profile", "reward", "up", "--no-build", "--detach", "reward-server", timeout_s=UP_S)
+        until(lambda: project.state("reward-server")["Health"]["Status"] == "healthy", RUN_S, interval_s=LOOK_S)
+        said = project.compose("--profile", "reward", "exec", "-T", "reward-server", "python", "-c", script)
+        assert said.strip() == "1.0"
+        project.compose("--profile", "reward", "stop", "reward-server")
+        assert project.state("reward-server")["ExitCode"] == 0
 
 
 @pytest.fixture(scope="module")

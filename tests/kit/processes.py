@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -37,6 +37,20 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(*FREE_PORTS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+def semaphores_of(pids: Iterable[int]) -> list[Path]:
+    """Find the files of multiprocessing's semaphores that these processes have mapped.
+
+    By inode: who has made one has it mapped under the name that glibc gave it first, and has removed since.
+    """
+    inodes = set[str]()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+            inodes |= {line.split()[4] for line in lines if "/dev/shm/sem." in line}
+    files = Path("/dev/shm").glob("sem.mp-*")
+    return [path for path in files if path.exists() and str(path.stat().st_ino) in inodes]
 
 
 _preloaded: list[str] = []
@@ -179,12 +193,23 @@ class Services:
             del self.processes[name]
         return codes
 
-    def kill(self, name: str) -> None:
-        """Send SIGKILL to a service and all that it has started, as when its pod or its host is lost."""
-        process = self.processes.pop(name)
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a service and all that it has started, as when its pod or its host is lost.
+
+        With SIGKILL multiprocessing's resource tracker dies too, so what it would have removed is removed here.
+        """
+        process, left = self.processes[name], list[Path]()
+        if number == signal.SIGKILL and process.poll() is None:
+            left = semaphores_of([process.pid, *(child.pid for child in self.family(name))])
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+            os.killpg(process.pid, number)
+        for path in left:
+            path.unlink(missing_ok=True)
+
+    def kill(self, name: str) -> None:
+        """Send SIGKILL to a service and all that it has started, and wait for its end."""
+        self.send_signal(name, signal.SIGKILL)
+        self.processes.pop(name).wait(timeout=30)
 
     def close(self, patience_s: float = 0.0) -> None:
         """End the remaining processes; with patience, SIGTERM comes first, so that they remove temporary files.

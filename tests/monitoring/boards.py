@@ -7,6 +7,8 @@ from typing import Any
 from tests.monitoring.tools import DASHBOARDS
 
 FILES = ("weight-sync.json", "training.json", "fleet.json")
+# What a run without a reward that a server gives does not export.
+OF_REWARD_SERVERS = ("tandem_reward_call_seconds", "tandem_reward_circuit_open")
 
 
 @dataclass(frozen=True)

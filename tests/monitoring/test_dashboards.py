@@ -34,6 +34,11 @@ SHOWN = {
         "tandem_grad_norm",
         "tandem_response_length_tokens",
         "tandem_logprob_abs_diff_max",
+        "tandem_evaluation",
+        "tandem_reward_score_mean",
+        "tandem_reward_errors_total",
+        "tandem_reward_call_seconds_bucket",
+        "tandem_reward_circuit_open",
     ),
     "fleet.json": (
         "tandem_replica_state",

@@ -10,8 +10,9 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import with_settings, write_config
+from tests.contract.coordinator_runs import variables_of, with_settings, write_config
 from tests.contract.test_coordinator_process import Start, fleet_arguments
+from tests.kit.processes import free_port
 from tests.kit.waiting import until
 from tests.monitoring.boards import ALL, Query
 from tests.monitoring.live import Prometheus, prometheus
@@ -32,8 +33,14 @@ def missing(server: Prometheus, left: list[Query]) -> list[Query]:
 def test_every_panel_of_the_coordinator_has_data(
     config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
 ) -> None:
-    config = with_settings(config, run={"iterations": 1_000_000, "checkpoint_every": 100, "startup_timeout_s": 60})
+    address = f"127.0.0.1:{(port := free_port())}"
+    config = with_settings(
+        config,
+        run={"iterations": 1_000_000, "checkpoint_every": 100, "startup_timeout_s": 60},
+        reward=[{"kind": "exact_match"}, {"kind": "remote", "address": address, "security": "none", "weight": 0}],
+    )
     start(*fleet_arguments(environment))
+    start("examples.reward_server.server", variables=variables_of(environment) | {"TANDEM_GRPC_PORT": str(port)})
     start("coordinator", "--config", write_config(config, tmp_path))
     registry = Registry(environment.redis_url, environment.run_id)
     (record,) = registry.wait_for("coordinator", ["coordinator"], DATA_S)

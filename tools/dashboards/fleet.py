@@ -69,6 +69,13 @@ _REPLICAS = Row(
             unit="s",
         ),
         panel(
+            "Dispatch",
+            "Times that dispatch waited since no replica was left, and replicas that joined during generation.",
+            increase("tandem_dispatch_stalls_total", "stalls"),
+            increase("tandem_dispatch_joiners_total", "joiners"),
+            unit="short",
+        ),
+        panel(
             "Calls that failed",
             "Generate calls whose groups were generated again, here or on another replica.",
             increase("tandem_generate_retries_total", "retried"),

@@ -1,6 +1,18 @@
-"""The dashboard "Training": rewards, losses, samples, and where the time goes."""
+"""The dashboard "Training": rewards, evaluations, losses, samples, and where the time goes."""
 
-from tools.dashboards.panels import COORDINATOR, TRAINER, Board, Row, Series, gauge, increase, mean, panel
+from tools.dashboards.panels import (
+    COORDINATOR,
+    TRAINER,
+    Board,
+    Row,
+    Series,
+    gauge,
+    increase,
+    mean,
+    panel,
+    percentiles,
+    rate,
+)
 
 _LEARNING = Row(
     title="Learning",
@@ -19,11 +31,29 @@ _LEARNING = Row(
             unit="short",
         ),
         panel(
+            "Spread of scores",
+            "Standard deviation of each reward's unweighted scores. At 0 that reward teaches nothing.",
+            gauge("tandem_reward_score_std", "{{reward}}, {{data}}"),
+            unit="short",
+        ),
+        panel(
             "Held-out accuracy",
             "Greedy, last measured, and before the first iteration.",
             gauge("tandem_heldout_accuracy_ratio", "accuracy"),
             gauge("tandem_heldout_initial_accuracy_ratio", "before the training"),
             unit="percentunit",
+        ),
+        panel(
+            "Evaluations",
+            "Measures of the last evaluation of each set: mean@k, pass@k, maj@k; metrics.jsonl has their intervals.",
+            gauge("tandem_evaluation", "{{set}} {{measure}}"),
+            unit="short",
+        ),
+        panel(
+            "Evaluated versions",
+            "Policy version of the last evaluation of each set, and the one that is trained.",
+            gauge("tandem_evaluation_policy_version", "{{set}}"),
+            gauge("tandem_policy_version", "trained"),
         ),
         panel("Loss", "Of the last step.", gauge("tandem_loss", "loss"), unit="short"),
         panel(
@@ -103,6 +133,50 @@ _SAMPLES = Row(
         ),
     ),
 )
+_FAILED = " / ".join(
+    f"sum by (data) (increase({metric}{{{COORDINATOR}}}[$window]))"
+    for metric in ("tandem_reward_errors_total", "tandem_scored_completions_total")
+)
+_REWARDS = Row(
+    title="Rewards",
+    panels=(
+        panel(
+            "Scored completions",
+            "Per second, by data file.",
+            rate("tandem_scored_completions_total", "{{data}}", by="data"),
+            unit="short",
+        ),
+        panel(
+            "Share of failed scores",
+            "Completions whose scoring failed / all that were scored. Above reward.max_error_share the run ends.",
+            Series(expr=_FAILED, legend="{{data}}"),
+            unit="percentunit",
+        ),
+        panel(
+            "Unreadable answers",
+            "Completions that scored 0 because the reference answer of their row cannot be read.",
+            increase("tandem_unreadable_answers_total", "{{data}}", by="data"),
+            unit="short",
+        ),
+        panel(
+            "Calls of reward servers",
+            "Seconds of a call of a remote reward or a judge, repetitions by themselves.",
+            *percentiles("tandem_reward_call_seconds", 0.5, 0.95, by="reward"),
+            unit="s",
+        ),
+        panel(
+            "Results of these calls",
+            "Per second. failed: repeated, as reward.retries says; refused: the server will never score that.",
+            rate("tandem_reward_call_seconds_count", "{{reward}} {{result}}", by="reward, result"),
+            unit="reqps",
+        ),
+        panel(
+            "Open circuits",
+            "1 while a reward's server gets no calls since the last ones failed (reward.open_after, reward.open_s).",
+            gauge("tandem_reward_circuit_open", "{{reward}}"),
+        ),
+    ),
+)
 _TIME = Row(
     title="Time",
     panels=(
@@ -119,6 +193,12 @@ _TIME = Row(
             mean("tandem_train_step_seconds", "{{part}}", f'{TRAINER}, part!="total"', by="part"),
             unit="s",
             stacked=True,
+        ),
+        panel(
+            "Checkpoints",
+            "Seconds to write one, on the trainer.",
+            mean("tandem_checkpoint_seconds", "mean", TRAINER),
+            unit="s",
         ),
         panel(
             "Overhead",
@@ -140,6 +220,6 @@ _TIME = Row(
 BOARD = Board(
     uid="tandem-training",
     title="Tandem: training",
-    help="Rewards, losses, samples, and where the time goes.",
-    rows=(_LEARNING, _SAMPLES, _TIME),
+    help="Rewards, evaluations, losses, samples, and where the time goes.",
+    rows=(_LEARNING, _REWARDS, _SAMPLES, _TIME),
 )

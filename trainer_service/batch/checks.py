@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servicekit.errors import InvalidRequest
-from trainer_service.batch.samples import Samples
+from trainer_service.batch.samples import NUM_IDS, Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def _check_lengths(samples: Samples, limits: Limits) -> None:
 
 
 def _check_ids(samples: Samples, limits: Limits) -> None:
-    index = _first(samples.token_ids >= limits.vocab_size)
+    index = _first(samples.token_ids >= min(limits.vocab_size, NUM_IDS))
     if index is None:
         return
     owner = int(np.searchsorted(samples.token_starts, index, side="right")) - 1

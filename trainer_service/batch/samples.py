@@ -17,12 +17,15 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Number = TypeVar("Number", bound=np.generic)
 
-# The arrays of `Samples`, in the order in which they are sent to the other ranks.
+# Token ids fit in the type in which they are sent; checks.py refuses others.
+NUM_IDS = 2**31
+# The arrays of `Samples`, in the order and types in which they are sent to the other ranks.
 _DTYPES: Mapping[str, type[np.generic]] = {
     "update_index": np.int64,
     "prompt_lengths": np.int64,
     "completion_lengths": np.int64,
-    "token_ids": np.int64,
+    # Most of the bytes; an index of torch needs int64, so that it is that again in the ranks.
+    "token_ids": np.int32,
     "rollout_logprobs": np.float32,
     "advantages": np.float32,
     "trainable": np.bool_,
@@ -75,6 +78,7 @@ class Samples:
         fields: dict[str, Any] = {
             name: np.frombuffer(part, dtype).copy() for (name, dtype), part in zip(_DTYPES.items(), arrays, strict=True)
         }
+        fields["token_ids"] = fields["token_ids"].astype(np.int64)
         return cls(sample_ids=tuple(json.loads(names)), **fields)
 
     @cached_property

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tandem_config.schema import RunConfig
+from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
@@ -28,11 +29,16 @@ from weightsync.transfer.hf_files import gather_tensors, load_shards, write_fold
 
 
 class MegatronEngine:
-    """A rank of the policy; see `TrainerEngine` for its methods. Needs an initialised torch.distributed."""
+    """A rank of the policy; see `TrainerEngine` for its methods. Needs an initialised torch.distributed.
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+    Args:
+        run_dir: folder of the run, where the coordinator records its chat template; None: there is none.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, run_dir: Path | None = None) -> None:
         trainer = config.trainer
         self._config = config
+        self._run_dir = run_dir
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._version = 0
@@ -161,7 +167,8 @@ class MegatronEngine:
             if gathered is None:
                 return 0
             model, about = self._config.model, {"policy_version": self._version}
-            write_folder(gathered, model.path, folder, tokenizer=model.tokenizer_path, about=about)
+            template = noted_template(self._run_dir)
+            write_folder(gathered, model.path, folder, tokenizer=model.tokenizer_path, about=about, template=template)
             return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
         return together(f"write {folder}", self._device, write)

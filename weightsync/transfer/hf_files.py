@@ -158,6 +158,7 @@ def write_folder(
     tokenizer: Path | None = None,
     num_bytes: Mapping[str, int] | None = None,
     about: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> int:
     """Write a Hugging Face folder: the tensors, and what belongs to them of the model. It appears when complete.
 
@@ -167,6 +168,7 @@ def write_folder(
         tokenizer: folder of the tokenizer; None: the model's.
         num_bytes: of each tensor; None: the tensors are in memory.
         about: JSON values for the export's mark.
+        template: the chat template, in place of all of the tokenizer's; None: the tokenizer's.
     Returns: bytes of the tensors.
     Raises: OSError, SafetensorError: it cannot be written; ConfigError: the model's folder is not complete.
     """
@@ -177,7 +179,7 @@ def write_folder(
     partial.mkdir()
     try:
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        copy_companions(Path(model), tokenizer, partial, dtype, about or {})
+        copy_companions(Path(model), tokenizer, partial, dtype, about or {}, template)
         written = _save_tensors(
             tensors, num_bytes or {name: tensor.nbytes for name, tensor in tensors.items()}, partial
         )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.fleet.kubernetes.api.pods import TRAINER, Fate, Pod
+from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
@@ -33,20 +33,22 @@ class TrainerDead(Unavailable):
     """The trainer's pods cannot start without a person's help."""
 
 
-def trainer_fate(pods: Sequence[Pod]) -> tuple[Fate, str]:
+def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
     """Judge the trainer by its pods.
 
     Returns: DEAD if a pod is dead, since the others wait for it in vain; UP if all are ready; else COMING, also without
         any pod, since the set is about to create them. And the pods' troubles: `trainer-0: container trainer: ...`.
     """
     mine = [pod for pod in pods if pod.component == TRAINER]
-    dead = [pod for pod in mine if pod.fate is Fate.DEAD]
-    reason = "; ".join(f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.fate is not Fate.UP)
+    dead = [pod for pod in mine if pod.outlook is PodOutlook.DEAD]
+    reason = "; ".join(
+        f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.outlook is not PodOutlook.UP
+    )
     if dead:
-        return Fate.DEAD, reason
-    if mine and all(pod.fate is Fate.UP for pod in mine):
-        return Fate.UP, ""
-    return Fate.COMING, reason or "no pod yet"
+        return PodOutlook.DEAD, reason
+    if mine and all(pod.outlook is PodOutlook.UP for pod in mine):
+        return PodOutlook.UP, ""
+    return PodOutlook.COMING, reason or "no pod yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +90,20 @@ def _are_all(config: RunConfig, announced: _Announced, cluster: Cluster) -> bool
     if len(announced.rollouts) >= config.rollout.replicas:
         return True
     missing = _missing(announced, cluster.pods.pods)
-    return cluster.pods.is_current and not any(pod.fate is not Fate.DEAD and not pod.trouble for pod in missing)
+    return cluster.pods.is_current and not any(
+        pod.outlook is not PodOutlook.DEAD and not pod.trouble for pod in missing
+    )
 
 
 def _patience_s(config: RunConfig, announced: _Announced, pods: Sequence[Pod]) -> float:
     """Return how long to wait for pods that are needed and may still come, in seconds. Raises: TrainerDead."""
     if not announced.trainers:
-        fate, reason = trainer_fate(pods)
-        if fate is Fate.DEAD:
+        outlook, reason = trainer_outlook(pods)
+        if outlook is PodOutlook.DEAD:
             raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
-        may_come = fate is Fate.COMING
+        may_come = outlook is PodOutlook.COMING
     else:
-        silent = [pod for pod in _missing(announced, pods) if pod.fate is not Fate.COMING]
+        silent = [pod for pod in _missing(announced, pods) if pod.outlook is not PodOutlook.COMING]
         may_come = config.rollout.replicas - len(silent) >= config.rollout.min_replicas
     return config.fleet.reschedule_timeout_s if may_come else 0.0
 
@@ -113,6 +117,6 @@ def _missing(announced: _Announced, pods: Sequence[Pod]) -> list[Pod]:
 def _timeout_message(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:
     names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
     wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-    pods = trainer_fate(cluster.pods.pods)[1] if not announced.trainers and cluster.pods.is_current else ""
+    pods = trainer_outlook(cluster.pods.pods)[1] if not announced.trainers and cluster.pods.is_current else ""
     troubles = list(dict.fromkeys([*([pods] if pods else []), *cluster.troubles()]))
     return "; ".join([f"waited {timeout_s:g} s for {wanted}; announced: {names}", *troubles])

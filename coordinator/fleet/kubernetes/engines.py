@@ -11,9 +11,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from coordinator.fleet.kubernetes.api.pods import ROLLOUT, WORKER, Fate, Pod
+from coordinator.fleet.kubernetes.api.pods import ROLLOUT, WORKER, Pod, PodOutlook
 
-_FROM_BEST = (Fate.UP, Fate.COMING, Fate.DEAD)
+_FROM_BEST = (PodOutlook.UP, PodOutlook.COMING, PodOutlook.DEAD)
 
 
 def engines(pods: Sequence[Pod]) -> list[Pod]:
@@ -31,9 +31,9 @@ def _engine(leader: Pod, workers: Sequence[Pod]) -> Pod:
     troubles = [leader.trouble, *(f"{pod.name}: {pod.trouble}" for pod in workers if pod.trouble)]
     return dataclasses.replace(
         leader,
-        leaving=leader.leaving or any(pod.leaving or pod.fate is Fate.DEAD for pod in workers),
+        leaving=leader.leaving or any(pod.leaving or pod.outlook is PodOutlook.DEAD for pod in workers),
         ready=all(pod.ready for pod in (leader, *workers)),
         restarts=sum(pod.restarts for pod in (leader, *workers)),
-        fate=max((pod.fate for pod in (leader, *workers)), key=_FROM_BEST.index),
+        outlook=max((pod.outlook for pod in (leader, *workers)), key=_FROM_BEST.index),
         trouble=next((text for text in troubles if text), ""),
     )

@@ -13,8 +13,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from coordinator.fleet.kubernetes.api.pods import TRAINER, Fate
-from coordinator.fleet.kubernetes.arrivals import LOOK_INTERVAL_S, TrainerDead, trainer_fate
+from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook
+from coordinator.fleet.kubernetes.arrivals import LOOK_INTERVAL_S, TrainerDead, trainer_outlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
@@ -48,16 +48,16 @@ class TrainerGuard:
         """
         if not isinstance(error, _LOSSES) or isinstance(error, Evicted) or not await self._is_lost():
             raise error
-        reason = trainer_fate(self._cluster.pods.pods)[1]
+        reason = trainer_outlook(self._cluster.pods.pods)[1]
         self._cluster.noted.note("trainer", f"the trainer was lost ({reason or 'its pods were replaced'}): {error}")
         timeout_s = self._cluster.settings.reschedule_timeout_s
         deadline_s = self._clock() + timeout_s
         while True:
             self._cluster.look()
-            fate, reason = trainer_fate(self._cluster.pods.pods)
-            if fate is Fate.UP:
+            outlook, reason = trainer_outlook(self._cluster.pods.pods)
+            if outlook is PodOutlook.UP:
                 break
-            if fate is Fate.DEAD:
+            if outlook is PodOutlook.DEAD:
                 raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}; lost by: {error}") from error
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"waited {timeout_s:g} s for the trainer: {reason}; lost by: {error}") from error
@@ -75,8 +75,8 @@ class TrainerGuard:
         return True
 
     def _has_changed(self) -> bool:
-        fate, _ = trainer_fate(self._cluster.pods.pods)
-        return self._cluster.pods.is_current and (fate is not Fate.UP or self._incarnations() != self._before)
+        outlook, _ = trainer_outlook(self._cluster.pods.pods)
+        return self._cluster.pods.is_current and (outlook is not PodOutlook.UP or self._incarnations() != self._before)
 
     def _incarnations(self) -> set[tuple[str, int]]:
         return {pod.incarnation for pod in self._cluster.pods.pods if pod.component == TRAINER}

@@ -1,11 +1,16 @@
 """What a reward is: texts with reference answers in, scores out."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+# Names of the parts of a score become names of metrics.
+PART_NAME = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
+MOST_PARTS = 16
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(kw_only=True, slots=True)
 class ScoredText:
     """A completion's text with what it is scored against."""
 
@@ -42,6 +47,23 @@ class Scores:
     unreadable: Mapping[int, str] = field(default_factory=dict)
     # [S] parts of the values by name, for the run's figures only.
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def parts_of(found: Mapping[int, Mapping[str, float]], size: int) -> dict[str, list[float]]:
+    """Return [S] values of each part by its name; a sample that lacks one has 0.0.
+
+    Args:
+        found: parts of samples, by their places.
+        size: S.
+
+    >>> parts_of({1: {"tone": 0.5}}, 3)
+    {'tone': [0.0, 0.5, 0.0]}
+    """
+    parts = {name: [0.0] * size for of_sample in found.values() for name in of_sample}
+    for place, of_sample in found.items():
+        for name, value in of_sample.items():
+            parts[name][place] = value
+    return parts
 
 
 class Reward(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, parts_of
 from coordinator.learn.rewards.workers.pool import RewardWorkers
 from coordinator.learn.rewards.workers.signature import unfilled
 from coordinator.learn.rewards.workers.task import Answer, Task
@@ -99,14 +99,14 @@ class OwnFunction(Reward):
         jobs = samples if single else [[samples[place] for place in call] for call in calls]
         budget = max(_FEW, int(self._section.max_error_share * len(jobs)))
         answers = await self._workers.map(jobs, give_up_after=0 if self._section.on_error == "stop" else budget)
-        values, errors = [0.0] * len(items), dict[int, str]()
+        values, errors, parts = [0.0] * len(items), dict[int, str](), dict[int, Mapping[str, float]]()
         for call, answer in zip(calls, answers, strict=True):
             scores = [0.0] * len(call) if answer.failed else [answer.value] if single else answer.value
             for place, value in zip(call, scores, strict=True):
-                values[place] = value
+                values[place], parts[place] = value if isinstance(value, list) else (value, {})
                 if answer.failed:
                     errors[place] = self._why(answer)
-        return Scores(values=values, errors=errors)
+        return Scores(values=values, errors=errors, parts=parts_of(parts, len(items)))
 
     async def close(self) -> None:
         """End the worker processes, busy ones too."""

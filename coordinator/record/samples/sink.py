@@ -12,7 +12,7 @@ from coordinator.record.report import IterationRecord
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import Finished
 from tandem_config.schema import SamplesSection
-from tandem_files.atomic import nothing_more
+from tandem_files.atomic import no_check
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import DROPPED, EVALUATED, MASKED, TRAIN, TRAINED, UNSCORED
 from tandem_files.tokenizer import TextCodec
@@ -26,14 +26,14 @@ class SampleSink:
 
     Attributes:
         truncated: grpo.truncated.
-        last_look: called immediately before a file is written; raises if this coordinator no longer leads the run.
+        before_write: called immediately before a file is written; raises if this coordinator no longer leads the run.
     """
 
     folder: SampleFolder
     settings: SamplesSection
     codec: TextCodec
     truncated: Literal["keep", "mask"]
-    last_look: Callable[[], None] = nothing_more
+    before_write: Callable[[], None] = no_check
     _sizes: dict[int, int] | None = field(default=None, init=False)
 
     @property
@@ -65,7 +65,7 @@ class SampleSink:
         if self._sizes is None:
             self._sizes = self.folder.sizes()
             for number in [number for number in self._sizes if number >= iteration]:
-                self.last_look()
+                self.before_write()
                 self.folder.remove(number)
                 del self._sizes[number]
         return self._sizes
@@ -92,7 +92,7 @@ class SampleSink:
 
     def _write(self, batch: Batch) -> int:
         table = table_of_batch(batch, self.codec, token_ids=self.settings.token_ids)
-        return self.folder.write(batch.iteration, batch.kind, table, self.last_look)
+        return self.folder.write(batch.iteration, batch.kind, table, self.before_write)
 
 
 def _uses(record: IterationRecord, truncated: str) -> NDArray[np.str_]:

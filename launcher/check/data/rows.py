@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator.data.formatting import PromptFormat, prompt_format
+from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
@@ -33,12 +34,14 @@ class CheckedData:
         train: the passes over the sources of data.train, if all rows can be used.
         formats: which rendered and tokenized them.
         columns: those of the rows; empty if none could be read.
+        indices: where the rows lie, for the coordinator.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
     train: list[Scan] = field(default_factory=list)
     formats: PromptFormat | None = None
     columns: list[str] = field(default_factory=list)
+    indices: list[RowIndex] = field(default_factory=list)
 
 
 def check_data(
@@ -62,7 +65,7 @@ def check_data(
     for part in _PARTS:
         if getattr(config.data, part) is None or not usable(f"data.{part}", *_COLUMNS):
             continue
-        scans, problems = _check_part(config, part, found.formats, read_answers=read_answers)
+        scans, problems = _check_part(config, part, found.formats, found.indices, read_answers=read_answers)
         found.problems += problems
         found.columns += [name for scan in scans for name in scan.columns if name not in found.columns]
         longest = max([longest, *(scan.longest for scan in scans)])
@@ -73,7 +76,7 @@ def check_data(
         "evaluation.sets", "grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length", *_COLUMNS
     ):
         for sampled in config.evaluation.sets:
-            found.problems += _check_set(config, sampled, found.formats, spec, read_answers=read_answers)
+            found.problems += _check_set(config, sampled, found, spec, read_answers=read_answers)
     if found.formats is not None:
         found.problems += check_arguments(config, found.formats)
     if usable(
@@ -87,9 +90,9 @@ def check_data(
 
 
 def _check_part(
-    config: RunConfig, part: DataKey, formats: PromptFormat | None, *, read_answers: bool
+    config: RunConfig, part: DataKey, formats: PromptFormat | None, indices: list[RowIndex], *, read_answers: bool
 ) -> tuple[list[Scan], list[ConfigProblem]]:
-    """Read all rows of a part. Returns: what was found in each source, and the problems."""
+    """Read all rows of a part. Returns: what was found in each source, and the problems; `indices` get more."""
     key = f"data.{part}"
     answers = AnswerSample()
     plain = None if formats is None else PlainPrompts(formats)
@@ -101,7 +104,7 @@ def _check_part(
     )
     try:
         sources = find_sources(config.data, part)
-        scans = [scanner.scan(source) for source in sources]
+        scans = [_scan(config, scanner, source, indices) for source in sources]
     except DataError as error:
         return [], [_problem(key, problem) for problem in error.problems]
     except OSError as error:
@@ -116,17 +119,27 @@ def _check_part(
     return scans, problems + _check_overlap(config, part, sources)
 
 
+def _scan(config: RunConfig, scanner: Scanner, source: RowSource, indices: list[RowIndex]) -> Scan:
+    if scanner.format is None:
+        return scanner.scan(source)
+    indexer = Indexer(config.data, source, scanner.format)
+    scan = replace(scanner, keep=indexer.add).scan(source)
+    index = indexer.index(scan)
+    indices += [] if index is None else [index]
+    return scan
+
+
 def _check_set(
     config: RunConfig,
     sampled: EvaluationSet,
-    formats: PromptFormat | None,
+    found: CheckedData,
     spec: ModelSpec | None,
     *,
     read_answers: bool,
 ) -> list[ConfigProblem]:
     """Check the data of an evaluation set as data.heldout is checked, and that its completions fit."""
     own = config.model_copy(update={"data": config.data.model_copy(update={"heldout": sampled.data})})
-    scans, problems = _check_part(own, "heldout", formats, read_answers=read_answers)
+    scans, problems = _check_part(own, "heldout", found.formats, found.indices, read_answers=read_answers)
     renamed = [replace(problem, key="evaluation.sets") for problem in problems]
     return [*renamed, *check_set(config, sampled, spec, max((scan.longest for scan in scans), default=0))]
 

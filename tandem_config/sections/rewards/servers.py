@@ -34,10 +34,10 @@ class ServerSection(FailureSection):
         json_schema_extra=about("enough to keep a server busy; its own queue is not filled", unit="calls"),
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
-        4,
+        7,
         description="Repetitions of a call that failed for a reason that may pass (unreachable, late, too busy), after "
-        "0.5 s, 1 s, 2 s, ... 30 s at most, or as long as the server asks for.",
-        json_schema_extra=about("a server that restarts is back within 15 s", unit="calls"),
+        "0.5 s, 1 s, 2 s, ... 30 s or down to half of that, or as long as the server asks for.",
+        json_schema_extra=about("30 s at least: a server that restarts is back by then", unit="calls"),
     )
     open_after: PositiveInt = Field(
         3,
@@ -48,7 +48,7 @@ class ServerSection(FailureSection):
     open_s: PositiveFloat = Field(
         15.0,
         description="Seconds for which an open circuit stays open.",
-        json_schema_extra=about("as long as the retries of a call take", unit="s"),
+        json_schema_extra=about("a server that is back is noticed soon, one that is down is left alone", unit="s"),
     )
     start_timeout_s: Timeout = Field(
         120.0,

@@ -54,6 +54,21 @@ def score(completion, answer, num_tokens, truncated, level, scale, bonus=1):
     assert found == Scores(values=[1.5, 111.5, 201.5])
 
 
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_dict_is_a_score_with_parts(tmp_path: Path, batch: bool) -> None:
+    code = """
+def one(answer):
+    if answer == "1":
+        return 3
+    return {"score": 2.0, "format": answer == "2", "pred": answer} if answer != "3" else {"pred": 0}
+"""
+    code += "def score(answers): return [one(answer) for answer in answers]" if batch else "score = one"
+    found = await scores(tmp_path, code, items(3 if batch else 4))
+    assert found.values[:3] == [2.0, 3.0, 2.0]
+    assert {name: part[:3] for name, part in found.parts.items()} == {"format": [0.0, 0.0, 1.0]}
+    assert found.errors == ({} if batch else {3: "it returned a dict without 'score' ('pred')"})
+
+
 @pytest.mark.parametrize(
     ("signature", "settings", "sizes"),
     [

@@ -22,6 +22,7 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_files.exports import note_template
 from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from tests.kit.stores import same
@@ -168,6 +169,17 @@ async def test_export_then_export_again(stub: Any, folder: Path) -> None:
     # model.tokenizer_path's
     assert (out / "tokenizer.json").read_bytes() == (folder.parent / "tokenizer" / "tokenizer.json").read_bytes()
     assert "model.embed_tokens.weight" in load_file(out / "model.safetensors")
+
+
+async def test_an_export_has_the_chat_template_of_the_run(
+    stub: Any, folder: Path, shared_trainer: TrainerProcesses
+) -> None:
+    note_template(shared_trainer.run_dir, "mine")
+    try:
+        await write(stub, str(folder / "hf"), "ExportModel")
+    finally:
+        note_template(shared_trainer.run_dir, None)
+    assert (folder / "hf" / "chat_template.jinja").read_text() == "mine"
 
 
 async def test_an_export_that_cannot_be_written_is_an_error_of_the_call_only(

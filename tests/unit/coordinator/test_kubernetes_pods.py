@@ -9,8 +9,8 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
-from coordinator.fleet.kubernetes.api.pods import Fate, Pod, read_pod, selector
-from coordinator.fleet.kubernetes.arrivals import trainer_fate
+from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, selector
+from coordinator.fleet.kubernetes.arrivals import trainer_outlook
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.keeper import read_vital
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
@@ -41,75 +41,91 @@ OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
 
 
 @pytest.mark.parametrize(
-    ("status", "metadata", "fate", "trouble"),
+    ("status", "metadata", "outlook", "trouble"),
     [
-        (READY, {}, Fate.UP, ""),
-        (READY, {"deletionTimestamp": "2026-11-20T14:00:00Z"}, Fate.COMING, ""),
-        ({"phase": "Pending"}, {}, Fate.COMING, ""),
-        ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, {}, Fate.COMING, "unschedulable: 0/3 nodes: no gpu"),
-        (waiting("ContainerCreating"), {}, Fate.COMING, ""),
-        (waiting("ErrImagePull", "no such tag"), {}, Fate.COMING, "container trainer: ErrImagePull: no such tag"),
-        (waiting("ImagePullBackOff", "tag"), {}, Fate.DEAD, "container trainer: ImagePullBackOff: tag"),
+        (READY, {}, PodOutlook.UP, ""),
+        (READY, {"deletionTimestamp": "2026-11-20T14:00:00Z"}, PodOutlook.COMING, ""),
+        ({"phase": "Pending"}, {}, PodOutlook.COMING, ""),
+        (
+            {"phase": "Pending", "conditions": [UNSCHEDULABLE]},
+            {},
+            PodOutlook.COMING,
+            "unschedulable: 0/3 nodes: no gpu",
+        ),
+        (waiting("ContainerCreating"), {}, PodOutlook.COMING, ""),
+        (waiting("ErrImagePull", "no such tag"), {}, PodOutlook.COMING, "container trainer: ErrImagePull: no such tag"),
+        (waiting("ImagePullBackOff", "tag"), {}, PodOutlook.DEAD, "container trainer: ImagePullBackOff: tag"),
         (
             waiting("CreateContainerConfigError", 'secret "redis-auth" not found'),
             {},
-            Fate.DEAD,
+            PodOutlook.DEAD,
             'container trainer: CreateContainerConfigError: secret "redis-auth" not found',
         ),
         (
             waiting("CrashLoopBackOff", restarts=1, last=OOM),
             {},
-            Fate.COMING,
+            PodOutlook.COMING,
             "container trainer: CrashLoopBackOff: OOMKilled (exit code 137), 1 restarts",
         ),
         (
             waiting("CrashLoopBackOff", restarts=7, last=OOM),
             {},
-            Fate.DEAD,
+            PodOutlook.DEAD,
             "container trainer: CrashLoopBackOff: OOMKilled (exit code 137), 7 restarts",
         ),
         (
             {"phase": "Failed", "reason": "Evicted", "message": "node was low on memory"},
             {},
-            Fate.COMING,
+            PodOutlook.COMING,
             "ended by the cluster (Evicted: node was low on memory)",
         ),
-        ({"phase": "Failed"}, {}, Fate.DEAD, "ended (failed)"),
-        ({"phase": "Succeeded"}, {}, Fate.DEAD, "ended (succeeded)"),
+        ({"phase": "Failed"}, {}, PodOutlook.DEAD, "ended (failed)"),
+        ({"phase": "Succeeded"}, {}, PodOutlook.DEAD, "ended (succeeded)"),
     ],
 )
-def test_a_pods_fate_is_that_of_its_state(
-    status: dict[str, Any], metadata: dict[str, Any], fate: Fate, trouble: str
+def test_a_pods_outlook_is_that_of_its_state(
+    status: dict[str, Any], metadata: dict[str, Any], outlook: PodOutlook, trouble: str
 ) -> None:
     pod = pod_of(status, **metadata)
-    assert (pod.fate, pod.trouble) == (fate, trouble)
+    assert (pod.outlook, pod.trouble) == (outlook, trouble)
     assert pod.leaving == bool(metadata)
-    assert pod.ready == (fate is Fate.UP)
+    assert pod.ready == (outlook is PodOutlook.UP)
 
 
-def a_pod(name: str, fate: Fate, trouble: str = "", component: str = "trainer") -> Pod:
-    ready = fate is Fate.UP
+def a_pod(name: str, outlook: PodOutlook, trouble: str = "", component: str = "trainer") -> Pod:
+    ready = outlook is PodOutlook.UP
     return Pod(
-        name=name, uid=name, component=component, leaving=False, ready=ready, restarts=0, fate=fate, trouble=trouble
+        name=name,
+        uid=name,
+        component=component,
+        leaving=False,
+        ready=ready,
+        restarts=0,
+        outlook=outlook,
+        trouble=trouble,
     )
 
 
 @pytest.mark.parametrize(
-    ("pods", "fate", "told"),
+    ("pods", "outlook", "told"),
     [
-        ([], Fate.COMING, "no pod yet"),
-        ([a_pod("rollout-0", Fate.DEAD, component="rollout")], Fate.COMING, "no pod yet"),
-        ([a_pod("trainer-0", Fate.UP), a_pod("trainer-1", Fate.UP)], Fate.UP, ""),
-        ([a_pod("trainer-0", Fate.UP), a_pod("trainer-1", Fate.COMING)], Fate.COMING, "trainer-1: not ready"),
+        ([], PodOutlook.COMING, "no pod yet"),
+        ([a_pod("rollout-0", PodOutlook.DEAD, component="rollout")], PodOutlook.COMING, "no pod yet"),
+        ([a_pod("trainer-0", PodOutlook.UP), a_pod("trainer-1", PodOutlook.UP)], PodOutlook.UP, ""),
         (
-            [a_pod("trainer-0", Fate.COMING), a_pod("trainer-1", Fate.DEAD, "wrong image")],
-            Fate.DEAD,
+            [a_pod("trainer-0", PodOutlook.UP), a_pod("trainer-1", PodOutlook.COMING)],
+            PodOutlook.COMING,
+            "trainer-1: not ready",
+        ),
+        (
+            [a_pod("trainer-0", PodOutlook.COMING), a_pod("trainer-1", PodOutlook.DEAD, "wrong image")],
+            PodOutlook.DEAD,
             "trainer-1: wrong image",
         ),
     ],
 )
-def test_the_trainers_fate_is_that_of_its_worst_pod(pods: list[Pod], fate: Fate, told: str) -> None:
-    assert trainer_fate(pods) == (fate, told)
+def test_the_trainers_outlook_is_that_of_its_worst_pod(pods: list[Pod], outlook: PodOutlook, told: str) -> None:
+    assert trainer_outlook(pods) == (outlook, told)
 
 
 def test_a_run_id_that_is_no_label_is_refused_by_name() -> None:
@@ -213,32 +229,38 @@ def test_throttling_says_how_long(header: dict[str, str], seconds: float) -> Non
     assert found.retry_after_s == seconds
 
 
-def a_worker(name: str, fate: Fate, trouble: str = "", *, leaving: bool = False) -> Pod:
+def a_worker(name: str, outlook: PodOutlook, trouble: str = "", *, leaving: bool = False) -> Pod:
     return dataclasses.replace(
-        a_pod(name, fate, trouble, "rollout-worker"), leader=name.rpartition("-")[0], leaving=leaving, restarts=2
+        a_pod(name, outlook, trouble, "rollout-worker"), leader=name.rpartition("-")[0], leaving=leaving, restarts=2
     )
 
 
-LEADER = a_pod("rollout-0", Fate.UP, component="rollout")
+LEADER = a_pod("rollout-0", PodOutlook.UP, component="rollout")
 
 
 @pytest.mark.parametrize(
-    ("workers", "leaving", "ready", "fate", "trouble"),
+    ("workers", "leaving", "ready", "outlook", "trouble"),
     [
-        ([], False, True, Fate.UP, ""),
-        ([a_worker("rollout-0-1", Fate.UP)], False, True, Fate.UP, ""),
-        ([a_worker("rollout-0-1", Fate.COMING)], False, False, Fate.COMING, ""),
-        ([a_worker("rollout-0-1", Fate.UP), a_worker("rollout-0-2", Fate.DEAD, "oom")], True, False, Fate.DEAD, "oom"),
-        ([a_worker("rollout-0-1", Fate.COMING, leaving=True)], True, False, Fate.COMING, ""),
-        ([a_worker("rollout-1-1", Fate.DEAD, "of another engine")], False, True, Fate.UP, ""),
+        ([], False, True, PodOutlook.UP, ""),
+        ([a_worker("rollout-0-1", PodOutlook.UP)], False, True, PodOutlook.UP, ""),
+        ([a_worker("rollout-0-1", PodOutlook.COMING)], False, False, PodOutlook.COMING, ""),
+        (
+            [a_worker("rollout-0-1", PodOutlook.UP), a_worker("rollout-0-2", PodOutlook.DEAD, "oom")],
+            True,
+            False,
+            PodOutlook.DEAD,
+            "oom",
+        ),
+        ([a_worker("rollout-0-1", PodOutlook.COMING, leaving=True)], True, False, PodOutlook.COMING, ""),
+        ([a_worker("rollout-1-1", PodOutlook.DEAD, "of another engine")], False, True, PodOutlook.UP, ""),
     ],
 )
 def test_an_engine_is_as_its_worst_pod(
-    workers: list[Pod], leaving: bool, ready: bool, fate: Fate, trouble: str
+    workers: list[Pod], leaving: bool, ready: bool, outlook: PodOutlook, trouble: str
 ) -> None:
-    (engine,) = engines([LEADER, *workers, a_pod("trainer-0", Fate.DEAD)])
+    (engine,) = engines([LEADER, *workers, a_pod("trainer-0", PodOutlook.DEAD)])
     assert (engine.name, engine.uid) == ("rollout-0", "rollout-0")
-    assert (engine.leaving, engine.ready, engine.fate) == (leaving, ready, fate)
+    assert (engine.leaving, engine.ready, engine.outlook) == (leaving, ready, outlook)
     assert engine.trouble == (f"rollout-0-2: {trouble}" if trouble else "")
     assert engine.restarts == sum(2 for pod in workers if pod.leader == "rollout-0")
 

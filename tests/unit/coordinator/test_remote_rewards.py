@@ -1,6 +1,7 @@
 """Remote rewards against a served RewardServicer: what is sent, what comes back, and how failures are named."""
 
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from coordinator.learn.rewards.base import ScoredText, Scores, StoppedOnly
 from coordinator.learn.rewards.registry import build_rewards, start_rewards
 from coordinator.learn.rewards.servers.remote import RemoteScores
+from coordinator.learn.rewards.servers.samples import to_sample, wire_bytes
 from reward_service import NotScored, RewardSample, RewardScorer, SampleScore
 from reward_service.servicer import FULL_NAME, RewardServicer
 from servicekit.errors import TooLarge
@@ -125,6 +127,48 @@ async def test_batches_are_as_small_as_both_want_and_scores_are_in_order(remote:
         scores = await (await remote(scorer, batch_size=batch_size)).score(items)
         assert scores.values == [float(size) for size in range(11)]
         assert sorted(len(call) for call in scorer.calls) == sizes
+
+
+async def test_no_call_is_larger_than_a_message_may_be(remote: Remote) -> None:
+    mib = 2**20
+    sizes = [3 * mib // 2] * 5 + [5 * mib, 1]
+    items = [text(letter * size, sample_id=letter) for letter, size in zip("abcdefg", sizes, strict=True)]
+    scorer = Lengths()
+    scores = await (await remote(scorer)).score(items)
+    assert scores == Scores(values=list(map(float, sizes)))
+    assert sorted("".join(sample.completion[0] for sample in call) for call in scorer.calls) == [
+        "ab",
+        "cd",
+        "e",
+        "f",
+        "g",
+    ]
+
+
+@pytest.mark.parametrize("said", ["a", "\u4e2d\u00e9", '\n"\\'])
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_the_bytes_of_a_sample_are_at_least_those_of_its_message(said: str, token_ids: bool) -> None:
+    numbers: dict[str, Any] = {"num_tokens": 2**31, "prompt_ids": [2**31] * 200, "completion_ids": [2**31]}
+    item = text(said, 2**31, prompt=said, columns={"a": [said, 0.1, None]}, truncated=True, **numbers)
+    message = reward_pb2.ScoreBatchRequest(samples=[to_sample(item, token_ids=token_ids)])
+    (bound,) = wire_bytes([item], token_ids=token_ids)
+    assert message.ByteSize() <= bound <= message.ByteSize() + 64
+
+
+@pytest.mark.parametrize(
+    ("scorer", "named"),
+    [(Lengths(), "g0#xx"), (Groups(), "the group of g0#xx.*, 2 samples that must stay together,")],
+)
+async def test_a_message_that_is_too_large_names_its_sample_and_is_not_repeated(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, scorer: Lengths, named: str
+) -> None:
+    monkeypatch.setattr("servicekit.rpc.server.SERVER_OPTIONS", (("grpc.max_receive_message_length", 2000),))
+    monkeypatch.setattr("coordinator.learn.rewards.servers.samples._MOST_BYTES", 2000)
+    reward = await remote(scorer, start_timeout_s=30, retries=100)
+    scores = await reward.score([text("x" * 3000), text("y"), text("z", 1)])
+    assert scores.values[2] == 1.0
+    assert 0 in scores.errors
+    assert re.match(named + r".* makes a message of 0.0 MiB, which is too large: raise the server's", scores.errors[0])
 
 
 async def test_groups_that_need_it_stay_whole(remote: Remote) -> None:

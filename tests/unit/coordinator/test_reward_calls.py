@@ -1,9 +1,12 @@
 """Repetition of calls to servers that score, and the circuit that opens while one is down."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.learn.rewards.servers.breaker import CircuitBreaker
 from coordinator.learn.rewards.servers.calls import (
@@ -95,8 +98,8 @@ class Server:
     async def pause(self, seconds: float) -> None:
         self.pauses_s.append(seconds)
 
-    def calls(self, **settings: int) -> ServerCalls:
-        return ServerCalls("s:1", ServerSection(**settings), self.pause)
+    def calls(self, name: str = "s", **settings: Any) -> ServerCalls:
+        return ServerCalls("s:1", ServerSection(name=name, **settings), self.pause)
 
 
 async def test_what_may_pass_is_repeated() -> None:
@@ -160,3 +163,29 @@ async def test_a_cancelled_call_says_nothing_of_the_server() -> None:
         await hanging
     server.failures.clear()
     assert await calls.call(server, BUDGET) == "done"
+
+
+async def test_the_default_retries_outlast_the_restart_of_a_server() -> None:
+    longest_s = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    for _ in range(20):
+        server = Server(*[CallFailedForNow("restarting")] * len(longest_s))
+        assert await server.calls().call(server, BUDGET) == "done"
+        assert all(most / 2 <= pause <= most for pause, most in zip(server.pauses_s, longest_s, strict=True))
+        assert sum(server.pauses_s) >= 30.0
+
+
+def exported(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"tandem_reward_{name}", labels)
+
+
+async def test_calls_and_the_circuit_are_measured() -> None:
+    server = Server(CallFailedForNow("busy"), CallFailed("no"), *[CallFailedForNow("down")] * 3)
+    calls = server.calls("measured", retries=1, open_after=1, open_s=1e-9)
+    assert exported("circuit_open", reward="measured") == 0
+    for circuit in (0, 1, 0):
+        with contextlib.suppress(CallFailed):
+            await calls.call(server, BUDGET)
+        assert exported("circuit_open", reward="measured") == circuit
+    assert exported("call_seconds_count", reward="measured", result="failed") == 4
+    assert exported("call_seconds_count", reward="measured", result="refused") == 1
+    assert exported("call_seconds_count", reward="measured", result="answered") == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.learn.rewards.function import VALUES
-from coordinator.learn.rewards.workers.own_code import BadScore, number, numbers_of
+from coordinator.learn.rewards.workers.own_code import BadScore, number, score_of, scores_of
 from coordinator.learn.rewards.workers.signature import PLURALS, Unfit, read_signature, unfilled
 
 ROW = {"level": 3, "answer": "from the row"}
@@ -121,9 +121,9 @@ class Scalar:
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, Scalar(1), Scalar(True)])
-def test_numbers_of_all_kinds_are_scores(value: Any) -> None:
+def test_scores_of_all_kinds_are_scores(value: Any) -> None:
     assert number(value) == 1.0
-    assert numbers_of((value, 0), 2) == [1.0, 0.0]
+    assert scores_of((value, 0), 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,12 @@ def test_numbers_of_all_kinds_are_scores(value: Any) -> None:
     [
         (None, "returned None, not a number"),
         ("1", "returned a str"),
-        ({"score": 1}, "returned a dict"),
+        ({"scores": 1, 2: 0}, r"returned a dict without 'score' \('scores', 2\)"),
+        ({"score": "1"}, "returned a str, not a number"),
+        ({"score": 1, "a b": 1}, "returned a part 'a b'; names are of letters"),
+        ({"score": 1, 2: 1}, "returned a part 2; names"),
+        ({"score": 1, "tone": float("nan")}, "its part tone: it returned nan, which is not finite"),
+        ({"score": 1, **{f"p{place}": 1 for place in range(17)}}, "returned 17 parts of a score, at most 16"),
         (float("nan"), "returned nan, which is not finite"),
         (Scalar(float("-inf")), "returned -inf"),
         ([1.0], "returned a list"),
@@ -139,9 +144,15 @@ def test_numbers_of_all_kinds_are_scores(value: Any) -> None:
 )
 def test_what_is_no_score_is_named(value: Any, message: str) -> None:
     with pytest.raises(BadScore, match=message):
-        number(value)
+        score_of(value)
     with pytest.raises(BadScore, match=message if value != [1.0] else "returned a list, not a number"):
-        numbers_of([0, value], 2)
+        scores_of([0, value], 2)
+
+
+def test_a_dict_has_a_score_and_parts_that_are_numbers() -> None:
+    value = {"score": Scalar(1.0), "format": True, "tone": 0.5, "pred": "7", "why": None, "tokens": [1]}
+    assert score_of(value) == (1.0, {"format": 1.0, "tone": 0.5})
+    assert scores_of([value, 2], 2) == [(1.0, {"format": 1.0, "tone": 0.5}), 2.0]
 
 
 @pytest.mark.parametrize(
@@ -150,4 +161,4 @@ def test_what_is_no_score_is_named(value: Any, message: str) -> None:
 )
 def test_a_wrong_number_of_scores_is_named(values: Any, message: str) -> None:
     with pytest.raises(BadScore, match=message):
-        numbers_of(values, 2)
+        scores_of(values, 2)

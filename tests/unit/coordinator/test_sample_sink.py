@@ -72,13 +72,13 @@ def finished(number: int, *, evaluated: bool = False, generated: Generation = FO
 def make_sink(tmp_path: Path) -> Any:
     codec = TextCodec.from_folders(write_model(tmp_path / "model"))
 
-    def make(last_look: Any = lambda: None, **settings: Any) -> SampleSink:
+    def make(before_write: Any = lambda: None, **settings: Any) -> SampleSink:
         return SampleSink(
             folder=SampleFolder(tmp_path),
             settings=SamplesSection(**settings),
             codec=codec,
             truncated="mask",
-            last_look=last_look,
+            before_write=before_write,
         )
 
     return make
@@ -158,7 +158,7 @@ def test_a_coordinator_that_was_replaced_changes_nothing(make_sink: Any, tmp_pat
 
     make_sink().take(finished(5))
     with pytest.raises(Unavailable):
-        make_sink(last_look=refuse).take(finished(3))
+        make_sink(before_write=refuse).take(finished(3))
     assert list(SampleFolder(tmp_path).iterations()) == [5]
 
 

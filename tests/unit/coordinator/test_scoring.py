@@ -13,6 +13,7 @@ from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.lengths import Length
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
+from coordinator.record.remarks import score_remarks
 from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model
@@ -120,11 +121,28 @@ async def test_failed_scores_have_a_budget(codec: TextCodec) -> None:
 async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
     groups = [group("1", *["1"] * 20) for _ in range(5)]
     scored = await scorer(codec, Failing(0, late=25)).score(groups)
-    assert (scored.num_timeouts, scored.num_unreadable, scored.unreadable_rows) == (25, 1, {1: "is empty"})
+    assert (scored.num_timeouts, scored.num_unreadable, scored.unreadable_rows) == (25, 1, {":1": "is empty"})
     with pytest.raises(Internal, match=r"longer than reward.timeout_s for 26 of 100 completions"):
         await scorer(codec, Failing(0, late=26)).score(groups)
     few = [group("1", "1", "1", "1", "1")]
     assert (await scorer(codec, Failing(0, late=2)).score(few)).num_timeouts == 2
+
+
+async def test_unreadable_answers_of_equal_rows_in_two_files_are_told_apart(codec: TextCodec) -> None:
+    def of_file(name: str) -> Group:
+        prompt = Prompt(row=7, token_ids=[3], answer="", file=f"data/{name}.jsonl", file_label=name)
+        return Group(group_id=name, prompt=prompt, completions=(completion("1"), completion("2")))
+
+    known: set[str] = set()
+    said = []
+    for name in ("a", "b", "a"):
+        scored = await scorer(codec, Failing(0)).score([of_file(name)])
+        said += list(score_remarks("data.train", scored, known))
+    why = "the answer is empty, so every completion scores 0 (`tandem check` lists such rows)"
+    assert said == [
+        ("unreadable_answer", f"data.train, data/a.jsonl:7: {why}"),
+        ("unreadable_answer", f"data.train, data/b.jsonl:7: {why}"),
+    ]
 
 
 async def test_places_of_failures_are_those_of_all_completions() -> None:

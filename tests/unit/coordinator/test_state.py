@@ -51,7 +51,7 @@ def test_a_saved_state_is_the_same_and_its_generator_goes_on(tmp_path: Path) -> 
     assert other.permutation(50).tolist() == rng.permutation(50).tolist()
 
 
-def test_what_the_last_look_refuses_is_not_written(tmp_path: Path) -> None:
+def test_what_the_check_before_a_write_refuses_is_not_written(tmp_path: Path) -> None:
     def refuse() -> None:
         raise Evicted("another coordinator leads")
 
@@ -77,7 +77,7 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     loaded = load_newest(tmp_path, model="models/a", fingerprint="f00d")
     assert loaded is not None
     assert loaded.state.iteration == 4
-    (damage,) = loaded.sound.stepped_over
+    (damage,) = loaded.sound.skipped
     assert str(damage) == "the checkpoint of iteration 6 was not finished (it has no complete.json)"
 
 

@@ -172,7 +172,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [flip, cut, lambda path: path.unlink()], ids=["flipped", "truncated", "deleted"])
-def test_a_damaged_newest_checkpoint_is_stepped_over_by_name(
+def test_a_damaged_newest_checkpoint_is_skipped_by_name(
     tmp_path: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
     for iteration in (4, 8):
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_no_longer_pruned_for(tmp_path: Pa
     for iteration in (4, 8):
         make_full(tmp_path, iteration)
     flip(step_folder(tmp_path, 8) / "coordinator.json")
-    (damage,) = newest(tmp_path).stepped_over
+    (damage,) = newest(tmp_path).skipped
     aside = set_aside(damage)
     assert aside is not None
     assert aside.name == "damaged-step-00000008"
@@ -226,7 +226,7 @@ def test_the_last_or_a_numbered_checkpoint_is_chosen(tmp_path: Path) -> None:
         choose(tmp_path, "best")
     mark_best(tmp_path, best(4))
     assert choose(tmp_path, "best").folder == folders[4]
-    assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], stepped_over=[])
+    assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], skipped=[])
     for which, says in {"12": "no checkpoint of iteration 12", "first": "no checkpoint 'first'", "-4": "'-4'"}.items():
         with pytest.raises(ConfigError, match=rf"{says}.*: give last, best or an iteration, here 4, 8"):
             choose(tmp_path, which)

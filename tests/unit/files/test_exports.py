@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from servicekit.errors import ConfigError
-from tandem_files.exports import EXPORT, MARK, copy_companions, export_folder, list_exports, prune_exports, settle
+from tandem_files.exports import (
+    EXPORT,
+    MARK,
+    copy_companions,
+    export_folder,
+    list_exports,
+    note_template,
+    noted_template,
+    prune_exports,
+    settle,
+)
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -68,6 +78,25 @@ def test_with_a_tokenizer_of_its_own_no_file_of_the_models_is_mixed_in(tmp_path:
     assert set(found) == {*TOKENIZER, TEMPLATE, "config.json", MARK}
     assert {found[name].partition("/")[0] for name in {*TOKENIZER, TEMPLATE}} == {"tokens"}
     assert json.loads(found["config.json"])["eos_token_id"] == 1
+
+
+def test_a_runs_own_template_is_the_only_one(tmp_path: Path) -> None:
+    note_template(tmp_path, "mine\r\n")
+    tokens = make(
+        tmp_path / "tokens",
+        *TOKENIZER,
+        TEMPLATE,
+        "chat_template.json",
+        tokenizer_config={"chat_template": "t", "eos_token": "é"},
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_companions(make(tmp_path / "model", config={}), tokens, out, "bfloat16", {}, noted_template(tmp_path))
+    assert {path.name for path in out.iterdir()} == {*TOKENIZER, "config.json", MARK}
+    assert (out / "chat_template.jinja").read_bytes() == b"mine\r\n"
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"eos_token": "é"}
+    note_template(tmp_path, None)
+    assert noted_template(tmp_path) is noted_template(None) is None
 
 
 @pytest.mark.parametrize(

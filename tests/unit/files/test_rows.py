@@ -9,7 +9,7 @@ import pytest
 from tandem_files.rows import reading
 from tandem_files.rows.files import find_files
 from tandem_files.rows.problems import DataError, Faults, RowProblem
-from tandem_files.rows.reading import Row, RowKeys, read_rows
+from tandem_files.rows.reading import Row, RowKeys, first_record, read_rows
 
 
 @dataclass
@@ -261,3 +261,16 @@ def test_parquet_values_are_those_of_json(tmp_path: Path) -> None:
         "when": "2026-01-02T03:04:05+00:00", "price": "1.50", "raw": "/w==", "none": None, "tags": ["x"],
     }  # fmt: skip
     assert json.loads(json.dumps(row.columns)) == row.columns
+
+
+def test_the_first_record_has_all_columns_whatever_their_names(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf\n{"x": 1, "y": null}\n{"x": 2}\n')
+    assert first_record(lines) == (2, {"x": 1, "y": None})
+    assert first_record(write_parquet(tmp_path / "a.parquet", {"x": [{"a": "b"}], "y": [1]})) == (
+        1,
+        {"x": {"a": "b"}, "y": 1},
+    )
+    with pytest.raises(DataError, match=r"b.jsonl:1: is not valid JSON"):
+        first_record(write(tmp_path / "b.jsonl", b"{\n"))
+    with pytest.raises(DataError, match="has no rows"):
+        first_record(write(tmp_path / "c.jsonl", b"\n"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.data.cursor import DataCursor
+from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.data.prompts import load_prompts
-from coordinator.record.resuming import order_of
+from coordinator.record.resuming import order_of, reward_facts
 from coordinator.record.state import RunState
 from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
@@ -18,6 +18,7 @@ from servicekit.errors import ConfigError
 from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
 from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.digests import file_digest
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import (
@@ -169,6 +170,30 @@ def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
     (step_folder(run_dir, 1) / "complete.json").write_text(json.dumps([1]))
     (problem,) = resume(run_dir, file)
     assert "complete.json is damaged: it holds list" in problem.message
+
+
+def test_other_rewards_than_the_checkpoints_are_a_warning(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    code = tmp_path / "mine.py"
+    code.write_text("def score(completion): return 1")
+    old = [f"reward=[{{function: '{code}:score', weight: 2}}, {{kind: overlong}}]"]
+    state = RunState(
+        cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="", rewards=reward_facts(load_config(file, old))
+    )
+    state.save(step_folder(run_dir, 1) / "coordinator.json")
+    assert resume(run_dir, file, *old) == []
+    before = file_digest(code)["xxh3_128"][:12]
+    code.write_text("def score(completion): return 0")
+    after = file_digest(code)["xxh3_128"][:12]
+    assert [problem.severity for problem in resume(run_dir, file)] == ["warning"]  # the default reward instead
+    (problem,) = resume(run_dir, file, f"reward={{function: '{code}:score', weight: 3}}")
+    assert (problem.key, problem.severity) == ("--resume", "warning")
+    assert problem.message == (
+        'reward overlong: kind: "overlong" in the checkpoint, unset in the run; '
+        f"reward score: code of {code}: {before} in the checkpoint, {after} in the run; "
+        "reward score: weight: 2.0 in the checkpoint, 3.0 in the run: "
+        "the scores before and after this resume do not compare"
+    )
 
 
 def resume_with_data(run_dir: Path, file: Path, *changes: str) -> list[ConfigProblem]:

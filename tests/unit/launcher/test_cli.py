@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from tests.kit.folders import write_config
 
-COMMANDS = ("demo", "run", "check", "status", "top", "logs", "compare", "version")
+COMMANDS = ("demo", "init", "run", "check", "status", "top", "logs", "compare", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert "130 Ctrl-C" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "check", "status", "logs", "compare"])
+@pytest.mark.parametrize("command", ["demo", "init", "run", "check", "status", "logs", "compare"])
 def test_each_command_s_help_has_an_example(command: str) -> None:
     code, output = invoke(command, "--help")
     assert code == 0
@@ -132,10 +132,10 @@ def test_a_run_goes_on_without_the_reader_of_its_output() -> None:
 import sys
 from launcher.view.run_view import RunView, make_console
 view = RunView(make_console(), 10)
-view.say("first")
+view.print_line("first")
 sys.stdin.readline()  # the reader has gone
 for number in range(3):
-    view.say(f"line {number} " + "x" * 100_000)
+    view.print_line(f"line {number} " + "x" * 100_000)
 print("the end", file=sys.stderr)
 """
     pipe = subprocess.PIPE

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from tests.kit.stores import canonical_tensors, same
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
-# torch and safetensors are imported by the first of these tests.
-pytestmark = pytest.mark.timeout(60)
+# torch and safetensors are imported by the first of these tests, and by processes of one.
+pytestmark = pytest.mark.timeout(180)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -48,6 +50,33 @@ def export(run_dir: Path, out: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_the_trainers_image_does_the_same_without_the_launchers_packages(run_dir: Path, tmp_path: Path) -> None:
+    """The image has neither rich nor typer, nor the launcher."""
+    (run_dir / RESOLVED_CONFIG).unlink()
+    guard = "import sys; sys.modules.update(dict.fromkeys(['rich', 'typer', 'launcher', 'coordinator', 'jinja2'])); "
+    start = [sys.executable, "-c", guard + "from trainer_service.export import main; sys.exit(main())", str(run_dir)]
+
+    def export_in_image(*options: str) -> "subprocess.CompletedProcess[str]":
+        command = [*start, "--out", str(tmp_path / "out"), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+    refused = export_in_image()
+    assert (refused.returncode, f"has no {RESOLVED_CONFIG}" in refused.stderr) == (2, True), refused.stderr
+    config = ("-c", str(tmp_path / "tiny.yaml"))
+    wrong = export_in_image(*config, "--set", "model.pth=x")
+    assert (wrong.returncode, "did you mean model.path" in wrong.stderr) == (2, True), wrong.stderr
+    done = export_in_image(*config, "--checkpoint", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"iteration 4 of {run_dir} is in {tmp_path / 'out'}")
+    assert (
+        same(
+            load_file(tmp_path / "out" / "model.safetensors"),
+            canonical_tensors(ModelSpec.from_folder(tmp_path / "out"), 4),
+        )
+        == []
+    )
+
+
 @pytest.mark.parametrize(("options", "iteration"), [((), 8), (("--checkpoint", "last"), 8), (("--checkpoint", "4"), 4)])
 def test_the_chosen_checkpoint_is_written_with_its_tokenizer(
     run_dir: Path, tmp_path: Path, options: tuple[str, ...], iteration: int
@@ -64,6 +93,12 @@ def test_the_chosen_checkpoint_is_written_with_its_tokenizer(
     assert {path.name for path in out.iterdir()} == names
     mark = json.loads((out / "tandem_export.json").read_text())
     assert (mark["iteration"], mark["policy_version"]) == (iteration, 3)
+
+
+def test_the_runs_own_chat_template_comes_along(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "chat_template.jinja").write_text("mine")
+    code, output = export(run_dir, tmp_path / "out")
+    assert (code, (tmp_path / "out" / "chat_template.jinja").read_text()) == (0, "mine"), output
 
 
 def test_a_folder_with_something_else_is_left_alone(run_dir: Path, tmp_path: Path) -> None:

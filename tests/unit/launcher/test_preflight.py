@@ -475,6 +475,19 @@ def test_an_own_reward_that_is_missing_is_named_beside_all_else(tmp_path: Path) 
     assert problems["reward[1].function"].message == f"{tmp_path}/mine.py does not exist"
 
 
+@pytest.mark.parametrize(("value", "named"), [(None, True), (" ", True), ("sk-1", False)])
+def test_a_judge_without_its_key_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, named: bool
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    judge = "{kind: judge, url: 'http://h/v1', model: m, prompt: '{{ completion }}', api_key_env: JUDGE_KEY}"
+    found = check(write_config(tmp_path), f"reward=[{{}}, {judge}]")
+    assert [(problem.key, problem.value) for problem in found] == [("reward[1].api_key_env", "JUDGE_KEY")] * named
+    assert all("the key of http://h/v1, is not set or empty" in problem.message for problem in found)
+
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
 

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.data import index
+from coordinator.data.prompts import load_prompts
+from coordinator.data.scan import Scanner
 from launcher import commands
 from launcher.run import run
 from launcher.run.outcome import LaunchOutcome
@@ -14,6 +17,7 @@ from tandem_config.loading import load_config
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import write_config
 
 FAILED = LaunchOutcome(
@@ -56,6 +60,17 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_outcome(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == FAILED.text
     assert str(error) in lines[-2]
+
+
+def test_the_coordinator_finds_the_rows_that_were_checked(
+    tmp_path: Path, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_TICK_S", -60.0)  # the data have just been written
+    assert commands.run_command(write_config(tmp_path), [], resume=None) == 1
+    config, run_dir = launch.requests[0].config, launch.requests[0].run_dir
+    monkeypatch.delattr(Scanner, "scan")
+    prompts = load_prompts(config.data, "train", TextCodec.from_folders(config.model.path), run_dir)
+    assert prompts.num_prompts > 0
 
 
 def test_a_folder_that_cannot_be_made_is_not_started(

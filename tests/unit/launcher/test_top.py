@@ -1,10 +1,16 @@
 """`tandem top`'s picture of a run, from overviews as the coordinator makes them."""
 
+import json
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from launcher.view.top import show
 from launcher.view.top_view import Drawing, sparkline
+from tandem_files.run_folder import locked
 
 OVERVIEW: dict[str, Any] = {
     "now_s": 1000.0,
@@ -133,3 +139,49 @@ def test_a_run_that_has_just_begun_is_drawn_too() -> None:
 def test_a_level_curve_is_level() -> None:
     assert sparkline([(1, 2.0), (2, 2.0)]) == "▁▁"
     assert len(sparkline([(i, float(i)) for i in range(100)], width=10)) == 10
+
+
+def drawn(run_dir: Path, *, terminal: bool) -> str:
+    console = Console(file=StringIO(), width=100, height=30, force_terminal=terminal, color_system=None)
+    with console.capture() as captured:
+        show(run_dir, console, once=False)
+    return captured.get()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of which 2 iterations of 3 are done; its state is written by the tests."""
+    (tmp_path / "config.resolved.yaml").write_text("run: {iterations: 3}")
+    rows = [{"iteration": n, "reward_mean": n / 4, "reward/tidy_mean": 0.5, "iteration_s": 1.0} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def write_status(run_dir: Path, **state: Any) -> None:
+    (run_dir / "state.json").write_text(json.dumps({"iteration": 2, "policy_version": 4, **state}))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_that_is_over_is_drawn_from_its_folder(run_dir: Path, terminal: bool) -> None:
+    """In a terminal too it is drawn, and ends."""
+    write_status(run_dir, status="failed", error="the trainer is gone")
+    text = drawn(run_dir, terminal=terminal)
+    assert f"{run_dir.name}  failed  iteration 2 of 3, policy version 4\nthe trainer is gone" in text
+    lines = [each.rstrip() for each in text.splitlines()]
+    assert line(lines, "Reward ") == ["Reward", "0.5", "▁█"]
+    assert line(lines, "Reward: tidy") == ["Reward:", "tidy", "0.5", "▁▁"]
+
+
+def test_a_run_that_nobody_runs_here_is_drawn_with_a_warning(run_dir: Path) -> None:
+    write_status(run_dir, status="running")
+    text = drawn(run_dir, terminal=False)
+    assert "running  iteration 2 of 3" in text
+    assert "no launcher runs it on this machine" in text
+
+
+def test_a_run_that_is_resumed_is_starting_whatever_the_launch_before_has_left(run_dir: Path) -> None:
+    write_status(run_dir, status="interrupted", error="by SIGTERM")
+    with locked(run_dir):
+        text = drawn(run_dir, terminal=False)
+    assert "starting  iteration 2 of 3" in text
+    assert "SIGTERM" not in text

@@ -12,9 +12,10 @@ from rich.console import Console
 from launcher.run import outcome
 from launcher.run.logs import last_error
 from launcher.view.follow import show_event
-from launcher.view.metric_columns import columns_for, heading, line
+from launcher.view.metric_columns import columns_for, heading, line, rewards_line
 from launcher.view.plot import plot_rewards
 from launcher.view.run_view import RunView, make_console
+from launcher.view.status import describe
 from launcher.view.summary import print_summary, summary_lines
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_files.checkpoints import mark_complete, step_folder
@@ -58,6 +59,43 @@ def test_a_line_says_what_an_engineer_looks_at_first() -> None:
         *("3/40", "0.500", "-", "3.2", "25", "100", "0.125", "4321", "1.5", "1:05")
     ]
     assert set(line(columns, {}, 40).split()) == {"-"}
+
+
+REWARDS = {"reward/math_verify_mean": 0.412, "reward/tidy_mean": 0.9}
+
+
+@pytest.mark.parametrize(("width", "among"), [(80, False), (96, False), (97, True), (160, True)])
+def test_a_list_of_rewards_has_columns_where_there_is_room(width: int, among: bool) -> None:
+    stream = io.StringIO()
+    view = RunView(Console(file=stream, width=width, highlight=False, soft_wrap=True), 40)
+    for _ in range(2):
+        view.iteration({**ROW, **REWARDS})
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].split()[1:4] == ["reward", *(["math_verify", "tidy"] if among else ["heldout", "length"])]
+    assert lines[1].split()[1:4] == (["0.500", "0.412", "0.900"] if among else ["0.500", "-", "3.2"])
+    assert lines[2:4] == ([lines[1]] if among else ["       math_verify 0.412  tidy 0.900", lines[1]])
+
+
+def test_one_reward_is_not_shown_twice_and_many_are_cut() -> None:
+    columns = columns_for(80, 40)
+    assert rewards_line(columns, {**ROW, "reward/math_verify_mean": 0.5}, 40, 80) == ""
+    many = {f"reward/a_reward_of_mine_{n}_mean": n / 10 for n in range(9)}
+    text = rewards_line(columns, many, 40, 80)
+    assert len(text) == 80
+    assert text.endswith("…")
+    wide = columns_for(300, 40, ["a_name_of_twenty_chrs"])
+    assert "a_name_of_twent…" in heading(wide, 40)
+
+
+def test_rewards_are_in_the_summary_and_in_the_status_of_a_run_under_way(tmp_path: Path) -> None:
+    rows: list[dict[str, float | None]] = [{**ROW, **REWARDS}]
+    rows.append({**ROW, "reward/math_verify_mean": 0.73, "reward/tidy_mean": None})
+    assert dict(summary_lines(SUMMARY, rows, tmp_path))["rewards"] == "math_verify 0.412 -> 0.730"
+    assert "rewards" not in dict(summary_lines(SUMMARY, [ROW], tmp_path))
+    (tmp_path / "config.resolved.yaml").write_text("run: {}")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert dict(describe(tmp_path))["rewards"] == "math_verify 0.412, tidy 0.900"
 
 
 def test_the_time_left_is_in_the_line_and_beside_the_spinner() -> None:

@@ -1,11 +1,13 @@
 """Folders of processes that were killed go at the next start; those of living ones and of others stay."""
 
+import signal
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 from servicekit.life.temporary import OwnedFolder, remove_orphans
+from tests.kit.processes import Services
 
 OWNER = """
 import sys
@@ -55,3 +57,19 @@ def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
     owned.remove()
     owned.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_service_that_a_test_kills_leaves_no_semaphore(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        file = Path(f"/dev/shm/sem.{process.stdout.readline().decode().strip().removeprefix('/')}")
+        assert file.exists()
+        Services("", tmp_path, "t", processes={"service": process}).kill("service")
+        assert process.returncode == -signal.SIGKILL
+        assert not file.exists()

@@ -1,6 +1,7 @@
 """SampleChunk messages to samples, and the errors that name what is wrong."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from servicekit.errors import InvalidRequest
 from tests.unit.trainer.batches import LIMITS, message, random_samples
 from trainer_service.batch.checks import Limits, check_updates
 from trainer_service.batch.merge import merge
+from trainer_service.batch.samples import Samples
 
 
 def test_messages_are_joined_in_order() -> None:
@@ -65,3 +67,15 @@ def test_updates_must_be_complete_and_in_order(updates: list[int], num_updates: 
     with pytest.raises(InvalidRequest) as error:
         check_updates(samples, num_updates, announced)
     assert said in str(error.value)
+
+
+def test_ranks_get_token_ids_in_four_bytes_and_index_with_eight() -> None:
+    largest, limits = 2**31 - 1, replace(LIMITS, vocab_size=2**32)
+    sent = merge([message(token_ids=[1, 2, largest, 4, 5, 6])], limits)
+    parts = sent.to_parts()
+    assert len(parts[4]) == 4 * 6
+    received = Samples.from_parts(parts)
+    assert received.token_ids.tolist() == [1, 2, largest, 4, 5, 6]
+    assert received.token_ids.dtype == sent.token_ids.dtype == np.int64
+    with pytest.raises(InvalidRequest, match="token id 2147483648 at position 2"):
+        merge([message(token_ids=[1, 2, largest + 1, 4, 5, 6])], limits)

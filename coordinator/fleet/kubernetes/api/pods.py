@@ -1,6 +1,6 @@
 """Derives from a pod's status what it means for a run.
 
-pod                                                      fate
+pod                                                      outlook
 ready                                                    UP
 deleted, evicted, node lost or shut down; new; starting  COMING   its set replaces or starts it: wait
 image or configuration cannot be used; crashes again     DEAD     a person must act: waiting does not help
@@ -39,7 +39,7 @@ CRASHES_OF_A_DEAD_POD = 4
 _ENDED_BY_THE_CLUSTER = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 
 
-class Fate(Enum):
+class PodOutlook(Enum):
     """What happens to a pod without a person's help."""
 
     UP = "up"
@@ -65,7 +65,7 @@ class Pod:
     leaving: bool
     ready: bool
     restarts: int
-    fate: Fate
+    outlook: PodOutlook
     trouble: str
     leader: str = ""
 
@@ -93,7 +93,7 @@ def read_pod(pod: Any) -> Pod:
     containers = _containers(pod)
     leaving = pod.metadata.deletion_timestamp is not None
     ready = _condition(pod, "Ready", "True") is not None and not leaving
-    fate, trouble = (Fate.UP, "") if ready else _fate(pod, containers, leaving)
+    outlook, trouble = (PodOutlook.UP, "") if ready else _outlook(pod, containers, leaving)
     return Pod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
@@ -101,44 +101,44 @@ def read_pod(pod: Any) -> Pod:
         leaving=leaving,
         ready=ready,
         restarts=sum(container.restart_count for container in containers),
-        fate=fate,
+        outlook=outlook,
         trouble=trouble,
         leader=(pod.metadata.annotations or {}).get(LEADER_ANNOTATION, ""),
     )
 
 
-def _fate(pod: Any, containers: list[Any], leaving: bool) -> tuple[Fate, str]:
-    """Return the fate of a pod that is not ready, and its trouble."""
+def _outlook(pod: Any, containers: list[Any], leaving: bool) -> tuple[PodOutlook, str]:
+    """Return the outlook of a pod that is not ready, and its trouble."""
     if leaving:
-        return Fate.COMING, ""
+        return PodOutlook.COMING, ""
     if pod.status.phase in ("Failed", "Succeeded"):
-        return _fate_of_ended(pod, containers)
+        return _outlook_of_ended(pod, containers)
     unschedulable = _condition(pod, "PodScheduled", "False")
     if unschedulable is not None:
-        return Fate.COMING, f"unschedulable: {unschedulable.message or unschedulable.reason}"
+        return PodOutlook.COMING, f"unschedulable: {unschedulable.message or unschedulable.reason}"
     for container in containers:
         waiting = container.state.waiting if container.state is not None else None
         if waiting is not None and waiting.reason in _TROUBLE:
-            return _fate_of_waiting(container, waiting)
-    return Fate.COMING, ""
+            return _outlook_of_waiting(container, waiting)
+    return PodOutlook.COMING, ""
 
 
-def _fate_of_ended(pod: Any, containers: list[Any]) -> tuple[Fate, str]:
+def _outlook_of_ended(pod: Any, containers: list[Any]) -> tuple[PodOutlook, str]:
     reason = pod.status.reason or ""
     detail = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
     if reason in _ENDED_BY_THE_CLUSTER:
-        return Fate.COMING, f"ended by the cluster ({detail})"
-    return Fate.DEAD, f"ended ({detail or pod.status.phase.lower()})"
+        return PodOutlook.COMING, f"ended by the cluster ({detail})"
+    return PodOutlook.DEAD, f"ended ({detail or pod.status.phase.lower()})"
 
 
-def _fate_of_waiting(container: Any, waiting: Any) -> tuple[Fate, str]:
+def _outlook_of_waiting(container: Any, waiting: Any) -> tuple[PodOutlook, str]:
     trouble = f"container {container.name}: {waiting.reason}"
     why = _last_end([container]) if waiting.reason == "CrashLoopBackOff" else waiting.message
     trouble += f": {why}" if why else ""
     if waiting.reason == "CrashLoopBackOff":
         trouble += f", {container.restart_count} restarts"
-        return (Fate.DEAD if container.restart_count >= CRASHES_OF_A_DEAD_POD else Fate.COMING), trouble
-    return (Fate.DEAD if waiting.reason in _NEEDS_A_PERSON else Fate.COMING), trouble
+        return (PodOutlook.DEAD if container.restart_count >= CRASHES_OF_A_DEAD_POD else PodOutlook.COMING), trouble
+    return (PodOutlook.DEAD if waiting.reason in _NEEDS_A_PERSON else PodOutlook.COMING), trouble
 
 
 def _last_end(containers: list[Any]) -> str:

@@ -38,6 +38,11 @@ class CircuitBreaker:
         self._opened_s: float | None = None
         self._trying = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the circuit is open or half-open."""
+        return self._opened_s is not None
+
     def refusal(self) -> str:
         """Return why a call must not be made now; "": it may, and `succeeded`, `failed` or `withdrawn` must follow."""
         if self._opened_s is None:

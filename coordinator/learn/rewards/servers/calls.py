@@ -1,12 +1,15 @@
 """Calls of a server that scores: a few at a time, repeated if a failure may pass, refused while the server is down."""
 
 import asyncio
+import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import tenacity
 
 from coordinator.learn.rewards.servers.breaker import CircuitBreaker
+from coordinator.watch.metrics import REWARD_CALL_SECONDS, REWARD_CIRCUIT_OPEN
 from tandem_config.sections.rewards.servers import ServerSection
 
 T = TypeVar("T")
@@ -53,8 +56,12 @@ class CallFailedForNow(Exception):
 
 
 def wait_s(state: tenacity.RetryCallState) -> float:
-    """Return the pause before the next attempt: random up to a doubling limit, or what the server asks for."""
-    backoff = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)(state)
+    """Return the pause before the next attempt: half of a doubling limit to all of it, or what the server asks for.
+
+    Never less than half: retries that happen to be quick would give up while the server restarts.
+    """
+    limit_s = tenacity.wait_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)(state)
+    backoff = random.uniform(limit_s / 2, limit_s)
     error = None if state.outcome is None else state.outcome.exception()
     asked_s = error.after_s if isinstance(error, CallFailedForNow) else 0.0
     return max(backoff, min(asked_s, LONGEST_WAIT_S))
@@ -76,6 +83,8 @@ class ServerCalls:
         self._breaker = CircuitBreaker(server, open_after=section.open_after, open_s=section.open_s)
         self._tries = section.retries + 1
         self._sleep = sleep
+        self._reward = section.label
+        self._note_circuit()
 
     async def call(self, attempt: Callable[[], Awaitable[T]], budget: FailureBudget) -> T:
         """Make a call.
@@ -102,8 +111,11 @@ class ServerCalls:
             except BaseException:
                 self._breaker.withdrawn()
                 raise
-            self._breaker.succeeded()
-            return value
+            else:
+                self._breaker.succeeded()
+                return value
+            finally:
+                self._note_circuit()
 
     async def _repeated(self, attempt: Callable[[], Awaitable[T]]) -> T:
         retrying = tenacity.AsyncRetrying(
@@ -115,6 +127,27 @@ class ServerCalls:
         )
 
         async def once() -> T:
-            return await attempt()
+            return await self._measured(attempt)
 
         return await retrying(once)
+
+    async def _measured(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Send it once, and record how long that took and what came of it; a call that is given up is not recorded."""
+        started_s, result = time.monotonic(), ""
+        try:
+            value = await attempt()
+            result = "answered"
+            return value
+        except CallFailed:
+            result = "refused"
+            raise
+        except CallFailedForNow:
+            result = "failed"
+            raise
+        finally:
+            if result:
+                seconds = time.monotonic() - started_s
+                REWARD_CALL_SECONDS.labels(reward=self._reward, result=result).observe(seconds)
+
+    def _note_circuit(self) -> None:
+        REWARD_CIRCUIT_OPEN.labels(reward=self._reward).set(float(self._breaker.is_open))

@@ -1,17 +1,16 @@
 """A reward that a RewardService gives: samples in batches, by gRPC."""
 
 import asyncio
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME, Reward, ScoredText, Scores, parts_of
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
+from coordinator.learn.rewards.servers.samples import batched, to_sample
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
 from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
@@ -23,10 +22,9 @@ ROLE = "reward"
 SERVICE = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 # May pass; whatever else a server answers, it will answer again.
 _PASSING = (Unavailable, Aborted, DeadlineExceeded, TooLarge)
-# They become names of metrics.
-_PART = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
-_MOST_PARTS = 16
 _ASK_S, _PAUSE_S = 10.0, 0.5
+# How gRPC's implementations call a message that is over a limit of size, with RESOURCE_EXHAUSTED as for a full queue.
+_OVER_SIZE = re.compile(r"message (?:larger than max|exceeds maximum size|too large)", re.IGNORECASE)
 
 log = get_logger(__name__)
 
@@ -67,32 +65,31 @@ class RemoteScores(Reward):
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores."""
-        batches = list(_batches(items, self._most(), whole_groups=self._needs.needs_whole_groups))
+        limit = self._needs.max_batch_size
+        batches = batched(
+            items,
+            most=min(self._section.batch_size, limit) if limit else self._section.batch_size,
+            whole_groups=self._needs.needs_whole_groups,
+            token_ids=self._needs.needs_token_ids,
+        )
         budget = FailureBudget(self._section, len(items))
         scoring = (self._score_batch([items[place] for place in batch], budget) for batch in batches)
         found = await asyncio.gather(*scoring)
         values, errors = [0.0] * len(items), dict[int, str]()
-        parts: dict[str, list[float]] = {}
+        parts: dict[int, Mapping[str, float]] = {}
         for batch, scores in zip(batches, found, strict=True):
             for place, score in zip(batch, scores, strict=True):
                 if isinstance(score, str):
                     errors[place] = score
                     continue
                 values[place] = score.value
-                for name, value in score.parts.items():
-                    if name not in parts:
-                        parts[name] = [0.0] * len(items)
-                    parts[name][place] = value
-        return Scores(values=values, errors=errors, parts=parts)
+                parts[place] = score.parts
+        return Scores(values=values, errors=errors, parts=parts_of(parts, len(items)))
 
     async def close(self) -> None:
         """Close the connection."""
         if self._channel is not None:
             await self._channel.close()
-
-    def _most(self) -> int:
-        limit = self._needs.max_batch_size
-        return min(self._section.batch_size, limit) if limit else self._section.batch_size
 
     async def _described(self, channel: DeadlineChannel) -> reward_pb2.DescribeResponse:
         """Wait until the server serves. Raises: ValueError: it does not in time, with the reason, or it never can."""
@@ -145,6 +142,8 @@ class RemoteScores(Reward):
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             why = f"{self._section.address}: {type(failure).__name__}: {failure}"
+            if _OVER_SIZE.search(why):
+                raise CallFailed(_over_size(items, request.ByteSize(), why)) from error
             raise (CallFailedForNow(why) if isinstance(failure, _PASSING) else CallFailed(why)) from error
         if [score.sample_id for score in response.scores] != [item.sample_id for item in items]:
             raise CallFailed(
@@ -175,39 +174,14 @@ def _only_passing(error: TandemError, address: str) -> str:
     raise ValueError(f"reward server {address}: {type(error).__name__}: {error}{hint}") from error
 
 
-def _batches(items: Sequence[ScoredText], most: int, *, whole_groups: bool) -> Iterator[list[int]]:
-    """Return the places of the samples of each call; a group that must stay whole may exceed `most`."""
-    units = [[place] for place in range(len(items))]
-    if whole_groups:
-        units = [list(group) for _, group in groupby(range(len(items)), key=lambda place: items[place].group)]
-    batch: list[int] = []
-    for unit in units:
-        if batch and len(batch) + len(unit) > most:
-            yield batch
-            batch = []
-        batch = batch + unit
-    if batch:
-        yield batch
-
-
-def to_sample(item: ScoredText, *, token_ids: bool) -> reward_pb2.Sample:
-    """Make the message of a sample."""
-    return reward_pb2.Sample(
-        sample_id=item.sample_id,
-        group=item.group,
-        prompt=item.prompt,
-        completion=item.completion,
-        answer=item.answer,
-        columns_json=_json(item.columns),
-        num_tokens=item.num_tokens,
-        truncated=item.truncated,
-        prompt_token_ids=item.prompt_ids if token_ids else (),
-        completion_token_ids=item.completion_ids if token_ids else (),
+def _over_size(items: Sequence[ScoredText], size: int, why: str) -> str:
+    what = items[0].sample_id
+    if len(items) > 1:
+        what = f"the group of {what}, {len(items)} samples that must stay together,"
+    return (
+        f"{what} makes a message of {size / 2**20:.1f} MiB, which is too large: raise the server's limit of messages "
+        f"(grpc.max_receive_message_length), or lower grpc.max_new_tokens ({why})"
     )
-
-
-def _json(columns: Mapping[str, object]) -> str:
-    return json.dumps(columns, ensure_ascii=False, default=str) if columns else ""
 
 
 def _checked(score: reward_pb2.Score) -> "reward_pb2.Score | str":
@@ -216,8 +190,8 @@ def _checked(score: reward_pb2.Score) -> "reward_pb2.Score | str":
         return "the server gave neither a value nor an error"
     if score.WhichOneof("outcome") == "error":
         return score.error or "the server gave no reason"
-    names = [name for name in score.parts if not _PART.fullmatch(name)]
-    if names or len(score.parts) > _MOST_PARTS:
-        return f"the server's parts must be at most {_MOST_PARTS}, named by letters, digits and '_': {names[:1]}"
+    names = [name for name in score.parts if not PART_NAME.fullmatch(name)]
+    if names or len(score.parts) > MOST_PARTS:
+        return f"the server's parts must be at most {MOST_PARTS}, named by letters, digits and '_': {names[:1]}"
     odd = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
     return f"the server's score or a part of it is {odd[0]}" if odd else score

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME
 from coordinator.learn.rewards.workers.signature import Signature, Unfit, read_signature
 from coordinator.learn.rewards.workers.task import Work
 
@@ -80,6 +81,35 @@ class BadScore(ValueError):
     """A function returned what is no score."""
 
 
+def score_of(value: Any) -> float | tuple[float, dict[str, float]]:
+    """Take what a function returned as a score: a number, or a dict with it as `score`, beside parts of any kind.
+
+    Returns: the number; of a dict with the parts that are numbers, which the run reports; others are left out.
+    Raises: BadScore: it is no score.
+    """
+    if not isinstance(value, Mapping):
+        return number(value)
+    if "score" not in value:
+        raise BadScore(f"it returned a dict without 'score' ({_listed(value)})")
+    parts = {name: _part(name, part) for name, part in value.items() if name != "score" and _is_number(part)}
+    if len(parts) > MOST_PARTS:
+        raise BadScore(f"it returned {len(parts)} parts of a score, at most {MOST_PARTS} are reported")
+    return number(value["score"]), parts
+
+
+def _part(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or not PART_NAME.fullmatch(name):
+        raise BadScore(f"it returned a part {name!r:.60}; names are of letters, digits and '_', at most 40")
+    try:
+        return number(value)
+    except BadScore as error:
+        raise BadScore(f"its part {name}: {error}") from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | numbers.Real) or (getattr(value, "shape", None) == () and hasattr(value, "item"))
+
+
 def number(value: Any) -> float:
     """Take what a function returned as a score: a bool, int or float, of Python, NumPy or torch.
 
@@ -96,7 +126,7 @@ def number(value: Any) -> float:
     return score
 
 
-def numbers_of(values: Any, count: int) -> list[float]:
+def scores_of(values: Any, count: int) -> list[float | tuple[float, dict[str, float]]]:
     """Take what a function returned as the scores of `count` samples. Raises: BadScore: it is something else."""
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -105,21 +135,21 @@ def numbers_of(values: Any, count: int) -> list[float]:
         raise BadScore(f"it returned {_kind(values)}, not a list of {count} numbers{hint}")
     if len(values) != count:
         raise BadScore(f"it returned {len(values)} scores for {count} completions")
-    return [number(value) for value in values]
+    return [score_of(value) for value in values]
 
 
 def _synchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
     if signature.per == "sample":
-        return lambda sample: number(code(**signature.arguments(sample)))
-    return lambda samples: numbers_of(code(**signature.arguments_of_all(samples)), len(samples))
+        return lambda sample: score_of(code(**signature.arguments(sample)))
+    return lambda samples: scores_of(code(**signature.arguments_of_all(samples)), len(samples))
 
 
 def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
-    async def one(sample: Any) -> float:
-        return number(await code(**signature.arguments(sample)))
+    async def one(sample: Any) -> Any:
+        return score_of(await code(**signature.arguments(sample)))
 
-    async def several(samples: Any) -> list[float]:
-        return numbers_of(await code(**signature.arguments_of_all(samples)), len(samples))
+    async def several(samples: Any) -> Any:
+        return scores_of(await code(**signature.arguments_of_all(samples)), len(samples))
 
     return one if signature.per == "sample" else several
 
@@ -167,6 +197,10 @@ def _find(module: ModuleType, function: str, place: str) -> Any:
         close = difflib.get_close_matches(function, own, 1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no functions'}"
         raise Unfit(f"{place} has no {function}; {hint}") from None
+
+
+def _listed(value: Mapping[Any, Any]) -> str:
+    return ", ".join(f"{name!r:.40}" for name in list(value)[:5]) or "it is empty"
 
 
 def _kind(value: Any) -> str:

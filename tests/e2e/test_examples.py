@@ -1,4 +1,4 @@
-"""The example of chat data with a reward of its own: checked, and run, with a tiny model that has a chat template."""
+"""The examples with data like GSM8K, MATH and code: checked, and run, with a tiny model that has a chat template."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from examples.chat.rewards import tidy
 from tests.e2e.conftest import Tandem, rows_of, summary_of
@@ -17,7 +18,18 @@ from tests.kit.models import make_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(500)]
 
 Start = Callable[..., Tandem]
-EXAMPLE = REPO / "examples" / "chat"
+EXAMPLES = REPO / "examples"
+# By example: its rewards' names and weights.
+PARTS = {
+    "chat": {"math_verify": 1.0, "tidy": 0.2},
+    "math": {"math_verify": 1.0, "overlong": 1.0},
+    "code": {"passed": 1.0, "format": 0.1},
+}
+MEASURES = {
+    "chat": {"heldout": {"mean@1"}},
+    "math": {"easy": {"mean@1"}, "hard": {"mean@8", "pass@2", "pass@8", "maj@8"}},
+    "code": {"heldout": {"mean@1"}},
+}
 WORDS = ["<pad>", "<eos>", "<unk>", "<|user|>", *string.printable]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
@@ -25,16 +37,18 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% end
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Random weights, a token per character."""
-    folder = make_model(tmp_path / "model", vocab_size=len(WORDS), eos_token_id=1)
+    folder = make_model(tmp_path / "model", vocab_size=len(WORDS), eos_token_id=1, max_position_embeddings=2048)
     write_tokenizer(folder, WORDS)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<eos>"}))
     return folder
 
 
-def test_the_check_finds_nothing_but_the_missing_model(tandem: Start, model: Path) -> None:
-    check = ("check", "-c", str(EXAMPLE / "chat.yaml"))
+@pytest.mark.parametrize("name", PARTS)
+def test_the_check_finds_nothing_but_the_missing_model(tandem: Start, model: Path, name: str) -> None:
+    check = ("check", "-c", str(EXAMPLES / name / f"{name}.yaml"))
     good = tandem(*check, "--set", f"model.path={model}")
     assert good.wait_end() == 0, good.output()
+    assert "warning" not in good.output()
     missing = tandem(*check)
     assert missing.wait_end() == 2, missing.output()
     assert "model.path" in missing.output()
@@ -42,25 +56,30 @@ def test_the_check_finds_nothing_but_the_missing_model(tandem: Start, model: Pat
 
 @pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl"])
 def test_an_answer_as_the_rows_have_it_earns_everything(name: str) -> None:
-    for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines():
+    for line in (EXAMPLES / "chat" / name).read_text(encoding="utf-8").splitlines():
         assert tidy(json.loads(line)["answer"], num_tokens=40) == 1.0
 
 
 @pytest.mark.slow
-def test_it_runs_and_each_reward_has_its_curve(tandem: Start, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PARTS)
+def test_it_runs_and_each_reward_has_its_curve(tandem: Start, model: Path, tmp_path: Path, name: str) -> None:
     settings = {"model.path": model, "run.iterations": 2, "grpo.max_new_tokens": 16}
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    run = tandem("run", "-c", str(EXAMPLE / "chat.yaml"), *overrides)
+    config = EXAMPLES / name / f"{name}.yaml"
+    run = tandem("run", "-c", str(config), *overrides)
     assert run.wait_end(400) == 0, run.output()
-    folder = tmp_path / "runs" / "chat"
+    folder = tmp_path / "runs" / name
     rows = rows_of(folder)
     assert [row["iteration"] for row in rows] == [1, 2]
     for row in rows:
-        parts = row["reward/math_verify_mean"] + 0.2 * row["reward/tidy_mean"]
+        parts = sum(weight * row[f"reward/{part}_mean"] for part, weight in PARTS[name].items())
         assert math.isclose(row["reward_mean"], parts, abs_tol=1e-6)
+    for measured, measures in MEASURES[name].items():
+        assert {f"eval/{measured}/{measure}" for measure in measures} <= rows[-1].keys()
     assert summary_of(folder)["weight_sync"]["redundancy"] == 1.0
     samples = tandem("samples", str(folder), "--iteration", "2", "--json")
     assert samples.wait_end() == 0, samples.output()
     shown = json.loads(samples.lines[0])
-    assert shown["prompt"].startswith("<|user|>system: Think step by step.")
-    assert shown["reward_parts"].keys() == {"math_verify", "tidy"}
+    system_prompt = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["system_prompt"]
+    assert shown["prompt"].startswith(f"<|user|>system: {system_prompt}\n<|user|>user: ")
+    assert shown["reward_parts"].keys() == PARTS[name].keys()

@@ -1,0 +1,154 @@
+"""How far a run is: counts finished iterations into its state, and says in events, metrics and log what is new."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.flow import DataKey, Scored, SyncResult
+from coordinator.record.health import Watch, troubles
+from coordinator.record.remarks import remarks, score_remarks
+from coordinator.record.report import IterationRecord, numeric
+from coordinator.record.state import RunState
+from coordinator.watch import metrics
+from coordinator.watch.events import EventKind, EventLog
+from servicekit.errors import Internal
+from servicekit.logs import get_logger
+from tandem_files.metrics_file import Row
+
+# Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
+# change meanwhile, so waiting cannot change the outcome.
+MAX_SKIPPED_IN_A_ROW = 10
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The progress of a run.
+
+    Attributes:
+        logprob_diff_limit: grpo.logprob_diff_limit.
+    """
+
+    state: RunState
+    events: EventLog
+    logprob_diff_limit: float
+    # By data file or set, rows with an unreadable answer that were warned about.
+    _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
+    _curves: list[dict[str, float]] = field(default_factory=list, init=False)
+    _watch: Watch = field(default_factory=Watch, init=False)
+
+    def load(self, rows: Sequence[Row]) -> None:
+        """Begin with the rows of earlier processes."""
+        self._curves.extend(numeric(row) for row in rows)
+
+    def start(self) -> None:
+        """Set the metrics to the state with which the first iteration begins."""
+        self._set_position()
+        metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
+        if self.state.initial_accuracy is not None:
+            metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
+
+    def announce(self, part: str) -> None:
+        """Announce that a part of an iteration begins."""
+        self.state.last_progress_s = time.time()
+        metrics.progress()
+        self.events.append(EventKind.PROGRESS, part)
+
+    def warn(self, kind: str, message: str) -> None:
+        """Warn the run's user."""
+        self.state.totals.warnings += 1
+        metrics.WARNINGS.labels(kind=kind).inc()
+        self.events.append(EventKind.WARNING, message)
+        log.warning(message, kind=kind)
+
+    def warn_if(self, kind: str, message: str) -> None:
+        """Warn, if there is a message."""
+        if message:
+            self.warn(kind, message)
+
+    def note_dropped_prompts(self, dropped: Mapping[DataKey, Mapping[str, int]]) -> None:
+        """Warn of dropped prompts (data.overlong_prompts: drop), by part and source: they change what is trained."""
+        for data, by_source in dropped.items():
+            count = sum(by_source.values())
+            metrics.DROPPED_PROMPTS.labels(data=data).set(count)
+            if count:
+                shares = ", ".join(f"{name}: {number}" for name, number in by_source.items())
+                which = f" ({shares})" if len(by_source) > 1 else ""
+                message = f"{count} prompts of data.{data} were dropped{which}: longer than max_prompt_tokens"
+                self.warn("dropped_prompts", message)
+
+    def note_scores(self, data: DataKey, scored: Scored, where: str = "data.train") -> None:
+        """Count scores of 0 that are not the policy's fault, and warn of them."""
+        totals = self.state.totals
+        (totals if data == "train" else totals.heldout).note_scores(scored)
+        metrics.observe_scores(data, scored)
+        for kind, message in score_remarks(where, scored, self._remarked_rows.setdefault(where, set())):
+            self.warn(kind, message)
+
+    def note_sync(self, sync: SyncResult) -> None:
+        """Count a weight sync."""
+        totals = self.state.totals
+        totals.note_sync(sync.total_s)
+        totals.bytes_per_rollout_rank, totals.redundancy = sync.bytes_per_rollout_rank, sync.redundancy
+
+    def advance(self, record: IterationRecord, row: Row) -> None:
+        """Bring state and metrics to the end of an iteration, and warn of what is odd about it."""
+        state = self.state
+        state.iteration, state.policy_version = record.iteration, record.policy_version
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if record.step is None else 0
+        self._count(record, row)
+        if record.sync is not None:
+            self.note_sync(record.sync)
+        self._set_position()
+        for kind, message in remarks(record, self.logprob_diff_limit):
+            self.warn(kind, message)
+        self.note_scores("train", record.scored)
+        self._check_training(row)
+
+    def report(self, row: Row, parts: Mapping[str, float]) -> None:
+        """Report an iteration whose row is written to those who watch. parts: seconds by part."""
+        metrics.observe_row(row, parts)
+        self.events.append(EventKind.ITERATION, f"iteration {row['iteration']}", numeric(row))
+        log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
+
+    def check_not_stuck(self) -> None:
+        """Raise Internal if there has been nothing to train on for too many iterations."""
+        skipped = self.state.skipped_in_a_row
+        if skipped > MAX_SKIPPED_IN_A_ROW:
+            raise Internal(
+                f"{skipped} iterations in a row had nothing to train on, since all rewards of each group were equal: "
+                "set grpo.zero_variance=keep, or look at the reward and the task's difficulty"
+            )
+
+    def _set_position(self) -> None:
+        metrics.ITERATION.set(self.state.iteration)
+        metrics.POLICY_VERSION.set(self.state.policy_version)
+
+    def _count(self, record: IterationRecord, row: Row) -> None:
+        """Add an iteration to the totals and counters."""
+        totals, generation = self.state.totals, record.generation
+        dropped, trained = int(row["dropped_groups"] or 0), int(row["trained_samples"] or 0)
+        totals.generated_tokens += generation.num_tokens
+        totals.trained_samples += trained
+        totals.dropped_groups += dropped
+        totals.dropped_samples += record.scored.num_missing
+        totals.skipped_steps += record.step is None
+        totals.retried_calls += generation.retried_calls
+        difference = row["logprob_abs_diff_max"]
+        if difference is not None:
+            totals.logprob_abs_diff_max = max(difference, totals.logprob_abs_diff_max or 0.0)
+        metrics.GENERATED_TOKENS.inc(generation.num_tokens)
+        metrics.TRAINED_SAMPLES.inc(trained)
+        metrics.DROPPED_GROUPS.inc(dropped)
+        metrics.DROPPED_SAMPLES.inc(record.scored.num_missing)
+        metrics.RETRIED_CALLS.inc(generation.retried_calls)
+
+    def _check_training(self, row: Row) -> None:
+        """Record the troubles of the training, and warn of new ones."""
+        self._curves.append(numeric(row))
+        now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
+        self.state.troubles = [trouble.text for trouble in now]
+        for trouble in self._watch.begun(now):
+            if trouble.kind != "mismatch":  # a remark of each iteration
+                self.warn("training", f"iteration {self.state.iteration}: {trouble.text}")

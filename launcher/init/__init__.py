@@ -1,0 +1,1 @@
+"""`tandem init`: a commented configuration from a model folder and a data file."""

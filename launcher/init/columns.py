@@ -1,0 +1,97 @@
+"""Which columns hold prompt and answer, and which built-in reward fits the answers."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward
+from tandem_config.sections.rewards.base import RewardSection
+from tandem_files.rows.values import BadRow, answer_of, prompt_of
+
+PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query")
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "reward_model.ground_truth", "target", "label")
+_MARKED = re.compile(r"####|\\boxed\b")
+_NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*\$?\s*")
+_LATEX = re.compile(r"\\(?:d?frac|sqrt|pi|cdot|left|text)\b|^\s*\$.*\$\s*$")
+# Of the answers that must have a form; a few odd rows are left to `tandem check`.
+_MOST = 0.9
+# Longer texts are seldom reproduced letter by letter.
+_SHORT_CHARS = 64
+
+
+def prompt_column(record: Mapping[str, Any], place: str) -> str:
+    """Find the column of the prompt in a row. Raises: ConfigErrors: none, or several."""
+    found, faults = _fitting(record, PROMPTS, prompt_of)
+    return _only(found, record, "--prompt-key", f"{place}: {'; '.join(faults) or 'no column has a usual name'}")
+
+
+def answer_column(record: Mapping[str, Any], place: str, *, required: bool) -> str | None:
+    """Find the column of the answer in a row; None: there is none and it is not required.
+
+    Raises: ConfigErrors: none although required, or several.
+    """
+    found, faults = _fitting(record, ANSWERS, lambda row, key: answer_of(row, key).strip() or _empty(key))
+    if not found and not required:
+        return None
+    reason = f"{place}: {'; '.join(faults) or 'no column has a usual name'}"
+    advice = ", or --reward FILE.py:FUNCTION with a reward that needs no answer" if not found else ""
+    return _only(found, record, "--answer-key", reason, advice)
+
+
+def reward_for(answers: Sequence[str]) -> tuple[RewardSection, str]:
+    """Choose a built-in reward by the form of the answers. Returns: it, and why.
+
+    Raises: ConfigErrors: no reward compares such answers.
+    """
+    marked = sum(1 for answer in answers if _MARKED.search(answer))
+    formulas = sum(1 for answer in answers if _NUMBER.fullmatch(answer) or _LATEX.search(answer))
+    if marked + formulas >= _MOST * len(answers):
+        what = "have #### or \\boxed{}" if marked > formulas else "are numbers or formulas"
+        return MathVerifyReward(kind="math_verify"), f"the answers {what}, so completions are compared as mathematics"
+    longest = max(answers, key=len)
+    if len(longest) <= _SHORT_CHARS:
+        why = (
+            "the answers are short texts; a completion must be its answer letter by letter (regex looks within a text)"
+        )
+        return ExactMatchReward(kind="exact_match"), why
+    problem = ConfigProblem(
+        key="--reward",
+        value="",
+        message=f"no built-in reward compares such answers, texts of up to {len(longest)} characters that are neither "
+        f"numbers nor hold #### or \\boxed{{}}, e.g. {longest!r:.60}",
+        suggestion="give --reward FILE.py:FUNCTION, --set reward.kind=... (docs/rewards.md), or another --answer-key",
+    )
+    raise ConfigErrors([problem])
+
+
+def _fitting(
+    record: Mapping[str, Any], names: Sequence[str], read: Callable[[dict[str, Any], str], object]
+) -> tuple[list[str], list[str]]:
+    """Return the columns that can be read, and what is wrong with others that the row has."""
+    found, faults = [], []
+    for name in names:
+        try:
+            read(dict(record), name)
+            found.append(name)
+        except BadRow as error:
+            if not str(error).startswith("has no"):
+                faults.append(str(error))
+    return found, faults
+
+
+def _empty(key: str) -> object:
+    raise BadRow(f"{key!r} is empty")
+
+
+def _only(found: Sequence[str], record: Mapping[str, Any], flag: str, reason: str, advice: str = "") -> str:
+    if len(found) == 1:
+        return found[0]
+    columns = [
+        f"{name}.{inner}" if isinstance(value, Mapping) else name
+        for name, value in record.items()
+        for inner in (value if isinstance(value, Mapping) else [""])
+    ]
+    what = f"both {' and '.join(found)} could be it" if found else reason
+    message = f"{what}; the columns are {', '.join(columns)}"
+    raise ConfigErrors([ConfigProblem(key=flag, value="", message=message, suggestion=f"give {flag} COLUMN{advice}")])

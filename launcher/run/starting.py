@@ -1,0 +1,49 @@
+"""How processes start and end on this machine, with a line for the user: the same for a run and for an evaluation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.run import redis_server
+from launcher.run.processes import Launch
+from launcher.run.supervisor import ProcessSpec, Supervisor
+from launcher.view.run_view import RunView
+from tandem_files.run_config import LAUNCHED_CONFIG
+from tandem_files.run_folder import read_token
+
+
+async def start_redis(redis_url: str | None, run_dir: Path, supervisor: Supervisor, view: RunView) -> str:
+    """Start a Redis server if there is none. Returns: its URL. Raises: TandemError, OSError: it cannot be started."""
+    if redis_url is not None:
+        return redis_url
+    view.doing("starting Redis")
+    spec, url = redis_server.server_spec(run_dir / "logs" / "redis.log")
+    await supervisor.start(spec)
+    await redis_server.wait_ready(url, supervisor)
+    return url
+
+
+def launch_of(run_dir: Path, launch_id: str, redis_url: str, *, resume: bool) -> Launch:
+    """Describe a launch whose folder has the configuration and a token."""
+    return Launch(
+        run_id=launch_id,
+        run_dir=run_dir,
+        config_file=run_dir / LAUNCHED_CONFIG,
+        redis_url=redis_url,
+        resume=resume,
+        token=read_token(run_dir),
+    )
+
+
+async def start_services(specs: Sequence[ProcessSpec], run_dir: Path, supervisor: Supervisor, view: RunView) -> None:
+    """Start processes. Raises: OSError: one cannot be started."""
+    view.print_line(f"starting {', '.join(spec.name for spec in specs)}; logs in {run_dir / 'logs'}")
+    for spec in specs:
+        await supervisor.start(spec)
+
+
+async def stop_services(supervisor: Supervisor, view: RunView) -> None:
+    """End all processes, and close the view."""
+    view.doing("stopping services")
+    for ended in await supervisor.stop():
+        view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
+    view.close()

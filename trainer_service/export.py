@@ -1,0 +1,135 @@
+"""`python -m trainer_service.export RUN_DIR --out DIR`: a Hugging Face folder from a checkpoint, without its services.
+
+This is `tandem export` where the launcher is not installed: in the trainer's image, which has torch.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from servicekit.errors import ConfigError
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from tandem_config.loading import load_config
+from tandem_config.problems import ConfigErrors
+from tandem_config.sections.run import ModelSection
+from tandem_files.checkpoints import TRAINER_FOLDER, Sound, choose
+from tandem_files.exports import EXPORT, noted_template
+from tandem_files.run_config import RESOLVED_CONFIG
+from weightsync.model.spec import ModelSpec
+
+_GIB = 2**30
+
+
+def export(
+    run_dir: Path, which: str, out: Path, config: Path | None, overrides: Sequence[str], warn: Callable[[str], None]
+) -> str:
+    """Write a checkpoint of a run as a Hugging Face folder.
+
+    Args:
+        which: the checkpoint, as `choose` takes it.
+        config: the run's configuration; None: the one in its folder.
+        warn: called with each newer checkpoint that is damaged.
+    Returns: what was written, as a sentence.
+    Raises: ConfigErrors, ConfigError: something given is wrong; OSError: the folder cannot be written.
+    """
+    model = load_config(_config_of(run_dir) if config is None else config, overrides).model
+    _check_out(out)
+    checkpoint = choose(run_dir, which)
+    for damage in checkpoint.skipped:
+        warn(f"warning: {damage}")
+    written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
+    return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({written / _GIB:.2f} GiB of weights)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns: the exit code, as `tandem export`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_service.export", description="A Hugging Face folder from a checkpoint of a run."
+    )
+    parser.add_argument("run_dir", type=Path, help="the run's folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; an earlier export is replaced")
+    parser.add_argument("--checkpoint", default="last", help="last (default), best, or the number of an iteration")
+    parser.add_argument("--config", "-c", type=Path, help="the run's configuration; default: the one in its folder")
+    parser.add_argument("--set", "-s", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+    options = parser.parse_args(arguments)
+
+    def warn(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    try:
+        print(export(options.run_dir, options.checkpoint, options.out, options.config, options.set, warn))
+    except (ConfigErrors, ConfigError) as error:
+        warn(f"not exported: {error}")
+        return EXIT_BAD_CONFIG
+    except OSError as error:
+        warn(f"failed: cannot write {options.out}: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _config_of(run_dir: Path) -> Path:
+    """Return the configuration in a run's folder. Raises: ConfigError: it has none."""
+    path = run_dir / RESOLVED_CONFIG
+    if not path.is_file():
+        what = f"{run_dir} has no {RESOLVED_CONFIG}" if run_dir.is_dir() else f"{run_dir}: no such folder"
+        raise ConfigError(
+            f"{what}: give the folder of a run, and with -c its configuration if it was not `tandem run`'s"
+        )
+    return path
+
+
+def _check_out(out: Path) -> None:
+    """Check that a folder may be written or replaced. Raises: ConfigError: it holds something else than an export."""
+    try:
+        free = not (out.exists() or out.is_symlink()) or EXPORT.is_in(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be listed: {error}") from None
+    if not free:
+        raise ConfigError(f"--out {out} holds something else than {EXPORT.name}: choose a new folder")
+
+
+def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | None) -> int:
+    """Write the folder. Returns: bytes of the weights. Raises: ConfigError; OSError: e.g. the disk is full."""
+    # Not above: torch takes seconds to import, and other mistakes are found without it.
+    from safetensors import SafetensorError
+
+    from trainer_service.saved_policy import SavedPolicy
+    from weightsync.transfer.hf_files import write_folder
+
+    if not (model.path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {model.path} has no config.json: --set model.path=DIR says where the model is now"
+        )
+    with ExitStack() as stack:
+        policy = SavedPolicy(checkpoint.folder / TRAINER_FOLDER, ModelSpec.from_folder(model.path), stack)
+        num_bytes = policy.num_bytes()
+        _check_room(out, sum(num_bytes.values()))
+        about = {"iteration": checkpoint.iteration, "policy_version": policy.policy_version}
+        try:
+            return write_folder(
+                policy,
+                model.path,
+                out,
+                tokenizer=model.tokenizer_path,
+                num_bytes=num_bytes,
+                about=about,
+                template=template,
+            )
+        except SafetensorError as error:  # how safetensors reports a failed write
+            raise OSError(str(error)) from error
+
+
+def _check_room(out: Path, needed: int) -> None:
+    """Check the free space. Raises: ConfigError."""
+    parent = next(folder for folder in out.parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        space = f"{needed / _GIB:.2f} GiB, and {parent} has {free / _GIB:.2f} GiB free"
+        raise ConfigError(f"--out {out} needs {space}: choose another folder")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
