@@ -16,7 +16,12 @@ from typing import Any
 
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import refuse_environment
-from rollout_service.sglang_engine.options import engine_arguments, engine_environment, tokenizer_folder
+from rollout_service.sglang_engine.options import (
+    engine_arguments,
+    engine_environment,
+    model_arguments,
+    tokenizer_folder,
+)
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
@@ -94,14 +99,14 @@ class SglangProcesses:
     def _start_blocking(self) -> None:
         import torch
 
-        _check_model(self._config)
+        spec = _read_model(self._config)
         refuse_environment(os.environ)
         cuda = torch.cuda.is_available()
         os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
         os.environ.update(self._receiver.to_env())
         # SGLang does not remove the files of its message queues; in this folder they are removed with it.
         tempfile.tempdir = str(self._folder)
-        self.arguments = engine_arguments(self._config, self._name, self._share, cuda)
+        self.arguments = engine_arguments(self._config, self._name, self._share, cuda) | model_arguments(spec)
         with _own_logging():
             from rollout_service.sglang_engine.launch import launch_engine  # imports SGLang: seconds
 
@@ -150,10 +155,12 @@ class SglangProcesses:
             engine.shutdown()
 
 
-def _check_model(config: RunConfig) -> None:
-    """Check what the ranks would refuse only after they have built the model. Raises: ConfigError."""
+def _read_model(config: RunConfig) -> ModelSpec:
+    """Read the model; check what the ranks would refuse only after they have built it. Raises: ConfigError."""
+    spec = ModelSpec.from_folder(config.model.path)
     sizes = Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel)
-    sglang_layout(ModelSpec.from_folder(config.model.path), sizes)
+    sglang_layout(spec, sizes)
+    return spec
 
 
 def _join_children(timeout_s: float) -> None:

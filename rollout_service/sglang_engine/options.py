@@ -1,5 +1,6 @@
 """Derives SGLang's arguments and environment from the configuration."""
 
+import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from tandem_config.schema import RunConfig
+from weightsync.model.spec import ModelSpec
 
 # Below this length a prefix cache does not pay: maintaining its tree costs more than computing prompts again (with
 # 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
@@ -50,6 +52,17 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
     if share.nodes > 1:
         arguments |= {"nnodes": share.nodes, "node_rank": share.host, "dist_init_addr": share.store}
     return arguments | (_cuda_arguments(config) if cuda else _cpu_arguments())
+
+
+def model_arguments(spec: ModelSpec) -> dict[str, Any]:
+    """Make the arguments that depend on the model.
+
+    SGLang's longest sequence is max_position_embeddings, which Qwen's cards leave at the length before YaRN; of the
+    other scalings it multiplies it itself.
+    """
+    if spec.rope_scaling is None or spec.rope_scaling.kind != "yarn":
+        return {}
+    return {"json_model_override_args": json.dumps({"max_position_embeddings": spec.max_positions})}
 
 
 def _cuda_arguments(config: RunConfig) -> dict[str, Any]:

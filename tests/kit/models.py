@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the import takes seconds; some processes need only the size
 Sizes = dict[str, Any]
 VOCABULARY = 97  # a prime: padded by SGLang, and by a trainer of TP 2
 CONTEXT = 512
+SHORT = 32  # of a model with a rotary scaling, which stretches it by 4
 STOP = 5
 _SERVED: Sizes = {
     "vocab_size": VOCABULARY,
@@ -47,6 +48,7 @@ ROPE: Sizes = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN: Sizes = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 _TIED: Sizes = {"tie_word_embeddings": True}
 _FOUR_EXPERTS = _EXPERTS | {"num_experts": 4}
 # Models of the trainer's tests: family, and what differs from _TRAINED.
@@ -65,6 +67,7 @@ KINDS: dict[str, tuple[str, Sizes]] = {
     "qwen3-moe-mixed": ("qwen3_moe", _FOUR_EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
     "llama": ("llama", _HEAD | {"rope_parameters": ROPE}),
     "llama-tied": ("llama", _TIED),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
 }
 
 
@@ -109,11 +112,28 @@ def save_model(kind: str, folder: Path) -> "PreTrainedModel":
     return model
 
 
-def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    """Compute log softmax(logits / temperature), [T, vocabulary], at the completion's positions with transformers."""
+def load(folder: Path) -> "PreTrainedModel":
+    """Load a model in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
+def as_sglang_scales(model: Any, longest: int) -> "PreTrainedModel":
+    """Keep `dynamic` rotary frequencies as transformers has them in a sequence of the longest length."""
+    rotary = model.model.rotary_emb
+    if rotary.rope_type == "dynamic":
+        with torch.no_grad():
+            model(torch.zeros(1, longest, dtype=torch.long))
+        rotary.rope_type = "default"  # or the next, shorter sequence would change them again
+    scaled: PreTrainedModel = model
+    return scaled
+
+
+def logprobs(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """Compute log softmax(logits / temperature), [T, vocabulary], at the completion's positions with transformers."""
+    model = as_sglang_scales(load(folder), 4 * SHORT)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0].float()
     return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)

@@ -20,6 +20,7 @@ from trainer_service.megatron_engine.layer_spec import decoder_spec
 from trainer_service.shard_files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
+from weightsync.model.rope import RopeScaling
 from weightsync.model.spec import ModelSpec
 
 
@@ -72,7 +73,7 @@ def transformer_config(
     spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool
 ) -> TransformerConfig:
     """Make megatron-core's description of the model; no option needs TransformerEngine or Apex."""
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_size,
@@ -121,6 +122,42 @@ def transformer_config(
         finalize_model_grads_func=_finalize_without_scaling,
         **(_mixture(spec, parallel) if spec.num_experts > 0 else {}),
     )
+    for name, value in _yarn(spec.rope_scaling).items():
+        setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def _yarn(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Make YaRN's constants, which mcore's embedding and attention read from attributes that no argument sets."""
+    if scaling is None or scaling.kind != "yarn":
+        return {}  # attention multiplies by YaRN's factor wherever the attributes are there
+    return {
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+        "correction_range_round_to_int": scaling.truncate,
+    }
+
+
+def _rotary(spec: ModelSpec) -> dict[str, Any]:
+    """Make the options of the rotary embeddings: each scaling is one that mcore has."""
+    scaling = spec.rope_scaling
+    options = {
+        "position_embedding_type": "rope",
+        "rotary_base": spec.rope_theta,
+        "rope_scaling": spec.rope_factor != 1.0,
+        "rope_scaling_factor": spec.rope_factor,
+    }
+    if scaling is None:
+        return options
+    if scaling.kind == "yarn":
+        return options | {"position_embedding_type": "yarn"}
+    if scaling.kind == "linear":
+        return options | {"seq_len_interpolation_factor": scaling.factor}
+    return options | {"rotary_base": scaling.dynamic_theta(spec.rope_theta, spec.head_dim)}
 
 
 def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
@@ -160,10 +197,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.devic
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-        rope_scaling=spec.rope_factor != 1.0,
-        rope_scaling_factor=spec.rope_factor,
+        **_rotary(spec),
         vp_stage=stage,
     )
     model.model_type = ModelType.encoder_or_decoder

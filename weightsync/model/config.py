@@ -78,11 +78,12 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return number
 
 
-def check_computation(config: Mapping[str, Any], *, qkv_bias: bool) -> None:
+def check_computation(config: Mapping[str, Any], *, qkv_bias: bool, longest: int) -> None:
     """Check the entries that change the computation, except rotary embeddings and experts.
 
     Args:
         qkv_bias: the family's projections have biases.
+        longest: tokens of the longest sequence.
     Raises: UnsupportedModel: with the entry and its value.
     """
     _check_quantization(config.get("quantization_config"))
@@ -93,7 +94,7 @@ def check_computation(config: Mapping[str, Any], *, qkv_bias: bool) -> None:
                 f"{switch}: true is not supported in a {config['model_type']} model (output layers have biases, too)",
                 "use a model without these biases",
             )
-    _check_windows(config)
+    _check_windows(config, longest)
 
 
 def _check_quantization(settings: Any) -> None:
@@ -116,7 +117,7 @@ def _check_activation(name: Any) -> None:
     )
 
 
-def _check_windows(config: Mapping[str, Any]) -> None:
+def _check_windows(config: Mapping[str, Any], longest: int) -> None:
     """Refuse sliding windows, as transformers finds them, unless every sequence fits into the window."""
     types = entries(config, "layer_types")
     listed = [layer for layer, kind in enumerate(types) if kind == _SLIDING]
@@ -133,7 +134,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     if "sliding_window" in config and config["sliding_window"] is None:
         return
     window = whole(config, "sliding_window", default=_WINDOW)
-    if window >= whole(config, "max_position_embeddings"):
+    if window >= longest:
         return
     if sliding := _sliding_layers(config, listed):
         raise UnsupportedModel(

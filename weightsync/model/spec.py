@@ -8,7 +8,7 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from weightsync.model.config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
-from weightsync.model.rope import read_rope
+from weightsync.model.rope import RopeScaling, read_rope
 
 # Larger than in any model; loops over layers, heads and experts stay short.
 _MOST_LAYERS, _MOST_HEADS, _MOST_EXPERTS = 2**14, 2**14, 2**16
@@ -41,7 +41,9 @@ class ModelSpec:
         num_experts: 0 for a dense model.
         dense_layers: layers of a mixture of experts that have no experts.
         norm_topk_prob: the weights of a token's chosen experts are normalised to sum 1.
+        max_positions: tokens of the longest sequence, which a rotary scaling multiplies.
         rope_factor: stretch of the low frequencies by Llama 3's rope scaling; 1.0 is no scaling.
+        rope_scaling: any other rotary scaling.
     """
 
     family: str
@@ -64,6 +66,7 @@ class ModelSpec:
     dense_layers: tuple[int, ...] = ()
     norm_topk_prob: bool = False
     rope_factor: float = 1.0
+    rope_scaling: RopeScaling | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
@@ -88,8 +91,10 @@ class ModelSpec:
 
     @classmethod
     def _from_supported(cls, family: str, config: Mapping[str, Any]) -> "ModelSpec":
-        check_computation(config, qkv_bias=FAMILIES[family].qkv_bias)
-        rope_theta, rope_factor = read_rope(config)
+        rope_theta, rope_factor, scaling = read_rope(config)
+        stated = whole(config, "max_position_embeddings")
+        max_positions = stated if scaling is None else max(stated, scaling.longest)
+        check_computation(config, qkv_bias=FAMILIES[family].qkv_bias, longest=max_positions)
         heads, hidden = whole(config, "num_attention_heads", most=_MOST_HEADS), whole(config, "hidden_size")
         kv_heads = heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
         if heads % kv_heads != 0:
@@ -110,8 +115,9 @@ class ModelSpec:
             qk_norm=FAMILIES[family].qk_norm,
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
-            max_positions=whole(config, "max_position_embeddings"),
+            max_positions=max_positions,
             rope_factor=rope_factor,
+            rope_scaling=scaling,
             **(_experts(config) if FAMILIES[family].experts else {}),
         )
 
@@ -158,8 +164,8 @@ class ModelSpec:
         return layers + self.vocab_size * hidden * (1 if self.tied else 2)
 
     def fingerprint(self) -> str:
-        """Return a canonical text of all fields; models with equal texts have equal layouts."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return a canonical text of all fields that are set; models with equal texts have equal layouts."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, sort_keys=True)
 
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:

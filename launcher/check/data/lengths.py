@@ -41,7 +41,7 @@ def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Ite
     """
     new = config.grpo.max_new_tokens
     if spec is not None and longest + new > spec.max_positions:
-        what = "the model's max_position_embeddings"
+        what = _longest_sequence(spec)
         yield _too_long("grpo.max_new_tokens", new, what, spec.max_positions, longest, new)
     fits = config.trainer.max_tokens_per_micro_batch
     if longest + new > fits:
@@ -68,7 +68,7 @@ def check_set(
     """
     new = config.grpo.max_new_tokens if sampled.max_new_tokens is None else sampled.max_new_tokens
     limits = {
-        "the model's max_position_embeddings": None if spec is None else spec.max_positions,
+        "" if spec is None else _longest_sequence(spec): None if spec is None else spec.max_positions,
         "rollout.context_length": config.rollout.context_length,
         "rollout.max_total_tokens": config.rollout.max_total_tokens,
     }
@@ -82,6 +82,12 @@ def check_set(
                 if limit > longest
                 else "lower data.max_prompt_tokens",
             )
+
+
+def _longest_sequence(spec: ModelSpec) -> str:
+    if spec.rope_scaling is None:
+        return "the model's max_position_embeddings"
+    return f"the model's longest sequence with its {spec.rope_scaling.kind} rotary scaling"
 
 
 def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:

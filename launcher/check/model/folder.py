@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes, indivisible
@@ -37,6 +38,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
     problems = problems or list(check_values(folder, spec))
     problems += check_trainer_sizes(spec, config.trainer, usable)
     problems += _check_dense_layers(folder, spec)
+    problems += _check_dynamic(folder, spec)
     if usable("rollout.tensor_parallel"):
         problems += check_tensor_size(spec, "rollout.tensor_parallel", config.rollout.tensor_parallel)
         if usable("rollout.expert_parallel"):
@@ -110,6 +112,18 @@ def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem
             "every layer experts, so rollouts could not hold this model",
             "use a mixture whose every layer has experts",
         )
+
+
+def _check_dynamic(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """Warn that transformers computes other log-probs of short sequences than SGLang and the trainer."""
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        message = (
+            f"rotary scaling of type dynamic: SGLang and the trainer use the frequencies of {scaling.longest} tokens "
+            f"for every sequence, transformers unscaled ones up to {scaling.original} tokens"
+        )
+        problem = _problem(folder, message, f"remove the entry if no sequence is longer than {scaling.original} tokens")
+        yield replace(problem, severity="warning")
 
 
 def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterator[ConfigProblem]:

@@ -27,6 +27,8 @@ def check_trainer_sizes(
         yield from _check_experts(spec, trainer)
     if usable("trainer.tensor_parallel", "trainer.sequence_parallel"):
         yield from _check_sequence(spec, trainer)
+    if usable("trainer.context_parallel"):
+        yield from _check_context(spec, trainer.context_parallel)
 
 
 def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) -> Iterator[ConfigProblem]:
@@ -130,4 +132,17 @@ def _check_sequence(spec: ModelSpec, trainer: TrainerSection) -> Iterator[Config
             value="false",
             message="a mixture of experts with trainer.tensor_parallel above 1 trains only with it (Megatron's rule)",
             suggestion="set trainer.sequence_parallel: true",
+        )
+
+
+def _check_context(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
+    """Check that Megatron can cut its table of YaRN's cosines, which it makes of the original length."""
+    scaling = spec.rope_scaling
+    if size > 1 and scaling is not None and scaling.kind == "yarn" and scaling.original % (2 * size) != 0:
+        fits = [n for n in range(1, 2 * size) if scaling.original % (2 * n) == 0]
+        yield ConfigProblem(
+            key="trainer.context_parallel",
+            value=str(size),
+            message=f"two chunks per rank do not divide YaRN's original_max_position_embeddings ({scaling.original})",
+            suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or '1'}",
         )

@@ -65,11 +65,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}
 
 
-def make_samples(num_samples: int = 24, seed: int = 1) -> Samples:
-    """Ragged samples for NUM_UPDATES updates; some masked, some with advantage 0."""
+def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19) -> Samples:
+    """Ragged samples of up to `longest` tokens for NUM_UPDATES updates; some masked, some with advantage 0."""
     random = np.random.default_rng(seed)
     prompts = random.integers(1, 9, num_samples)
-    completions = random.integers(1, 12, num_samples)
+    completions = random.integers(1, longest - 7, num_samples)
     advantages = random.normal(size=num_samples).astype(np.float32)
     advantages[::7] = 0
     return Samples(

@@ -128,6 +128,7 @@ SLOW = [
     ),
     *(Case(kind="qwen3-moe-mixed", layout=layout) for layout in ("tp1", "tp2-ep2", "ep2-pp2")),
     *(Case(kind="llama-tied", layout=layout) for layout in ("tp1", "tp2", "pp2", "pp2-virtual", "tp2-pp2-virtual")),
+    *(Case(kind="qwen2-yarn", layout=layout) for layout in ("tp2-cp2", "pp2-virtual")),
     Case(kind="qwen2", layout="pp2-last"),
     Case(kind="qwen2-5-layers", layout="pp2-loss"),
     *(Case(kind="qwen2-1-layer", layout=layout) for layout in ("pp2-embedding", "pp2-loss")),  # a stage without layers

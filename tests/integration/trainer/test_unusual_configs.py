@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.integration.trainer.reference import CONFIG, TIMEOUT_S, launch, make_samples, token_logprobs, write_samples
-from tests.kit.models import ROPE, save_model
+from tests.kit.models import ROPE, as_sglang_scales, load, save_model
+from trainer_service.batch.samples import Samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 PLAIN = {"rope_type": "default"}
 BARE_ROPE = {key: value for key, value in ROPE.items() if key != "rope_theta"}
+SHORT, LONGEST = 16, 64  # tokens: before scaling, and of samples
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": SHORT}
+RAMP = {"beta_fast": 1.0, "beta_slow": 0.05, "truncate": False}  # so that it shows in 16 dimensions
 # name: the kind of model, what its config.json gets (None: loses)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "theta beside the parameters": ("qwen3", {"rope_parameters": PLAIN, "rope_theta": 1e6}),
@@ -37,6 +40,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 4},
     ),
+    "yarn of Qwen's card": ("qwen2", {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": YARN}),
+    "yarn in transformers 5's spelling": (
+        "qwen3",
+        {"rope_parameters": {**YARN, **RAMP, "rope_type": "yarn", "mscale": 0.9, "mscale_all_dim": 0.4}},
+    ),
+    "yarn in a mixture": ("qwen3-moe", {"max_position_embeddings": SHORT, "rope_parameters": YARN}),
+    "yarn in a llama": ("llama", {"rope_parameters": {**YARN, "beta_fast": 16, "rope_theta": 5e5}}),
+    **{
+        f"{kind} in a {family}": (
+            family,
+            {"max_position_embeddings": SHORT, "rope_parameters": {"rope_type": kind, "factor": 4.0}},
+        )
+        for kind in ("linear", "dynamic")
+        for family in ("qwen2", "llama")
+    },
     "single expert without norm": ("qwen3-moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
 }
 
@@ -51,11 +69,18 @@ def rewrite(folder: Path, entries: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def samples() -> Samples:
+    """Samples, one of the longest length."""
+    made = make_samples(seed=4, longest=LONGEST)
+    assert made.lengths.max() == LONGEST
+    return made
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, computed by one process."""
     folder = tmp_path_factory.mktemp("unusual")
-    write_samples(make_samples(), folder / "samples.npz")
+    write_samples(samples(), folder / "samples.npz")
     for name, (kind, entries) in CASES.items():
         save_model(kind, folder / "models" / name)
         rewrite(folder / "models" / name, entries)
@@ -79,9 +104,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_are_those_of_transformers(folder: Path, name: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder / "models" / name, dtype=torch.float32).eval()
-    samples, got = make_samples(), np.load(folder / name / "logprobs.npz")
+    model = as_sglang_scales(load(folder / "models" / name), LONGEST)
+    expected, got = samples(), np.load(folder / name / "logprobs.npz")
     with torch.no_grad():
-        logprobs, entropies = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
+        logprobs, entropies = token_logprobs(model, expected, range(len(expected)), CONFIG["grpo"]["temperature"])
     assert np.abs(got["logprobs"] - logprobs.numpy()).max() <= 1e-5
     assert np.abs(got["entropies"] - entropies.numpy()).max() <= 1e-5

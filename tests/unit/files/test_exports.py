@@ -58,12 +58,16 @@ def copied(model: Path, tokenizer: Path | None = None) -> dict[str, str]:
 
 
 def test_a_models_own_tokenizer_comes_along_and_stale_weights_do_not(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3", "torch_dtype": "float16"}
+    config = {"model_type": "qwen3", "torch_dtype": "float16", "rope_scaling": {"type": "yarn"}}
     names = [*TOKENIZER, TEMPLATE, "LICENSE", "merges.txt", *STALE]
     found = copied(make(tmp_path / "model", *names, config=config, generation_config={"eos_token_id": [1, 2]}))
     kept = {*TOKENIZER, TEMPLATE, "LICENSE", "merges.txt", "config.json", "generation_config.json", MARK}
     assert set(found) == kept
-    assert json.loads(found["config.json"]) == {"model_type": "qwen3", "dtype": "bfloat16"}
+    assert json.loads(found["config.json"]) == {
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "rope_scaling": {"type": "yarn"},
+    }
     assert json.loads(found[MARK]) == {"template": str(tmp_path / "model"), "policy_version": 3}
 
 

@@ -115,7 +115,9 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
     ("index leads outside", lambda m: rewrite(write_sharded(m) / INDEX, "model-1", "../m"), "outside", ""),
     ("another output layer", lambda m: resave(m, lm_head__weight=np.ones((16, 16), np.float32)), "lm_head", "false"),
     ("gelu", lambda m: write_model(m, hidden_act="gelu"), "hidden_act 'gelu' is not supported", "SwiGLU"),
-    ("YaRN", lambda m: write_model(m, rope_scaling={"type": "yarn", "factor": 4.0}), "'yarn'", "remove the entry"),
+    ("LongRoPE", lambda m: write_model(m, rope_scaling={"type": "longrope"}), "'longrope'", "remove the entry"),
+    ("dynamic scaling", lambda m: write_model(m, rope_scaling={"type": "dynamic", "factor": 4.0}),
+     "the frequencies of 128 tokens", "no sequence is longer than 32"),
     ("GPTQ", lambda m: write_model(m, quantization_config={"quant_method": "gptq"}), "quantized (gptq)", "unquantized"),
     ("sliding", lambda m: write_model(m, use_sliding_window=True, sliding_window=4, max_window_layers=0),
      "use_sliding_window: true", "full attention"),
@@ -137,6 +139,14 @@ def test_data_of_evaluation_sets_is_checked(tmp_path: Path) -> None:
         ("evaluation.sets", "long"),
     ]
     assert "30 new tokens exceed the model's max_position_embeddings (32 tokens)" in problems[1].message
+
+
+def test_a_rotary_scaling_makes_room_for_longer_completions(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    write_model(tmp_path / "model", rope_scaling={"type": "yarn", "factor": 4.0})
+    limits = [problem for new in (120, 130) for problem in check(file, f"grpo.max_new_tokens={new}")
+              if "longest sequence" in problem.message]  # fmt: skip
+    assert [(each.value, "yarn rotary scaling (128 tokens)" in each.message) for each in limits] == [("130", True)]
 
 
 def test_a_stop_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:

@@ -20,11 +20,14 @@ DENSE: dict[str, Any] = {
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 
+YARN = {"type": "yarn", "factor": 4.0}
+
 GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 3, "virtual_pipeline": 2}),
     (DENSE, {"tensor_parallel": 4}),  # two ranks share a KV head
     (DENSE, {"pipeline_parallel": 4, "first_stage_layers": 1, "last_stage_layers": 1}),
     (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2, "embedding_counts": True, "loss_counts": True}),
+    (DENSE | {"rope_scaling": YARN}, {"context_parallel": 4}),
     (EXPERTS, {"data_parallel": 4, "expert_parallel": 4}),
     (EXPERTS, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
     # all layers have experts, so nothing divides the dense FFN size
@@ -45,6 +48,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (EXPERTS, {"data_parallel": 3, "expert_parallel": 3}, "expert_parallel", "number of experts (4)"),
     (EXPERTS, {"data_parallel": 4, "expert_tensor_parallel": 4}, "expert_tensor_parallel", "expert FFN size (6)"),
     (EXPERTS, {"tensor_parallel": 2}, "sequence_parallel", "mixture of experts"),
+    (DENSE | {"rope_scaling": YARN | {"original_max_position_embeddings": 20}}, {"context_parallel": 3},
+     "context_parallel", "YaRN's original_max_position_embeddings (20)"),
     (EXPERTS | {"mlp_only_layers": [0], "intermediate_size": 13}, {"tensor_parallel": 2, "sequence_parallel": True},
      "tensor_parallel", "FFN size (13)"),
 ]  # fmt: skip

@@ -6,9 +6,15 @@ import pytest
 
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.engine import SglangEngine
-from rollout_service.sglang_engine.options import cpu_binding, engine_arguments, engine_environment
+from rollout_service.sglang_engine.options import (
+    cpu_binding,
+    engine_arguments,
+    engine_environment,
+    model_arguments,
+)
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from tandem_config.schema import RunConfig
+from tests.kit.stores import tiny_spec
 
 
 def config(max_prompt_tokens: int = 1024, **rollout: object) -> RunConfig:
@@ -54,6 +60,12 @@ def test_short_prompts_do_without_a_prefix_cache() -> None:
     assert arguments(config(16))["disable_radix_cache"]
     assert not arguments(config(512))["disable_radix_cache"]
     assert arguments(config(512, context_length=64))["disable_radix_cache"]
+
+
+def test_sglang_serves_sequences_as_long_as_yarn_makes_them() -> None:
+    scalings = [{"rope_scaling": {"type": kind, "factor": 4.0}} for kind in ("yarn", "linear", "dynamic")]
+    found = [model_arguments(tiny_spec("qwen2", **entries)) for entries in ({}, *scalings)]
+    assert found == [{}, {"json_model_override_args": '{"max_position_embeddings": 256}'}, {}, {}]
 
 
 def test_replicas_sample_from_different_seeds() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 PLAIN = {"rope_type": "default"}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 FULL = ["full_attention"] * 4
 
@@ -49,6 +50,17 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
             "rope_theta": 5e5,
         },
     ),
+    # both spellings, also where the folder has both
+    ("qwen2", {"rope_theta": 1e6, "rope_scaling": YARN | {"type": "yarn"}}),
+    (
+        "qwen2",
+        {"rope_parameters": PLAIN | {"rope_theta": 1e6}, "rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 1e6},
+    ),
+    ("qwen3", {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 1e6, "beta_fast": 16, "truncate": False}}),
+    ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4, "mscale": 0.8, "mscale_all_dim": 0.5}}),
+    ("qwen3_moe", {**EXPERTS, "rope_parameters": YARN | {"rope_type": "yarn", "mscale": None, "beta_slow": 2.0}}),
+    *(("llama", {"rope_scaling": {"type": kind, "factor": 4.0}, "rope_theta": 5e5}) for kind in ("linear", "dynamic")),
+    ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 4}}),
     ("qwen2", {"hidden_act": "silu"}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "layer_types": FULL, "max_window_layers": 0}),
@@ -59,12 +71,52 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"sliding_window": 4}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    # rotary scalings, in the spelling of Qwen2.5's card beside what transformers 5 writes
-    *(
-        ("qwen2", {"rope_parameters": PLAIN | {"rope_theta": 1e6}, "rope_scaling": YARN | {"type": kind}}, f"'{kind}'")
-        for kind in ("yarn", "linear", "dynamic", "longrope")
+    # rotary scalings: unknown ones, and what SGLang does not compute as transformers does
+    (
+        "qwen2",
+        {"rope_parameters": PLAIN | {"rope_theta": 1e6}, "rope_scaling": YARN | {"type": "longrope"}},
+        "'longrope'",
     ),
-    ("qwen3", {"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters asks for .* 'linear'"),
+    ("qwen3", {"rope_parameters": {"type": "proportional"}}, "rope_parameters asks for .* 'proportional'"),
+    ("qwen3", {"rope_parameters": {"type": ["yarn"]}}, "rope_parameters asks for "),
+    *(
+        ("qwen2", {"rope_scaling": YARN | {"type": "yarn", key: value}}, named)
+        for key, value, named in (
+            ("attention_factor", 1.2, "yarn has attention_factor, .* 0.1 ln"),
+            ("attn_factor", 2, "has attn_factor"),
+            ("mscale_all_dim", 0, "mscale_all_dim is 0"),
+            ("beta_fast", None, "beta_fast is None"),
+            ("truncate", 1, "truncate is 1, not true or false"),
+            ("factor", 0.5, "factor 0.5; it must be from 1"),
+            ("factor", 1e300, "it must be from 1 to 1024"),
+            ("factor", None, "factor is None"),
+            ("original_max_position_embeddings", 0, "original_max_position_embeddings is 0"),
+        )
+    ),
+    ("qwen2", {"rope_scaling": {"type": "yarn"}}, "rope_scaling of type yarn has no factor"),
+    ("qwen2", {"rope_scaling": {"type": "linear", "factor": 4}}, "whole number 4 as factor, .* write 4.0"),
+    ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 8.0}}, "has alpha"),
+    (
+        "qwen2",
+        {"rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}},
+        "linear has orig",
+    ),
+    (
+        "llama",
+        {"original_max_position_embeddings": 32, "rope_scaling": YARN | {"type": "yarn"}},
+        r"_embeddings 32 and rope_scaling\.original_max_position_embeddings 64 differ",
+    ),
+    # sequences that the scaling makes longer than the window
+    (
+        "qwen2",
+        {
+            "rope_scaling": YARN | {"type": "yarn"},
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "max_window_layers": 0,
+        },
+        "sliding_window 64, from layer 0",
+    ),
     ("qwen3", {"rope_parameters": {"full_attention": PLAIN | {"rope_theta": 1e6}}}, "own for 'full_attention'"),
     ("qwen3", {"rope_parameters": "default"}, "rope_parameters is 'default'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -145,7 +197,14 @@ def test_what_is_accepted_is_what_transformers_reads(family: str, entries: dict[
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope["rope_theta"]
     assert ours.rope_factor == (rope["factor"] if rope["rope_type"] == "llama3" else 1.0)
-    assert rope["rope_type"] in ("default", "llama3")
+    if ours.rope_scaling is None:
+        assert rope["rope_type"] in ("default", "llama3")
+    else:
+        read = asdict(ours.rope_scaling)
+        assert read.pop("kind") == rope["rope_type"]
+        assert read.pop("original") == rope.get("original_max_position_embeddings", theirs.max_position_embeddings)
+        defaults = {"beta_fast": 32, "beta_slow": 1, "mscale": None, "mscale_all_dim": None, "truncate": True}
+        assert read == {name: rope.get(name, defaults.get(name)) for name in read}
     if ours.rope_factor != 1.0:
         assert all(rope[name] == value for name, value in LLAMA3.items() if name != "factor")
     assert theirs.hidden_act == "silu"
@@ -163,8 +222,8 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(family: str, entrie
 
 def test_a_refusal_says_what_to_do() -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        tiny_spec("qwen2", rope_scaling=YARN | {"type": "yarn"})
-    assert "Qwen's cards add YaRN" in caught.value.advice
+        tiny_spec("qwen2", rope_scaling=YARN | {"type": "longrope"})
+    assert "remove the entry if the model was not trained with it" in caught.value.advice
     assert caught.value.advice in str(caught.value)
 
 
@@ -173,7 +232,9 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "x"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["rope_type", "type", "factor", "rope_theta", "truncate", "x"]), inner, max_size=3
+        )
     ),
     max_leaves=4,
 )

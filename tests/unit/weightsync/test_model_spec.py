@@ -34,8 +34,7 @@ def test_llama_3_scaling_is_read_in_both_spellings(config: dict[str, Any], facto
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "'yarn'"),
-        ({"type": "linear", "factor": 2.0}, "'linear'"),
+        ({"type": "longrope", "factor": 2.0}, "'longrope'"),
         ({**ROPE, "low_freq_factor": 2.0}, "low_freq_factor 2.0"),
         ({**ROPE, "original_max_position_embeddings": 4096}, "original_max_position_embeddings 4096"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
@@ -44,6 +43,27 @@ def test_llama_3_scaling_is_read_in_both_spellings(config: dict[str, Any], facto
 def test_another_scaling_is_refused_by_name(rope: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         tiny_spec("llama", rope_scaling=rope)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 64),  # the config's own is longer
+        ({"type": "linear", "factor": 2.5}, 160),
+        ({"type": "dynamic", "factor": 4}, 256),
+    ],
+)
+def test_a_scaling_makes_the_longest_sequence_longer(scaling: dict[str, Any], longest: int) -> None:
+    assert tiny_spec("llama", rope_scaling=scaling).max_positions == longest
+
+
+def test_models_with_other_scalings_are_not_the_same_and_without_one_keep_their_fingerprint() -> None:
+    """A checkpoint from before there were scalings is resumed."""
+    scalings = [None, *({"type": "yarn", "factor": 4.0, "beta_fast": beta} for beta in (16, 32))]
+    first, *scaled = [tiny_spec("llama", rope_scaling=scaling).fingerprint() for scaling in scalings]
+    assert len({first, *scaled}) == 3
+    assert "rope_scaling" not in first
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
