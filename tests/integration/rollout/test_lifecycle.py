@@ -10,7 +10,6 @@ import grpc
 import psutil
 import pytest
 
-from servicekit.life.temporary import remove_orphans, shared_memory_of
 from servicekit.redis.registry import Registry
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
@@ -91,26 +90,6 @@ def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[s
     assert replica.process.wait(timeout=30) == 1
     assert f"SGLang process {rank.pid} of replica rollout-0 died" in replica.log.read_text(encoding="utf-8")
     until(lambda: gone(family), 10.0, "the end of the other processes")
-
-
-@pytest.mark.slow  # an engine of its own, with two ranks
-def test_what_a_killed_engine_leaves_in_shared_memory_goes_at_the_next_start(tmp_path: Path, module_redis: str) -> None:
-    replica = lone_replica(tmp_path, make_model(tmp_path / "m"), module_redis, tensor_parallel=2)
-    try:
-        replica.wait_up()
-        # With multiprocessing's resource trackers, which would remove the queues: so does the end of a container.
-        family = [psutil.Process(replica.process.pid), *replica.family()]
-        left = shared_memory_of([process.pid for process in family], "sgl")
-        for process in family:
-            process.suspend()
-        for process in family:
-            process.kill()
-        until(lambda: gone(family), 20.0, "the end of all processes")
-        assert {file.name.split("_")[1] for file in left if file.exists()} == {"loads", "shm"}
-        remove_orphans("tdm")  # as the next engine does that starts
-        assert [file for file in left if file.exists()] == []
-    finally:
-        replica.close()
 
 
 def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path, module_redis: str) -> None:
