@@ -1,16 +1,99 @@
-"""Notes which services have announced themselves while a run starts, so that its page says which are awaited."""
+"""Waits until enough services of a run are announced, and notes those that are, for its page.
+
+How long is enough depends on who starts the services: an `Outlook` knows.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
+from coordinator.fleet.base import LOOK_INTERVAL_S
 from coordinator.watch.observed import Observed
-from servicekit.errors import TandemError
+from servicekit.errors import DeadlineExceeded, TandemError
+from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 
 # Enough for a page that asks every two seconds.
 _LOOK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    """The services that are announced."""
+
+    trainers: list[ServiceRecord]
+    rollouts: list[ServiceRecord]
+
+
+class Outlook(Protocol):
+    """What is known of services that are not announced."""
+
+    def may_come(self, announced: Announced) -> bool:
+        """Whether to wait for further replicas, although rollout.min_replicas and the trainer are announced."""
+        ...
+
+    def patience_s(self, announced: Announced) -> float:
+        """Return for how long to wait for services that are needed, in seconds from the start of the wait.
+
+        Raises: Unavailable: they cannot come.
+        """
+        ...
+
+    def troubles(self, announced: Announced) -> list[str]:
+        """Return why they may be missing."""
+        ...
+
+
+class LeaseOutlook(Outlook):
+    """Of services that were running: those that live announce themselves within a lease."""
+
+    def __init__(self, config: RunConfig, registry: Registry) -> None:
+        self._config, self._registry = config, registry
+        self._enough_s: float | None = None
+
+    def may_come(self, announced: Announced) -> bool:
+        """Whether fewer than sync.lease_ttl_s have passed since enough were announced."""
+        now_s = time.monotonic()
+        self._enough_s = now_s if self._enough_s is None else self._enough_s
+        return now_s - self._enough_s < self._config.sync.lease_ttl_s
+
+    def patience_s(self, announced: Announced) -> float:
+        """Return run.startup_timeout_s."""
+        return self._config.run.startup_timeout_s
+
+    def troubles(self, announced: Announced) -> list[str]:
+        """Return the failures that services have recorded."""
+        return [str(failure) for failure in self._registry.failures()]
+
+
+async def wait_for_enough(config: RunConfig, registry: Registry, outlook: Outlook) -> ServiceRecord:
+    """Wait until the trainer and rollout.min_replicas are announced, and for the others as long as they may come.
+
+    For the others at most until run.startup_timeout_s; the run finds later ones when they come.
+
+    Returns: the trainer's record.
+    Raises:
+        DeadlineExceeded: with the services that are announced, and the outlook's troubles.
+        Unavailable: as the outlook says.
+    """
+    start_s = time.monotonic()
+    while True:
+        announced = await asyncio.to_thread(_read, registry)
+        waited_s = time.monotonic() - start_s
+        num_replicas = len(announced.rollouts)
+        if announced.trainers and num_replicas >= config.rollout.min_replicas:
+            is_late = waited_s >= config.run.startup_timeout_s
+            if is_late or num_replicas >= config.rollout.replicas or not outlook.may_come(announced):
+                return announced.trainers[0]
+        elif waited_s >= (timeout_s := outlook.patience_s(announced)):
+            names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
+            wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
+            missed = f"waited {timeout_s:g} s for {wanted}; announced: {names}"
+            raise DeadlineExceeded("; ".join([missed, *outlook.troubles(announced)]))
+        await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def note_arrivals(
@@ -20,14 +103,14 @@ async def note_arrivals(
     start_s = time.monotonic()
     while is_starting():
         try:
-            trainers, rollouts = await asyncio.to_thread(lambda: (registry.list("trainer"), registry.list("rollout")))
+            announced = await asyncio.to_thread(_read, registry)
         except TandemError:  # whoever needs the registry says that it is unreachable
             await asyncio.sleep(_LOOK_S)
             continue
-        present = [record.name for record in [*trainers, *rollouts]]
-        for name in present:
-            observed.arrived.setdefault(name, time.monotonic() - start_s)
-        observed.awaited = missing(config, len(trainers), [record.name for record in rollouts])
+        for record in [*announced.trainers, *announced.rollouts]:
+            observed.arrived.setdefault(record.name, time.monotonic() - start_s)
+        replicas = [record.name for record in announced.rollouts]
+        observed.awaited = missing(config, len(announced.trainers), replicas)
         if not observed.awaited:
             return
         await asyncio.sleep(_LOOK_S)
@@ -42,3 +125,7 @@ def missing(config: RunConfig, num_trainers: int, replicas: list[str]) -> list[s
         return awaited + ([f"{more} more replicas"] if more > 0 else [])
     names = (f"rollout-{index}" for index in range(config.rollout.replicas))
     return awaited + [name for name in names if name not in replicas]
+
+
+def _read(registry: Registry) -> Announced:
+    return Announced(trainers=registry.list("trainer"), rollouts=registry.list("rollout"))

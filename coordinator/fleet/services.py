@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.clients.trainer import Trainer
+from coordinator.fleet.arrivals import LeaseOutlook, Outlook, wait_for_enough
 from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.leaving import TrainerLost
@@ -95,10 +96,11 @@ async def find_services(
         resumed: the run is resumed: rollout.min_replicas are enough, the others join later.
     Raises: DeadlineExceeded: names the services missing after run.startup_timeout_s; TrainerDead: its pods have failed.
     """
-    if cluster is None:
-        record = await (_wait_for_enough if resumed else _wait_for_all)(config, registry)
+    if cluster is None and not resumed:
+        record = await _wait_for_all(config, registry)
     else:
-        record = await _wait_for_pods(config, registry, cluster)
+        outlook = LeaseOutlook(config, registry) if cluster is None else _pods(config, cluster)
+        record = await wait_for_enough(config, registry, outlook)
     trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)
@@ -137,28 +139,6 @@ async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
     return trainer
 
 
-async def _wait_for_enough(config: RunConfig, registry: Registry) -> ServiceRecord:
-    """Wait for the trainer and rollout.min_replicas; then one lease more for the others, in which the living announce.
-
-    Returns: the trainer. Raises: DeadlineExceeded: names the services that were announced by run.startup_timeout_s.
-    """
-    start_s = time.monotonic()
-    enough_s: float | None = None
-    while True:
-        trainers, rollouts = await asyncio.to_thread(lambda: (registry.list("trainer"), registry.list("rollout")))
-        now_s = time.monotonic()
-        if trainers and len(rollouts) >= config.rollout.min_replicas:
-            enough_s = now_s if enough_s is None else enough_s
-            if len(rollouts) >= config.rollout.replicas or now_s - enough_s >= config.sync.lease_ttl_s:
-                return trainers[0]
-        if now_s - start_s >= config.run.startup_timeout_s:
-            announced = ", ".join(record.name for record in [*trainers, *rollouts]) or "none"
-            wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-            missing = f"waited {config.run.startup_timeout_s:g} s for {wanted}; announced: {announced}"
-            raise DeadlineExceeded("; ".join([missing, *map(str, registry.failures())]))
-        await asyncio.sleep(LOOK_INTERVAL_S)
-
-
 async def _found(
     registry: Registry, role: str, names: list[str], timeout_s: float
 ) -> list[ServiceRecord] | DeadlineExceeded:
@@ -169,11 +149,11 @@ async def _found(
         return missing
 
 
-async def _wait_for_pods(config: RunConfig, registry: Registry, cluster: "Cluster") -> ServiceRecord:
-    """Wait for the trainer and enough replicas; the others are seeded when their pods start. Returns: the trainer."""
-    from coordinator.fleet.kubernetes.arrivals import wait_for_services
+def _pods(config: RunConfig, cluster: "Cluster") -> Outlook:
+    """Return what the cluster's pods say of missing services."""
+    from coordinator.fleet.kubernetes.arrivals import ClusterOutlook
 
-    return await wait_for_services(config, registry, cluster)
+    return ClusterOutlook(config, cluster)
 
 
 def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:

@@ -6,10 +6,10 @@ but other rewards are reported, since the scores before and after them do not co
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
+from coordinator.learn.rewards.source import source_file
 from coordinator.record.state import DataOrder, RunState, SourceOrder
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference
@@ -102,8 +102,9 @@ def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
 def _code(section: RewardSection) -> Iterator[tuple[str, str]]:
     if isinstance(section, FunctionReward):
         place, _ = split_reference(section.function)
-        if place.endswith(".py"):
-            yield f"code of {place}", file_digest(Path(place))["xxh3_128"][:_DIGEST_CHARS]
+        file = source_file(place)
+        if file is not None:
+            yield f"code of {place}", file_digest(file)["xxh3_128"][:_DIGEST_CHARS]
 
 
 def _source(scan: Scan) -> SourceOrder:

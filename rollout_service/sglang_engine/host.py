@@ -36,8 +36,9 @@ log = get_logger(__name__)
 
 LEAVE_S = 5.0
 _PREFIX = "tdm"
-# Prefix of the files with the load of SGLang's ranks, which SGLang does not remove.
-_LOADS = "sglang_loads_"
+# Prefixes of files in /dev/shm: the load of SGLang's ranks, which it does not remove, and the queues (25 MB each)
+# between the ranks of an engine, which processes that are killed do not remove.
+_SHARED = ("sglang_loads_", "sgl_shm_")
 
 
 class SglangProcesses:
@@ -116,7 +117,7 @@ class SglangProcesses:
                 except RuntimeError as error:
                     raise explain(self._folder, error) from error
                 pids = [os.getpid(), *self.engine.get_all_child_pids()]
-                self._owned.note(shared_memory_of(pids, _LOADS))
+                self._owned.note(shared_memory_of(pids, *_SHARED))
 
     def fail(self, error: Exception) -> None:
         """Mark the engine as failed: it can no longer serve."""

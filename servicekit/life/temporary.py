@@ -51,19 +51,20 @@ def remove_orphans(prefix: str, parent: Path | str | None = None) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for line in (folder / _BESIDE).read_text(encoding="utf-8").splitlines():
-            path = Path(line)
+    beside = folder / _BESIDE
+    for path in map(Path, beside.read_text(encoding="utf-8").splitlines() if beside.is_file() else ()):
+        with contextlib.suppress(OSError):  # it is gone, or another user's
             if path.parent == _SHARED_MEMORY and path.lstat().st_uid == os.geteuid():
-                path.unlink(missing_ok=True)
+                path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def shared_memory_of(pids: Iterable[int], prefix: str) -> list[Path]:
-    """Find the files in /dev/shm of this prefix that these processes have mapped or opened."""
+def shared_memory_of(pids: Iterable[int], *prefixes: str) -> list[Path]:
+    """Find the files in /dev/shm of these prefixes that these processes have mapped or opened."""
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has just ended
             names |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
             names |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    return sorted(Path(name) for name in names if name.startswith(f"{_SHARED_MEMORY}/{prefix}"))
+    starts = tuple(f"{_SHARED_MEMORY}/{prefix}" for prefix in prefixes)
+    return sorted(Path(name) for name in names if name.startswith(starts))

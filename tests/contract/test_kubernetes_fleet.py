@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from coordinator.clients.replica import Replica
+from coordinator.fleet.arrivals import wait_for_enough
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.kubernetes.api import watch
 from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
-from coordinator.fleet.kubernetes.arrivals import TrainerDead, wait_for_services
+from coordinator.fleet.kubernetes.arrivals import ClusterOutlook, TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
@@ -567,7 +568,7 @@ async def test_troubles_of_pods_are_told_while_they_last(api: FakeKubeApi, start
 async def arrival(kube_config: RunConfig, environment: ServiceEnvironment, cluster: Cluster) -> ServiceRecord:
     registry = Registry(environment.redis_url, environment.run_id)
     try:
-        return await wait_for_services(kube_config, registry, cluster)
+        return await wait_for_enough(kube_config, registry, ClusterOutlook(kube_config, cluster))
     finally:
         registry.close()
 

@@ -1,4 +1,4 @@
-"""Waits for the services of a run, and watches their pods.
+"""What pods say of services that are not announced: whether to wait for them, and how long.
 
 trainer pods             a trainer that is not announced
 starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cluster restarts it
@@ -11,22 +11,14 @@ rollout.min_replicas are needed: while so many may still come, they are waited f
 are seeded when they come.
 """
 
-import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from coordinator.fleet.arrivals import Announced, Outlook
 from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.watched import ROLLOUT_ROLE, TRAINER_ROLE
-from servicekit.errors import DeadlineExceeded, Unavailable
-from servicekit.redis.records import ServiceRecord
-from servicekit.redis.registry import Registry
+from servicekit.errors import Unavailable
 from tandem_config.schema import RunConfig
-
-# Between two polls of Redis; services take seconds to start.
-LOOK_INTERVAL_S = 0.2
 
 
 class TrainerDead(Unavailable):
@@ -51,72 +43,49 @@ def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
     return PodOutlook.COMING, reason or "no pod yet"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Announced:
-    trainers: list[ServiceRecord]
-    rollouts: list[ServiceRecord]
+class ClusterOutlook(Outlook):
+    """Of services in pods; each question updates the cluster's troubles."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
+        self._config, self._cluster = config, cluster
+
+    def may_come(self, announced: Announced) -> bool:
+        """Whether another replica is starting, or its pods are not known."""
+        self._cluster.look()
+        missing = _missing(announced, self._cluster.pods.pods)
+        return not self._cluster.pods.is_current or any(
+            pod.outlook is not PodOutlook.DEAD and not pod.trouble for pod in missing
+        )
+
+    def patience_s(self, announced: Announced) -> float:
+        """Return run.startup_timeout_s, or longer for pods that may still come.
+
+        Raises: TrainerDead: with the troubles of its pods.
+        """
+        self._cluster.look()
+        longer_s = self._longest_s(announced) if self._cluster.pods.is_current else 0.0
+        return max(self._config.run.startup_timeout_s, longer_s)
+
+    def troubles(self, announced: Announced) -> list[str]:
+        """Return those of the trainer's pods, if it is missing, and the cluster's."""
+        pods = self._cluster.pods
+        trainer = trainer_outlook(pods.pods)[1] if not announced.trainers and pods.is_current else ""
+        return list(dict.fromkeys([*([trainer] if trainer else []), *self._cluster.troubles()]))
+
+    def _longest_s(self, announced: Announced) -> float:
+        pods, rollout = self._cluster.pods.pods, self._config.rollout
+        if not announced.trainers:
+            outlook, reason = trainer_outlook(pods)
+            if outlook is PodOutlook.DEAD:
+                raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
+            may_come = outlook is PodOutlook.COMING
+        else:
+            silent = [pod for pod in _missing(announced, pods) if pod.outlook is not PodOutlook.COMING]
+            may_come = rollout.replicas - len(silent) >= rollout.min_replicas
+        return self._config.fleet.reschedule_timeout_s if may_come else 0.0
 
 
-async def wait_for_services(config: RunConfig, registry: Registry, cluster: Cluster) -> ServiceRecord:
-    """Wait until the trainer and enough replicas are announced.
-
-    Returns: the trainer's record.
-    Raises:
-        TrainerDead: with the troubles of its pods.
-        DeadlineExceeded: with the services that are announced, and the cluster's troubles.
-    """
-    start_s = time.monotonic()
-    while True:
-        announced = await asyncio.to_thread(_read, registry)
-        timeout_s = config.run.startup_timeout_s
-        is_late = time.monotonic() - start_s >= timeout_s
-        is_enough = len(announced.rollouts) >= config.rollout.min_replicas
-        if announced.trainers and is_enough and (is_late or _are_all(config, announced, cluster)):
-            return announced.trainers[0]
-        cluster.look()
-        if not (announced.trainers and is_enough) and cluster.pods.is_current:
-            timeout_s = max(timeout_s, _patience_s(config, announced, cluster.pods.pods))
-        if time.monotonic() - start_s >= timeout_s:
-            raise DeadlineExceeded(_timeout_message(config, announced, cluster, timeout_s))
-        await asyncio.sleep(LOOK_INTERVAL_S)
-
-
-def _read(registry: Registry) -> _Announced:
-    return _Announced(trainers=registry.list(TRAINER_ROLE), rollouts=registry.list(ROLLOUT_ROLE))
-
-
-def _are_all(config: RunConfig, announced: _Announced, cluster: Cluster) -> bool:
-    """Whether no other replica is starting."""
-    if len(announced.rollouts) >= config.rollout.replicas:
-        return True
-    missing = _missing(announced, cluster.pods.pods)
-    return cluster.pods.is_current and not any(
-        pod.outlook is not PodOutlook.DEAD and not pod.trouble for pod in missing
-    )
-
-
-def _patience_s(config: RunConfig, announced: _Announced, pods: Sequence[Pod]) -> float:
-    """Return how long to wait for pods that are needed and may still come, in seconds. Raises: TrainerDead."""
-    if not announced.trainers:
-        outlook, reason = trainer_outlook(pods)
-        if outlook is PodOutlook.DEAD:
-            raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
-        may_come = outlook is PodOutlook.COMING
-    else:
-        silent = [pod for pod in _missing(announced, pods) if pod.outlook is not PodOutlook.COMING]
-        may_come = config.rollout.replicas - len(silent) >= config.rollout.min_replicas
-    return config.fleet.reschedule_timeout_s if may_come else 0.0
-
-
-def _missing(announced: _Announced, pods: Sequence[Pod]) -> list[Pod]:
+def _missing(announced: Announced, pods: Sequence[Pod]) -> list[Pod]:
     """Return the pods of replicas that are not announced."""
     names = {record.name for record in announced.rollouts}
     return [pod for pod in engines(pods) if pod.name not in names]
-
-
-def _timeout_message(config: RunConfig, announced: _Announced, cluster: Cluster, timeout_s: float) -> str:
-    names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
-    wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-    pods = trainer_outlook(cluster.pods.pods)[1] if not announced.trainers and cluster.pods.is_current else ""
-    troubles = list(dict.fromkeys([*([pods] if pods else []), *cluster.troubles()]))
-    return "; ".join([f"waited {timeout_s:g} s for {wanted}; announced: {names}", *troubles])

@@ -13,8 +13,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from coordinator.fleet.base import LOOK_INTERVAL_S
 from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook
-from coordinator.fleet.kubernetes.arrivals import LOOK_INTERVAL_S, TrainerDead, trainer_outlook
+from coordinator.fleet.kubernetes.arrivals import TrainerDead, trainer_outlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger

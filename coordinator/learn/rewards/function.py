@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores, parts_of
+from coordinator.learn.rewards.source import read_source
 from coordinator.learn.rewards.workers.pool import RewardWorkers
 from coordinator.learn.rewards.workers.signature import unfilled
 from coordinator.learn.rewards.workers.task import Answer, Task
@@ -32,7 +33,7 @@ VALUES: Mapping[str, Callable[[ScoredText], Any]] = {
 
 
 def task_of(section: FunctionReward, *, output: bool) -> Task:
-    """Describe what the workers of a function do.
+    """Describe what the workers of a function do, with its source as it is now, which later ones get as well.
 
     Args:
         output: whether what it prints is logged.
@@ -40,7 +41,13 @@ def task_of(section: FunctionReward, *, output: bool) -> Task:
     place, function = split_reference(section.function)
     return Task(
         name=FUNCTION,
-        settings={"place": place, "function": function, "per": section.per, "args": dict(section.args)},
+        settings={
+            "place": place,
+            "function": function,
+            "per": section.per,
+            "args": dict(section.args),
+            "source": read_source(place),
+        },
         timeout_s=section.timeout_s,
         wall_clock=True,
         start_timeout_s=section.start_timeout_s,

@@ -248,6 +248,27 @@ async def test_a_module_is_imported_by_its_name(tmp_path: Path, monkeypatch: pyt
     await reward.close()
 
 
+@pytest.mark.parametrize("by", ["file", "module", "package"])
+async def test_a_process_that_replaces_another_has_the_code_of_the_start(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / {"file": "kept.py", "module": f"pack{by}/kept.py", "package": f"pack{by}/__init__.py"}[by]
+    file.parent.mkdir(exist_ok=True)
+    if by == "module":  # imported before it is asked for
+        (file.parent / "__init__.py").write_text("from .kept import score")
+    file.write_text("import os\ndef score(answer): return 1 if answer != '1' else os._exit(7)")
+    place = {"file": str(file), "module": "packmodule.kept", "package": "packpackage"}[by]
+    reward = OwnFunction(FunctionReward(function=f"{place}:score", workers=1, max_error_share=1.0))
+    try:
+        await reward.start([])
+        file.write_text("def score(answer): return 2.5")
+        found = await reward.score(items(4))
+    finally:
+        await reward.close()
+    assert found == Scores(values=[1.0, 0.0, 1.0, 1.0], errors={1: "its worker process exited with status 7"})
+
+
 async def test_ten_thousand_samples_cost_the_coordinator_little(tmp_path: Path) -> None:
     """CPU time of this process: what is left of the rate on a busy machine."""
     texts = [replace(text, completion=f"{text.completion} " * 80) for text in items(10_000)]

@@ -1,4 +1,4 @@
-"""What a run that starts waits for, by name, until it is announced."""
+"""What a run that starts waits for, by name, until it is announced; and for how long."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.fleet import arrivals
-from coordinator.fleet.arrivals import missing, note_arrivals
+from coordinator.fleet.arrivals import LeaseOutlook, missing, note_arrivals, wait_for_enough
 from coordinator.watch.observed import Observed
-from servicekit.errors import Unavailable
+from servicekit.errors import DeadlineExceeded, Unavailable
 from tandem_config.schema import RunConfig
 
 CONFIG = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rollout": {"replicas": 3}}
@@ -20,16 +20,19 @@ def config(**fleet: Any) -> RunConfig:
 
 
 class FakeRegistry:
-    """Announces one more service each time that it is asked for trainers; first it does not answer."""
+    """Announces one more service each time that it is asked for trainers, up to `most`; first it does not answer."""
 
-    def __init__(self) -> None:
-        self.asked = -1
+    def __init__(self, asked: int = -1, most: int = 4) -> None:
+        self.asked, self.most = asked, most
+
+    def failures(self) -> list[str]:
+        return ["rollout-0 failed: no GPU"]
 
     def list(self, role: str) -> list[SimpleNamespace]:
         self.asked += role == "trainer"
         if self.asked == 0:
             raise Unavailable("no Redis")
-        names = ["rollout-2", "trainer", "rollout-0", "rollout-1"][: self.asked]
+        names = ["rollout-2", "trainer", "rollout-0", "rollout-1"][: min(self.asked, self.most)]
         return [SimpleNamespace(name=name) for name in names if name.startswith(role)]
 
 
@@ -58,3 +61,27 @@ def test_replicas_of_a_cluster_are_counted() -> None:
     cluster = config(kind="kubernetes")
     assert missing(cluster, 0, ["r-x"]) == ["trainer", "2 more replicas"]
     assert missing(cluster, 1, ["a", "b", "c", "d"]) == []
+
+
+def waits(min_replicas: int, timeout_s: float, lease_ttl_s: float) -> RunConfig:
+    rollout = {"replicas": 3, "min_replicas": min_replicas}
+    run, sync = {"startup_timeout_s": timeout_s}, {"lease_ttl_s": lease_ttl_s}
+    return RunConfig.model_validate({**CONFIG, "rollout": rollout, "run": run, "sync": sync})
+
+
+@pytest.mark.parametrize(
+    ("most", "timeout_s", "lease_ttl_s"),
+    [(4, 600.0, 600.0), (2, 600.0, 0.5), (2, 0.3, 600.0)],
+    ids=["all are announced", "a lease after enough", "at the latest at the end of the time to start"],
+)
+async def test_enough_services_are_waited_for(most: int, timeout_s: float, lease_ttl_s: float) -> None:
+    settings, registry = waits(1, timeout_s, lease_ttl_s), FakeRegistry(0, most)
+    trainer = await asyncio.wait_for(wait_for_enough(settings, registry, LeaseOutlook(settings, registry)), 5)  # type: ignore[arg-type]
+    assert (trainer.name, registry.asked >= most) == ("trainer", True)
+
+
+async def test_too_few_services_are_named_with_the_failures_of_others() -> None:
+    settings, registry = waits(2, 0.3, 600.0), FakeRegistry(0, 2)
+    said = r"waited 0.3 s for the trainer and 2 replicas .*; announced: trainer, rollout-2; rollout-0 failed: no GPU"
+    with pytest.raises(DeadlineExceeded, match=said):
+        await wait_for_enough(settings, registry, LeaseOutlook(settings, registry))  # type: ignore[arg-type]

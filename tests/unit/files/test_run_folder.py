@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.data.prompts import load_prompts
-from coordinator.record.resuming import order_of, reward_facts
+from coordinator.record.resuming import order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState
 from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
@@ -194,6 +194,25 @@ def test_other_rewards_than_the_checkpoints_are_a_warning(tmp_path: Path) -> Non
         "reward score: weight: 2.0 in the checkpoint, 3.0 in the run: "
         "the scores before and after this resume do not compare"
     )
+
+
+def test_the_code_of_a_module_is_compared_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, file = make_run(tmp_path)
+    module = tmp_path / "house_rewards" / "words.py"
+    module.parent.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (module.parent / "__init__.py").write_text("raise SystemExit")
+
+    def facts(code: str, name: str) -> dict[str, str]:
+        module.write_text(code)
+        return reward_facts(load_config(file, [f"reward={{function: '{name}:score'}}"]))
+
+    old, new = facts("a = 1", "house_rewards.words"), facts("a = 2", "house_rewards.words")
+    before = old["reward score: code of house_rewards.words"]
+    assert f"code of house_rewards.words: {before} in the checkpoint" in reward_warning(old, new)
+    assert "reward score: code of house_rewards" in facts("", "house_rewards")
+    for absent in ("house_rewards.absent", "absent"):
+        assert f"reward score: code of {absent}" not in facts("", absent)
 
 
 def resume_with_data(run_dir: Path, file: Path, *changes: str) -> list[ConfigProblem]:

@@ -10,38 +10,42 @@ from servicekit.life.temporary import OwnedFolder, remove_orphans
 from tests.kit.processes import Services
 
 OWNER = """
-import sys
+import os, sys
 from pathlib import Path
-from servicekit.life.temporary import OwnedFolder
+from servicekit.life.temporary import OwnedFolder, shared_memory_of
 owned = OwnedFolder("tdm", sys.argv[1])
-owned.note(map(Path, sys.argv[2:]))
+opened = [open(name) for name in sys.argv[2:]]
+gone, elsewhere = Path("/dev/shm/sgl_gone"), map(Path, sys.argv[2:3])
+owned.note([gone, *elsewhere, *shared_memory_of([os.getpid()], "sglang_loads_test_", "sgl_shm_test_")])
 print(owned.path, flush=True)
 sys.stdin.read()
 """
 
 
-def owner(parent: Path, *beside: Path) -> tuple[subprocess.Popen[str], Path]:
+def owner(parent: Path, *opened: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process with a folder of its own."""
-    command = [sys.executable, "-c", OWNER, str(parent), *map(str, beside)]
+    command = [sys.executable, "-c", OWNER, str(parent), *map(str, opened)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
-    loads = Path(f"/dev/shm/sglang_loads_test_{uuid.uuid4().hex}.shm")
+    loads, queue, other = (
+        Path(f"/dev/shm/{kind}_test_{uuid.uuid4().hex}") for kind in ("sglang_loads", "sgl_shm", "tandem")
+    )
     elsewhere = tmp_path / "thesis.txt"
-    loads.touch()
-    elsewhere.touch()
-    process, folder = owner(tmp_path, loads, elsewhere)
+    for file in (loads, queue, other, elsewhere):
+        file.touch()
+    process, folder = owner(tmp_path, elsewhere, loads, queue, other)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert remove_orphans("tdm", tmp_path) == []
     process.kill()
     process.wait(timeout=10)
     assert remove_orphans("tdm", tmp_path) == [folder]
     assert not folder.exists()
-    assert not loads.exists()
-    assert elsewhere.exists()
+    assert [file.exists() for file in (loads, queue, other, elsewhere)] == [False, False, True, True]
+    other.unlink()
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import numbers
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME
@@ -22,18 +23,21 @@ from coordinator.learn.rewards.workers.task import Work
 _MESSAGE_CHARS = 300
 
 
-def load(place: str, function: str, per: str | None, args: Mapping[str, Any]) -> Work:
+def load(
+    place: str, function: str, per: str | None, args: Mapping[str, Any], source: Mapping[str, str] | None = None
+) -> Work:
     """Import a function and find out how it is called.
 
     Args:
         place: a .py file, or the name of a module.
         per: "sample", "batch", "group"; None: its signature says it.
         args: values for parameters.
+        source: its `file` and the `text` that is imported, whatever the file holds now; None: as the file is.
     Returns: work whose jobs are a sample, a dict by name, or (batch, group) a list of them; `form` says which names.
     Raises: Unfit: it cannot be used; says why.
     """
     file = Path(place) if place.endswith(".py") else None
-    module = _import_file(file) if file is not None else _import_module(place)
+    module = _import_file(file, source) if file is not None else _import_module(place, source)
     code = _find(module, function, place)
     if not callable(code) or inspect.isclass(code):
         raise Unfit(f"{function} in {place} is {_kind(code)}, not a function")
@@ -154,14 +158,28 @@ def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[A
     return one if signature.per == "sample" else several
 
 
-def _import_file(file: Path) -> ModuleType:
-    if not file.is_file():
+class _Kept(SourceFileLoader):
+    """Finds and loads one module from a text that was read before; caches no bytecode, since the file may differ."""
+
+    def __init__(self, name: str, source: Mapping[str, str]) -> None:
+        super().__init__(name, source["file"])
+        self._text = source["text"]
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._text, self.path)
+
+
+def _import_file(file: Path, source: Mapping[str, str] | None) -> ModuleType:
+    if source is None and not file.is_file():
         close = difflib.get_close_matches(file.name, [neighbour.name for neighbour in file.parent.glob("*.py")], 1)
         raise Unfit(f"{file} does not exist{f'; did you mean {close[0]}?' if close else ''}")
     sys.path.insert(0, str(file.parent))
     # A file may be called like a library; under that name it would be found in its place.
     name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"tandem_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=None if source is None else _Kept(name, source))
     assert spec is not None and spec.loader is not None  # noqa: PT018 - a file that ends with .py has both
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -170,7 +188,9 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_module(name: str, source: Mapping[str, str] | None) -> ModuleType:
+    if source is not None:
+        sys.meta_path.insert(0, _Kept(name, source))
     with _importing(name, ""):
         return importlib.import_module(name)
 
