@@ -186,7 +186,8 @@ def evaluate(
     """Evaluate a model on data files: mean@k, pass@k and maj@k with 95 % intervals; trains nothing.
 
     Starts Redis and the replicas only, which load the folder themselves. The configured reward scores: exact_match,
-    unless -c or --set reward.kind=... say otherwise. Results: runs/evaluate-<model>/evaluation.json.
+    unless -c or --set reward.kind=... say otherwise. Without -c the columns of prompt and answer are found in the
+    first row, as `tandem init` does, or --set data.prompt_key=COLUMN. Results: runs/evaluate-<model>/evaluation.json.
 
     \b
     Examples:

@@ -2,25 +2,32 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.data.index import RowIndex, write_indices
 from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files, start, write_config
+from launcher.init.columns import answer_column, prompt_column
+from launcher.init.sample import first_row
 from launcher.view.run_view import RunView, make_console
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
-from tandem_config.loading import draft_config
-from tandem_config.problems import ConfigProblem
-from tandem_config.schema import RunConfig
+from tandem_config.loading import Draft, draft_config
+from tandem_config.overrides import parse_overrides
+from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.schema import DataSection, RunConfig
+from tandem_files.rows.problems import DataError
 from tandem_files.run_config import LAUNCHED_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import EVALUATION_FILE, claimed, read_evaluation
 
 if TYPE_CHECKING:
     from launcher.run.evaluation import EvaluationRequest
+
+# What --data sets.
+_SET_BY_DATA = ("data.train", "evaluation.sets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +45,12 @@ class Asked:
     temperature: float | None
     overrides: Sequence[str]
 
-    def options(self) -> list[str]:
-        """Return the `--set` options that this means, the user's own last."""
+    def options(self, columns: Mapping[str, str | None] | None = None) -> list[str]:
+        """Return the `--set` options that this means, the user's own last.
+
+        Args:
+            columns: keys of the data's columns that were found.
+        """
         options = ["rollout.serve_model=true"]
         if self.model is not None:
             options += [f"model.path={self.model}", f"run.name=evaluate-{_name(self.model.absolute())}"]
@@ -50,7 +61,14 @@ class Asked:
                 "data.heldout=null",
                 f"evaluation.sets={json.dumps(self._sets())}",
             ]
-        return [*options, *self.overrides]
+        found = [f"{key}={'null' if name is None else name}" for key, name in (columns or {}).items()]
+        return [*options, *found, *self.overrides]
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The keys that the user's own `--set` options name; "reward" for any of a reward."""
+        overrides, _ = parse_overrides(self.overrides)
+        return frozenset(item.section if item.section == "reward" else item.key for item in overrides)
 
     def _sets(self) -> list[dict[str, Any]]:
         temperature = self.temperature if self.temperature is not None else 1.0 if self.samples > 1 else 0.0
@@ -84,9 +102,11 @@ def _different(names: Sequence[str]) -> list[str]:
 def evaluate_command(asked: Asked) -> int:
     """Run `tandem evaluate`. Returns: the exit code."""
     complaints = make_console(stderr=True)
-    draft = draft_config(asked.config, asked.options())
+    draft, problems = draft_evaluation(asked)
     indices: list[RowIndex] = []
-    problems = preflight(draft, redis_url=redis_url(), indices=indices)
+    problems = problems or preflight(draft, redis_url=redis_url(), indices=indices)
+    if asked.data:
+        problems = of_files(problems)
     if draft.config is not None and not draft.config.evaluation_sets():
         problems.append(_nothing_to_evaluate())
     return start(
@@ -96,6 +116,49 @@ def evaluate_command(asked: Asked) -> int:
         prepare=lambda stack, checked: _prepare(stack, checked, indices),
         run=_evaluate,
     )
+
+
+def draft_evaluation(asked: Asked) -> tuple[Draft, list[ConfigProblem]]:
+    """Draft the configuration; without a file of it, with the columns of the first row's prompt and answer.
+
+    Returns: the draft, and what is wrong with the columns.
+    """
+    draft = draft_config(asked.config, asked.options())
+    if asked.config is not None or draft.config is None or not draft.usable("data.train"):
+        return draft, []
+    try:
+        return draft_config(None, asked.options(_columns(draft.config.data, asked.given))), []
+    except ConfigErrors as error:
+        return draft, error.problems
+    except (DataError, OSError):
+        return draft, []  # `preflight` names it
+
+
+def _columns(section: DataSection, given: Collection[str]) -> dict[str, str | None]:
+    """Find the columns that the user has not named. Raises: ConfigErrors: none or several; DataError; OSError."""
+    place, record = first_row(section, "train")
+    found: dict[str, str | None] = {}
+    if "data.prompt_key" not in given:
+        found["data.prompt_key"] = prompt_column(record, place, "--set data.prompt_key=COLUMN")
+    if "data.answer_key" not in given:
+        found["data.answer_key"] = answer_column(
+            record,
+            place,
+            required="reward" not in given,
+            option="--set data.answer_key=COLUMN",
+            reward_option="--set reward.function=FILE.py:FUNCTION",
+        )
+    return found
+
+
+def of_files(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+    """Name --data, which the user gave, instead of the keys that it sets; each problem once, and none of training."""
+    renamed = [
+        replace(problem, key="--data", where="") if problem.key in _SET_BY_DATA else problem
+        for problem in problems
+        if (problem.key, problem.severity) != ("grpo.prompts_per_iteration", "warning")
+    ]
+    return list(dict.fromkeys(renamed))
 
 
 def _nothing_to_evaluate() -> ConfigProblem:

@@ -20,23 +20,37 @@ _MOST = 0.9
 _SHORT_CHARS = 64
 
 
-def prompt_column(record: Mapping[str, Any], place: str) -> str:
-    """Find the column of the prompt in a row. Raises: ConfigErrors: none, or several."""
+def prompt_column(record: Mapping[str, Any], place: str, option: str = "--prompt-key COLUMN") -> str:
+    """Find the column of the prompt in a row.
+
+    Args:
+        option: how the user names the column, for the message.
+    Raises: ConfigErrors: none, or several.
+    """
     found, faults = _fitting(record, PROMPTS, prompt_of)
-    return _only(found, record, "--prompt-key", f"{place}: {'; '.join(faults) or 'no column has a usual name'}")
+    return _only(found, record, option, f"{place}: {'; '.join(faults) or 'no column has a usual name'}")
 
 
-def answer_column(record: Mapping[str, Any], place: str, *, required: bool) -> str | None:
+def answer_column(
+    record: Mapping[str, Any],
+    place: str,
+    *,
+    required: bool,
+    option: str = "--answer-key COLUMN",
+    reward_option: str = "--reward FILE.py:FUNCTION",
+) -> str | None:
     """Find the column of the answer in a row; None: there is none and it is not required.
 
+    Args:
+        option: how the user names the column, for the message; `reward_option` a reward of one's own.
     Raises: ConfigErrors: none although required, or several.
     """
     found, faults = _fitting(record, ANSWERS, lambda row, key: answer_of(row, key).strip() or _empty(key))
     if not found and not required:
         return None
     reason = f"{place}: {'; '.join(faults) or 'no column has a usual name'}"
-    advice = ", or --reward FILE.py:FUNCTION with a reward that needs no answer" if not found else ""
-    return _only(found, record, "--answer-key", reason, advice)
+    advice = f", or {reward_option} with a reward that needs no answer" if not found else ""
+    return _only(found, record, option, reason, advice)
 
 
 def reward_for(answers: Sequence[str]) -> tuple[RewardSection, str]:
@@ -84,7 +98,7 @@ def _empty(key: str) -> object:
     raise BadRow(f"{key!r} is empty")
 
 
-def _only(found: Sequence[str], record: Mapping[str, Any], flag: str, reason: str, advice: str = "") -> str:
+def _only(found: Sequence[str], record: Mapping[str, Any], option: str, reason: str, advice: str = "") -> str:
     if len(found) == 1:
         return found[0]
     columns = [
@@ -94,4 +108,5 @@ def _only(found: Sequence[str], record: Mapping[str, Any], flag: str, reason: st
     ]
     what = f"both {' and '.join(found)} could be it" if found else reason
     message = f"{what}; the columns are {', '.join(columns)}"
-    raise ConfigErrors([ConfigProblem(key=flag, value="", message=message, suggestion=f"give {flag} COLUMN{advice}")])
+    key = option.removesuffix("COLUMN").rstrip(" =")
+    raise ConfigErrors([ConfigProblem(key=key, value="", message=message, suggestion=f"give {option}{advice}")])
