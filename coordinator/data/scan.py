@@ -86,8 +86,11 @@ class Scanner:
         found = Scan(source=source)
         digest = xxhash.xxh3_128()
         for file in source.files:
+            rows_before = found.num_rows
             for batch in self._batches(found, file, digest.update):
                 self._measure(found, file, batch)
+            if found.num_rows > rows_before:
+                found.faults.note_sound_rows(file.path)
             if is_parquet(file.path):
                 digest.update(file_digest(file.path)["xxh3_128"].encode())
         found.digest = digest.hexdigest()

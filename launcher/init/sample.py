@@ -59,7 +59,7 @@ def _first_rows(file: SourceFile, sample: RowSample, most: int) -> Iterator[Row]
     count, share = 0, 1.0
     for item in read_rows(file.path, file.keys):
         if isinstance(item, RowProblem):
-            raise DataError([item])
+            raise DataError([item.beside_sound_rows() if count else item])
         if count == most:
             sample.whole = False
             sample.num_rows += max(count + 1, round(count / share))

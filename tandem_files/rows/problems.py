@@ -12,7 +12,11 @@ _DESCRIBED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowProblem:
-    """A problem of a data file; `number` is its line or row, None for the file as a whole."""
+    """A problem of a data file; `number` is its line or row, None for the file as a whole.
+
+    Attributes:
+        alone: the message instead, if other rows of the file can be used; "" if it is the same.
+    """
 
     file: Path
     number: int | None
@@ -20,6 +24,11 @@ class RowProblem:
     # Other lines or rows with the same fault, and the first of them.
     num_others: int = 0
     others: tuple[int, ...] = ()
+    alone: str = ""
+
+    def beside_sound_rows(self) -> "RowProblem":
+        """Return the problem as that of a row whose file has others that can be used."""
+        return replace(self, message=self.alone or self.message)
 
     @property
     def place(self) -> str:
@@ -71,6 +80,12 @@ class Faults:
             self._by_kind[kind] = problem
         else:
             self.num_more += 1
+
+    def note_sound_rows(self, file: Path) -> None:
+        """Say of the file's problems that other rows of it can be used, once all of it is read."""
+        for kind, problem in self._by_kind.items():
+            if problem.file == file:
+                self._by_kind[kind] = problem.beside_sound_rows()
 
     @property
     def problems(self) -> list[RowProblem]:

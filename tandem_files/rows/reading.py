@@ -10,7 +10,7 @@ from typing import Any
 from tandem_files.rows.files import is_parquet
 from tandem_files.rows.parquet import read_records, without_nulls
 from tandem_files.rows.problems import DataError, RowProblem
-from tandem_files.rows.values import BadRow, Message, answer_of, check_unicode, prompt_of, tools_of
+from tandem_files.rows.values import BadRow, Message, NoColumn, answer_of, check_unicode, prompt_of, tools_of
 
 # A longer line is not a row but, say, a whole file of JSON; it would be read into memory whole.
 MAX_LINE_BYTES = 64 << 20
@@ -150,7 +150,7 @@ def _jsonl_rows(
                 row = row_of_line(path, number, raw, keys)
                 yield replace(row, offset=begin, checksum=line_checksum(raw), share=offset / size)
             except BadRow as error:
-                yield RowProblem(file=path, number=number, message=str(error))
+                yield _problem(path, number, error)
 
 
 def _parquet_rows(path: Path, keys: RowKeys) -> Iterator[Row | RowProblem]:
@@ -158,7 +158,12 @@ def _parquet_rows(path: Path, keys: RowKeys) -> Iterator[Row | RowProblem]:
         try:
             yield replace(_row(path, number, _without_fillings(record, keys), keys), share=share)
         except BadRow as error:
-            yield RowProblem(file=path, number=number, message=str(error))
+            yield _problem(path, number, error)
+
+
+def _problem(path: Path, number: int, error: BadRow) -> RowProblem:
+    alone = error.alone if isinstance(error, NoColumn) else ""
+    return RowProblem(file=path, number=number, message=str(error), alone=alone)
 
 
 def _without_fillings(record: dict[str, Any], keys: RowKeys) -> dict[str, Any]:

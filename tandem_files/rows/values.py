@@ -15,19 +15,31 @@ class BadRow(ValueError):
     """A row cannot be used; the message says why, without the place."""
 
 
+class NoColumn(BadRow):
+    """A row lacks a column.
+
+    Attributes:
+        alone: the message if other rows of the file have it, so that its name is right.
+    """
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.alone = f"has no {key!r}, which other rows of the file have: fill it in, or remove the row"
+
+
 def column(record: Mapping[str, Any], key: str, option: str) -> Any:
     """Return the value of a column; dots lead into columns that hold objects, unless a column has that very name.
 
     Args:
         option: the setting that names the column, for the message.
-    Raises: BadRow: there is none.
+    Raises: NoColumn: there is none.
     """
     if key in record:
         return record[key]
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise BadRow(missing_column(key, option, list(_names(record))))
+            raise NoColumn(missing_column(key, option, list(_names(record))), key)
         value = value[part]
     return value
 

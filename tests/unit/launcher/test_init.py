@@ -333,3 +333,12 @@ def test_the_command_line_gives_all_of_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert (config.run.seed, config.run.name) == (7, tmp_path.name[:40])
     assert CliRunner().invoke(app, command).exit_code == 2  # the file exists now
     assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
+
+
+def test_a_row_that_lacks_what_others_have_is_to_be_filled_or_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init_command(asked(tmp_path, [SUM, {"prompt": "1+2="}]), CPU) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has no 'answer', which other rows of the file have: fill it in, or remove the row" in said
+    assert "answer_key" not in said
