@@ -80,7 +80,8 @@ def positional(completion: str, /) -> float:
 @pytest.mark.parametrize(
     ("function", "per", "args", "message"),
     [
-        (lambda completions, answer: 0, None, {}, "takes both 'completions', a list, and 'answer', .* 'answers'"),
+        (lambda completions, answer: 0, None, {}, "'completions', lists .* and 'answer', .* write 'answers'"),
+        (lambda prompts, completions, answer: 0, None, {}, "for one sample 'prompt', 'completion' .* batch prompts, c"),
         (lambda completion: 0, "batch", {}, "takes 'completion', which it cannot with per: batch: .* 'completions'"),
         (lambda completions: 0, "sample", {}, "takes 'completions', .* per: sample: call it 'completion'"),
         (lambda completion, depth: 0, None, {"dept": 1}, r"args.dept: it takes no such .* did you mean 'depth'\?"),
@@ -95,13 +96,19 @@ def test_a_signature_that_cannot_be_called_is_refused(
         read_signature(function, per=per, args=args)
 
 
-def test_a_parameter_that_nothing_fills_is_named_with_what_could() -> None:
-    required = read_signature(lambda solution_str, ground_truth: 0, per=None, args={}).required
-    assert unfilled(required, ["question"], "sample").startswith(
-        "takes 'solution_str', which nothing fills (here it is"
+def test_all_parameters_that_nothing_fills_are_named_with_what_could() -> None:
+    def verl(data_source, solution_str, ground_truth, level, extra_info=None): ...  # type: ignore[no-untyped-def]
+
+    required = read_signature(verl, per=None, args={}).required
+    assert unfilled(required, ["level"], "sample").startswith(
+        "takes 'data_source', 'solution_str', 'ground_truth', which nothing fills ('data_source' is a name of other "
+        "trainers, without a value here: leave it out; 'solution_str' is called 'completion' here; 'ground_truth' is "
+        "called 'answer' here). Names that can be used: prompt, completion, answer, columns,"
     )
+    assert "'solution_str' is called 'completions' here" in unfilled(["solution_str"], [], "batch")
     assert "did you mean 'question'?" in unfilled(["questoin"], ["question"], "batch")
-    assert unfilled(["question"], ["question"], "sample") == ""
+    assert unfilled(["xyzzy"], [], "sample").startswith("takes 'xyzzy', which nothing fills. Names")
+    assert unfilled(["question", "data_source"], ["question", "data_source"], "sample") == ""
 
 
 def test_every_name_has_a_value() -> None:

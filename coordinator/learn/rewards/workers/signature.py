@@ -33,17 +33,23 @@ PLURALS = {
 }
 # Names that other trainers give to these values, for the message.
 _ELSEWHERE = {
+    "prompt_str": "prompt",
     "solution_str": "completion",
+    "solution_strs": "completions",
     "response": "completion",
     "responses": "completions",
     "ground_truth": "answer",
+    "ground_truths": "answers",
     "solution": "answer",
     "solutions": "answers",
     "label": "answer",
+    "labels": "answers",
     "extra_info": "columns",
-    "data_source": "columns",
+    "extra_infos": "columns",
     "sample": "columns",
 }
+# Names that other trainers fill and that nothing stands for here.
+_NOT_HERE = ("data_source", "data_sources", "completion_ids", "completions_ids", "prompt_ids", "trainer_state")
 
 
 class Unfit(ValueError):
@@ -141,8 +147,10 @@ def _guess(named: Mapping[str, Any]) -> str:
     singulars = [name for name in named if name in PLURALS and name not in PLURALS.values()]
     if plurals and singulars:
         raise Unfit(
-            f"takes both {plurals[0]!r}, a list, and {singulars[0]!r}, of one sample: use one form, e.g. "
-            f"{PLURALS[singulars[0]]!r}"
+            f"takes {_quoted(plurals)}, lists of a batch, and {_quoted(singulars)}, of one sample: for a batch write "
+            f"{_quoted([PLURALS[name] for name in singulars])} instead of the latter, for one sample "
+            f"{_quoted([_singular(name) for name in plurals])} instead of the former. Names that can be used: for a "
+            f"batch {', '.join(PLURALS.values())}; for one sample {', '.join(PLURALS)}; the data's columns"
         )
     return "batch" if plurals else "sample"
 
@@ -161,30 +169,47 @@ def _check_number(named: Mapping[str, Any], names: Mapping[str, str], per: str) 
     """Refuse names of the other form: `completion` for a batch, `completions` for a sample."""
     for name in named:
         if name not in names and name in (*PLURALS, *PLURALS.values()):
-            right = PLURALS.get(name) or next(one for one, many in PLURALS.items() if many == name)
+            right = PLURALS.get(name) or _singular(name)
             raise Unfit(f"takes {name!r}, which it cannot with per: {per}: call it {right!r}")
 
 
 def unfilled(required: Sequence[str], columns: Sequence[str], per: str) -> str:
-    """Return the complaint about the first parameter that no column fills; "" if there is none.
+    """Return the complaint about the parameters that no column fills; "" if there are none.
 
-    >>> unfilled(["solution_str", "level"], ["prompt", "level"], "sample")
-    "takes 'solution_str', which nothing fills (here it is called 'completion'). Names that can be used: prompt, \
-completion, answer, columns, num_tokens, truncated, finish_reason, sample_id; the data's columns: prompt, level; those \
-in args"
+    >>> unfilled(["solution_str", "level", "hint"], ["prompt", "level"], "sample")
+    "takes 'solution_str', 'hint', which nothing fills ('solution_str' is called 'completion' here). Names that can be \
+used: prompt, completion, answer, columns, num_tokens, truncated, finish_reason, sample_id; the data's columns: \
+prompt, level; those in args"
     """
-    for name in required:
-        if name not in columns:
-            known = list(PLURALS) if per == "sample" else list(PLURALS.values())
-            elsewhere = _ELSEWHERE.get(name, "")
-            if elsewhere and elsewhere not in known:
-                elsewhere = PLURALS.get(elsewhere, elsewhere)
-            hint = f" (here it is called {elsewhere!r})" if elsewhere else _close(name, [*known, *columns])
-            return (
-                f"takes {name!r}, which nothing fills{hint}. Names that can be used: {', '.join(known)}; the data's "
-                f"columns: {', '.join(columns) or 'none'}; those in args"
-            )
-    return ""
+    missing = [name for name in required if name not in columns]
+    if not missing:
+        return ""
+    known = list(PLURALS) if per == "sample" else list(PLURALS.values())
+    hints = [hint for name in missing if (hint := _hint(name, known, columns))]
+    said = f" ({'; '.join(hints)})" if hints else ""
+    return (
+        f"takes {_quoted(missing)}, which nothing fills{said}. Names that can be "
+        f"used: {', '.join(known)}; the data's columns: {', '.join(columns) or 'none'}; those in args"
+    )
+
+
+def _hint(name: str, known: Sequence[str], columns: Sequence[str]) -> str:
+    """Return what to write instead of a name; "" if nothing is like it."""
+    if name in _NOT_HERE:
+        return f"{name!r} is a name of other trainers, without a value here: leave it out"
+    here = _ELSEWHERE.get(name, "")
+    if here:
+        return f"{name!r} is called {here if here in known else PLURALS.get(here, here)!r} here"
+    close = difflib.get_close_matches(name, [*known, *columns], 1)
+    return f"instead of {name!r}, did you mean {close[0]!r}?" if close else ""
+
+
+def _singular(name: str) -> str:
+    return next(one for one, many in PLURALS.items() if many == name)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _close(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
