@@ -1,6 +1,7 @@
 """Translates pydantic's validation errors: key, value, what is wrong, what to write instead."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ _TYPE = {
     "dict_type": "must be a mapping",
     "invalid-json-value": "must be text, a number, true, false, null, or a list or mapping of these",
 }
+# `{kind:exact_match}`.
+_UNSPACED = re.compile(r"\w+:\S+")
 # Ranges that are explained, not just stated.
 _REASONS = {
     ("grpo.group_size", "greater_than_equal"): (
@@ -126,6 +129,8 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
 def _explain_kind(section: str, detail: ErrorDetails) -> tuple[str, str]:
     context = detail.get("ctx", {})
     if detail["type"] == "union_tag_not_found":
+        if any(_UNSPACED.fullmatch(str(name)) for name in detail["input"]):
+            return _unspaced(next(str(name) for name in detail["input"] if _UNSPACED.fullmatch(str(name))))
         return "has no kind", f"add `kind:` with one of {', '.join(keys.kinds(section))}"
     return f"must be one of {context['expected_tags']}", _closest(context["tag"], context["expected_tags"])
 
@@ -135,6 +140,8 @@ def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
     *places, field = detail["loc"][2:]
     entry = "".join(f"entry {place + 1}: " for place in places if isinstance(place, int))
     name = f"entry {field + 1}" if isinstance(field, int) else str(field)
+    if detail["type"] == "extra_forbidden" and _UNSPACED.fullmatch(name):
+        return _unspaced(name)
     if detail["type"] == "extra_forbidden":
         known = list(keys.entry_fields(key))
         close = difflib.get_close_matches(name, known, 1)
@@ -148,6 +155,8 @@ def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
 def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
     if not field:
         return "unknown section", keys.did_you_mean("", section)
+    if _UNSPACED.fullmatch(field):
+        return _unspaced(field)
     readers = [name for name, model in keys.kinds(section).items() if field in model.model_fields]
     if readers:
         return (
@@ -155,6 +164,11 @@ def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
             f"leave it out; it is a setting of kind: {' or '.join(readers)}",
         )
     return "unknown key", keys.did_you_mean(section, field)
+
+
+def _unspaced(name: str) -> tuple[str, str]:
+    key, _, value = name.partition(":")
+    return f"YAML reads {name!r} as a key without a value", f"put a space after the colon: {key}: {value}"
 
 
 def _shown(value: Any) -> str:
