@@ -22,9 +22,11 @@ class NoColumn(BadRow):
         alone: the message if other rows of the file have it, so that its name is right.
     """
 
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.alone = f"has no {key!r}, which other rows of the file have: fill it in, or remove the row"
+    def __init__(self, key: str, option: str, present: list[str]) -> None:
+        super().__init__(missing_column(key, option, present))
+        close = difflib.get_close_matches(key, present, n=1)
+        misspelt = f" (did you mean its {close[0]!r}?)" if close else ""
+        self.alone = f"has no {key!r}, which other rows of the file have{misspelt}: fill it in, or remove the row"
 
 
 def column(record: Mapping[str, Any], key: str, option: str) -> Any:
@@ -39,7 +41,7 @@ def column(record: Mapping[str, Any], key: str, option: str) -> Any:
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise NoColumn(missing_column(key, option, list(_names(record))), key)
+            raise NoColumn(key, option, list(_names(record)))
         value = value[part]
     return value
 

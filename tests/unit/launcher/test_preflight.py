@@ -252,7 +252,7 @@ def test_ranks_may_share_kv_heads(side: str, tmp_path: Path) -> None:
 GOOD_ROW = json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n"
 BAD_DATA = [
     ("no prompt", GOOD_ROW + '{"answer": "3"}\n', ":2", "has no 'prompt'"),
-    ("no answer", GOOD_ROW + '{"prompt": "1", "anser": "3"}\n', ":2", "has no 'answer': did you mean 'anser'?"),
+    ("no answer", GOOD_ROW + '{"prompt": "1", "anser": "3"}\n', ":2", "have (did you mean its 'anser'?): fill it"),
     ("object for text", '{"prompt": "1", "answer": {}}\n', ":1", "must be a string or a number"),
     ("empty prompt", '{"prompt": "", "answer": "3"}\n', ":1", "is empty"),
     ("broken JSON", GOOD_ROW * 2 + "{\n", ":3", "is not valid JSON"),
@@ -452,7 +452,7 @@ OWN = ["reward.function=mine.py:score"]
         ("def scor(completion): return 1", "mine.py has no score; did you mean scor?"),
         ("import missing_library", "No module named 'missing_library' (mine.py:1)"),
         ("def score(completion, level): return 1", "takes 'level', which nothing fills"),
-        ("def score(completions, answer): return 1", "takes both 'completions', a list, and 'answer'"),
+        ("def score(completions, answer): return 1", "takes 'completions', lists of a batch, and 'answer'"),
     ],
 )
 def test_an_own_reward_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str) -> None:
