@@ -138,8 +138,8 @@ def _truncated(now: _Curves) -> Iterator[Trouble]:
         yield Trouble(
             kind="truncated",
             name="TandemCompletionsTruncated",
-            text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens: none of them ends by itself, and "
-            "with reward.require_stop none is rewarded.",
+            text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens before they end: raise it, or "
+            "find out why they do not end (tandem samples). A reward with require_stop gives them 0.",
         )
 
 

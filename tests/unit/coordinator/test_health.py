@@ -51,6 +51,13 @@ def test_a_pattern_that_never_matches() -> None:
     assert "got the reward 0, so the policy does not learn" in troubles(table, None, 1e-4)[0].text
 
 
+def test_what_is_said_of_truncated_completions_holds_for_every_reward() -> None:
+    (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), None, 1e-4)
+    assert told.text.startswith("92% of the completions are cut off by grpo.max_new_tokens")
+    assert told.text.endswith("A reward with require_stop gives them 0.")
+    assert "raise it, or find out why" in told.text
+
+
 def test_a_learning_rate_of_ten() -> None:
     table = rows(
         [0.7, 0.01, 0.0],
