@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.sync.forecast import Forecast
+from coordinator.watch import metrics
 from launcher.plan.figures import PlannedSync, PlanRequest
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2
@@ -60,6 +61,7 @@ def test_a_model_that_is_not_known_has_none(tmp_path: Path) -> None:
     forecast = Forecast(str(tmp_path), "float32", SyncSection())
     with pytest.raises(ConfigError):
         forecast.predict(Participants.of_round(a_round(1)))
+    metrics.SYNC_PREDICTED_SECONDS.set(0)  # an earlier test may have left NaN
     forecast.of(a_round(1))
 
     def shown() -> float:

@@ -135,7 +135,7 @@ def test_sglang_refuses_tp_that_kv_heads_do_not_divide() -> None:
     ("config", "named"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"model_type": "qwen3", "num_attention_heads": 4}, "hidden_size"),
+        ({"model_type": "qwen3", "num_attention_heads": 4}, "max_position_embeddings"),
     ],
 )
 def test_unsupported_models_are_named(config: dict[str, object], named: str) -> None:
