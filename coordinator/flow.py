@@ -112,6 +112,8 @@ class Scored:
     missing_PG: NDArray[np.bool_] | None = None
     # [P, G] unweighted scores by the reward's name.
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    # Place of a sample in the rows of `rewards_PG`, one after the other -> the reward's name -> why it could not score.
+    failures: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     num_errors: int = 0
     first_error: str = ""
     num_timeouts: int = 0

@@ -55,6 +55,7 @@ class Scorer:
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
             parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
+            failures=_failures(found),
             num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
             first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
@@ -119,6 +120,19 @@ def _failed(scores: Scores) -> set[int]:
     return {*scores.errors, *scores.late}
 
 
+def _failures(found: Sequence[tuple[Part, Scores]]) -> dict[int, dict[str, str]]:
+    """Return why rewards failed, by the samples' places and the rewards' names."""
+    failures: dict[int, dict[str, str]] = {}
+    for part, scores in found:
+        for place in sorted(_failed(scores)):
+            failures.setdefault(place, {})[part.name] = _why(part, scores, place)
+    return failures
+
+
+def _why(part: Part, scores: Scores, place: int) -> str:
+    return scores.errors.get(place, f"it took longer than {part.key}.timeout_s")
+
+
 def _mask(places: Sequence[Collection[int]], size: int) -> NDArray[np.bool_]:
     """Return [S] True at all of the places."""
     mask = np.zeros(size, dtype=np.bool_)
@@ -130,5 +144,4 @@ def _mask(places: Sequence[Collection[int]], size: int) -> NDArray[np.bool_]:
 def _first(part: Part, scores: Scores, items: Sequence[ScoredText]) -> str:
     """Describe the first failure: sample, reward, reason."""
     place = min(_failed(scores))
-    why = scores.errors.get(place, f"it took longer than {part.key}.timeout_s")
-    return f"{part.name} of {items[place].sample_id}: {why}"
+    return f"{part.name} of {items[place].sample_id}: {_why(part, scores, place)}"

@@ -190,7 +190,8 @@ def _group(samples: Sequence[StoredSample], members: Members, limit: int) -> dic
 def _sample(sample: StoredSample, limit: int) -> dict[str, Any]:
     values = plain(sample)
     names = ("sample", "reward", "reward_parts", "advantage", "num_tokens", "finish_reason", "use", "policy_version")
-    return {**{name: values[name] for name in names}, "segments": segments(sample, limit)}
+    errors = {name: shortened(why, limit) for name, why in sample.errors.items()}
+    return {**{name: values[name] for name in names}, "errors": errors, "segments": segments(sample, limit)}
 
 
 def shortened(text: str, limit: int) -> str:

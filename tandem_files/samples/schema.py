@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         ("columns", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("errors", pa.map_(pa.string(), pa.string())),
         ("advantage", pa.float64()),
         ("prompt_tokens", pa.int32()),
         ("num_tokens", pa.int32()),
@@ -46,7 +47,8 @@ REPEATED = ["kind", "group_id", "source", "prompt", "answer", "columns", "finish
 # By a Parquet column's path: zstd for the long ones; for all of them it would double the time of writing short samples.
 _LONG = ("prompt", "completion", "answer", "columns", "token_ids.list.element")
 _NAMES = [column.name for column in SCHEMA if not pa.types.is_nested(column.type)]
-_SHORT = [*_NAMES, "reward_parts.key_value.key", "reward_parts.key_value.value"]
+_MAPS = [column.name for column in SCHEMA if pa.types.is_map(column.type)]
+_SHORT = [*_NAMES, *(f"{name}.key_value.{side}" for name in _MAPS for side in ("key", "value"))]
 COMPRESSION = {**dict.fromkeys(_SHORT, "lz4"), **dict.fromkeys(_LONG, "zstd")}
 
 
@@ -71,6 +73,8 @@ class SampleHead:
     finish_reason: str
     # TRAINED, DROPPED, MASKED, UNSCORED or EVALUATED.
     use: str
+    # The reward's name -> why it could not score the sample; empty in files of older releases.
+    errors: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +97,7 @@ class StoredSample(SampleHead):
     answer: str
     # The data row's columns, as a JSON object.
     columns: str = "{}"
-    # Unweighted scores by the reward's name.
+    # Unweighted scores by the reward's name; 0 if it failed.
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     prompt_tokens: int
     # Oldest among the tokens.
@@ -131,17 +135,25 @@ def table_of(size: int, **columns: Any) -> pa.Table:
 
 def heads_of(table: pa.Table) -> list[SampleHead]:
     """Read a table that has HEAD_COLUMNS only."""
-    values = zip(*(table.column(name).to_pylist() for name in HEAD_COLUMNS), strict=True)
-    return [SampleHead(**dict(zip(HEAD_COLUMNS, row, strict=True))) for row in values]
+    return [SampleHead(**row) for row in _rows(table, HEAD_COLUMNS)]
 
 
 def samples_of(table: pa.Table) -> list[StoredSample]:
     """Read a table; columns of a newer release are left out."""
-    names = [column.name for column in fields(StoredSample)]
-    rows = table.select([name for name in names if name in table.column_names]).to_pylist(maps_as_pydicts="lossy")
+    rows = _rows(table, [column.name for column in fields(StoredSample)])
     for row in rows:
         row["version_spans"] = tuple(TextSpan(**span) for span in row["version_spans"] or ())
     return [StoredSample(**row) for row in rows]
+
+
+def _rows(table: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows with those of the columns that the table has; a file of an older release lacks some."""
+    rows: list[dict[str, Any]] = table.select([name for name in names if name in table.column_names]).to_pylist(
+        maps_as_pydicts="lossy"
+    )
+    for row in rows:
+        row["errors"] = row.get("errors") or {}
+    return rows
 
 
 def plain(sample: StoredSample) -> dict[str, Any]:

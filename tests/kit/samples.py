@@ -35,6 +35,7 @@ def write_samples(folder: SampleFolder, iteration: int, kind: str, samples: Sequ
     """Store samples. Returns: the file's bytes."""
     columns = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
     columns["prompt"] = [storable(text) for text in columns["prompt"]]
-    columns["reward_parts"] = [list(parts.items()) for parts in columns["reward_parts"]]
+    for name in ("reward_parts", "errors"):
+        columns[name] = [list(values.items()) for values in columns[name]]
     columns["version_spans"] = [[asdict(span) for span in spans] for spans in columns["version_spans"]]
     return folder.write(iteration, kind, table_of(len(samples), **columns))

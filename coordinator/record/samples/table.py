@@ -62,6 +62,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         columns=of_group([_columns(group) for group in groups]),
         reward=pa.array(batch.scored.rewards_PG.ravel(), mask=~batch.scored.present_PG.ravel()),
         reward_parts=_parts(batch.scored.parts, size),
+        errors=_errors(batch.scored.failures, size),
         advantage=None if batch.advantages_PG is None else batch.advantages_PG.ravel(),
         prompt_tokens=of_group([len(group.prompt.token_ids) for group in groups]),
         num_tokens=[len(completion.token_ids) for completion in completions],
@@ -83,6 +84,14 @@ def _parts(parts: Mapping[str, NDArray[np.float64]], size: int) -> pa.Array:
     names = pa.array([storable(name) for name in parts] * size, pa.string())
     scores = np.stack([part_PG.ravel() for part_PG in parts.values()], axis=1).ravel() if parts else np.zeros(0)
     return pa.MapArray.from_arrays(pa.array(offsets), names, pa.array(scores, pa.float64()))
+
+
+def _errors(failures: Mapping[int, Mapping[str, str]], size: int) -> pa.Array | None:
+    """Make the column of failed scores: null for a sample without one; None: there is no failed one."""
+    if not failures:
+        return None
+    rows = [[(storable(name), storable(why)) for name, why in failures.get(place, {}).items()] for place in range(size)]
+    return pa.array([row or None for row in rows], pa.map_(pa.string(), pa.string()))
 
 
 def _spans(completions: Sequence[Completion], codec: TextCodec) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Chooses the samples to show: by group, text, reward or length. Pure, but for reading them."""
+"""Chooses the samples to show: by group, text, failure, reward or length. Pure, but for reading them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ class Wanted:
         kind: None: the training samples if there are any.
         group: a group's id, or a part of it (`g3`, `row77`).
         pattern: regular expression of prompt or completion.
+        failed: only samples that a reward could not score.
         ends: (best, worst, longest or shortest; how many of these); empty: some of both ends by reward.
     """
 
@@ -38,7 +39,14 @@ class Wanted:
     kind: str | None = None
     group: str | None = None
     pattern: str | None = None
+    failed: bool = False
     ends: Sequence[tuple[str, int]] = ()
+
+    @property
+    def filters(self) -> list[str]:
+        """The options that leave samples out."""
+        given = {"--group": self.group is not None, "--grep": self.pattern is not None, "--failed": self.failed}
+        return [option for option, is_given in given.items() if is_given]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +56,15 @@ class Chosen:
     Attributes:
         kinds: all kinds of samples of the iteration.
         heads: all samples of this kind.
-        fitting: number of those of the group and with the text.
+        filters: the options that left samples out.
+        fitting: number of those that they left.
     """
 
     iteration: int
     kind: str
     kinds: Sequence[str]
     heads: Sequence[SampleHead]
+    filters: Sequence[str]
     fitting: int
     samples: Sequence[StoredSample]
 
@@ -63,7 +73,7 @@ def choose(folder: SampleFolder, wanted: Wanted) -> Chosen:
     """Choose samples of one iteration. Raises: ConfigError: it, the kind or the group does not exist; a bad pattern."""
     iteration, kind = folder.resolve(wanted.iteration, wanted.kind)
     heads = folder.heads(iteration, kind)
-    places = _of_group(heads, wanted.group)
+    places = [place for place in _of_group(heads, wanted.group) if heads[place].errors or not wanted.failed]
     if wanted.pattern is not None:
         found = set(folder.matching(iteration, kind, wanted.pattern))
         places = [place for place in places if place in found]
@@ -73,6 +83,7 @@ def choose(folder: SampleFolder, wanted: Wanted) -> Chosen:
         kind=kind,
         kinds=folder.iterations().get(iteration, [kind]),
         heads=heads,
+        filters=wanted.filters,
         fitting=len(places),
         samples=folder.load(iteration, kind, shown),
     )
@@ -90,7 +101,7 @@ def _of_group(heads: Sequence[SampleHead], group: str | None) -> list[int]:
 
 
 def _ends(heads: Sequence[SampleHead], places: Sequence[int], wanted: Wanted) -> list[int]:
-    if not wanted.ends and (wanted.group is not None or wanted.pattern is not None):
+    if not wanted.ends and wanted.filters:
         return list(places[:_MOST])
     shown: dict[int, None] = {}
     for order, count in wanted.ends or (("best", _ENDS), ("worst", _ENDS)):

@@ -18,6 +18,7 @@ def samples(
     grep: Annotated[
         str | None, typer.Option("--grep", metavar="REGEX", help="Samples with this text in prompt or completion.")
     ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples that a reward could not score, with why.")] = False,
     worst: Annotated[int, typer.Option("--worst", min=0, metavar="K", help="The K of least reward.")] = 0,
     best: Annotated[int, typer.Option("--best", min=0, metavar="K", help="The K of greatest reward.")] = 0,
     longest: Annotated[int, typer.Option("--longest", min=0, metavar="K", help="The K of most tokens.")] = 0,
@@ -51,6 +52,7 @@ def samples(
         kind=kind,
         group=group,
         pattern=grep,
+        failed=failed,
         ends=[(name, count) for name, count in ends if count],
     )
     raise typer.Exit(samples_command(run_dir, wanted, full=full, as_json=as_json))

@@ -53,6 +53,8 @@ def overview(run_dir: Path, chosen: Chosen) -> str:
         if rewards:
             text += f", reward {sum(rewards) / len(rewards):.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
         text += f", {tokens:.1f} tokens, {cut:.0%} cut off"
+        if failed := sum(bool(head.errors) for head in heads):
+            text += f", {failed} with a failed score (--failed)"
     others = [kind for kind in chosen.kinds if kind != chosen.kind]
     return text + (f"; also stored: {', '.join(others)} (--kind)" if others else "")
 
@@ -84,12 +86,14 @@ def shortened(text: str, *, full: bool) -> str:
 
 def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, str]]:
     yield Text.assemble((sample.sample_id, "bold cyan"), f"  {_figures(sample)}  ", _use(sample))
+    for name, why in sample.errors.items():
+        yield Text(f"  {visible(name)} failed: {shortened(visible(why), full=full)}", style="red")
     for title, text in (("prompt", sample.prompt), ("completion", sample.completion), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
 
 
 def _figures(sample: StoredSample) -> str:
-    parts = ", ".join(f"{visible(name)} {score:.3g}" for name, score in sample.reward_parts.items())
+    parts = ", ".join(f"{visible(name)} {_score(sample, name)}" for name in sample.reward_parts)
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
     figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:
@@ -97,6 +101,10 @@ def _figures(sample: StoredSample) -> str:
     figures.append(f"{sample.num_tokens} tokens, {_ending(sample)}")
     figures.append(_versions(sample))
     return "  ".join(figures)
+
+
+def _score(sample: StoredSample, name: str) -> str:
+    return "failed" if name in sample.errors else f"{sample.reward_parts[name]:.3g}"
 
 
 def _ending(sample: StoredSample) -> str:

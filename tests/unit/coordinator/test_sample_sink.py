@@ -45,12 +45,12 @@ def generation(*completions: Completion) -> Generation:
 FOUR = generation(completion("3"), completion("4", truncated=True), completion("5"), completion("5"))
 
 
-def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, missing_PG: Any = None) -> Finished:
+def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, **scores: Any) -> Finished:
     scored = Scored(
         rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]),
         accuracy=0.5,
         parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])},
-        missing_PG=missing_PG,
+        **scores,
     )
     record = IterationRecord(
         iteration=number,
@@ -117,6 +117,12 @@ def test_a_sample_whose_score_failed_has_no_reward(make_sink: Any, tmp_path: Pat
         samples = load(tmp_path, 3, kind)
         assert (samples[0].reward, samples[1].reward) == (2.0, None)
         assert [sample.use == "unscored" for sample in samples] == [False, True, False, False]
+
+
+def test_a_sample_says_which_rewards_failed_and_why(make_sink: Any, tmp_path: Path) -> None:
+    make_sink().take(finished(3, failures={2: {"math": "IndexError: \ud800"}}))
+    assert [sample.errors for sample in load(tmp_path, 3)] == [{}, {}, {"math": "IndexError: ?"}, {}]
+    assert [head.errors for head in SampleFolder(tmp_path).heads(3, "train")][2:] == [{"math": "IndexError: ?"}, {}]
 
 
 def test_version_spans_end_in_the_text_where_they_end_in_the_tokens(make_sink: Any, tmp_path: Path) -> None:

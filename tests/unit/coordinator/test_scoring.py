@@ -99,11 +99,13 @@ async def test_a_failed_score_is_zero_or_leaves_its_sample_out_or_ends_the_run(c
     groups = [group("1", *["1"] * 20)]
     zero = await scorer(codec, Failing(1)).score(groups)
     assert (zero.num_missing, zero.num_errors, zero.first_error) == (0, 1, "first of g#0: KeyError: 'x0'")
+    assert zero.failures == {0: {"first": "KeyError: 'x0'"}}
     exact = Part(key="reward[1]", name="exact", reward=ExactMatch(), is_accuracy=True)
     drop = await scorer(codec, Failing(1, late=1), exact, on_error="drop", is_accuracy=False).score(groups)
     assert drop.missing_PG is not None
     assert (np.flatnonzero(drop.missing_PG).tolist(), drop.num_missing) == ([0, 1], 2)
     assert (drop.num_errors, drop.num_timeouts, drop.accuracy) == (1, 1, 1.0)
+    assert drop.failures[1] == {"first": "it took longer than reward.timeout_s"}
     for failing in (Failing(1), Failing(0, late=1)):
         with pytest.raises(Internal, match=r"reward first: scoring failed for 1 of 20 .*on_error is stop; .*of g#0: "):
             await scorer(codec, failing, on_error="stop").score(groups)

@@ -110,6 +110,12 @@ def test_a_sample_without_a_reward_is_the_last_and_counts_in_no_mean(tmp_path: P
     assert SamplePages(folder).groups({"sort": sort})["groups"][0]["reward_mean"] is None
 
 
+def test_a_failed_score_comes_with_its_reason(tmp_path: Path) -> None:
+    write_samples(SampleFolder(tmp_path), 1, "train", [stored(errors={"math": "IndexError"}), stored(0, 1)])
+    samples = SamplePages(SampleFolder(tmp_path)).groups({"sort": "order"})["groups"][0]["samples"]
+    assert [sample["errors"] for sample in samples] == [{"math": "IndexError"}, {}]
+
+
 def test_long_texts_are_cut_in_their_middle_unless_one_is_asked_for(tmp_path: Path) -> None:
     folder, text = SampleFolder(tmp_path), "a" * 2_000 + "b" * 7_000 + "c" * 1_000
     write_samples(folder, 1, "train", [stored(k // 64, k % 64, completion=text, prompt=text) for k in range(6 * 64)])

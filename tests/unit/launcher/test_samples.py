@@ -125,6 +125,18 @@ def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
     assert "(math 1, format 0.5, length -0.25)" in " ".join(output.split())
 
 
+def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:
+    parts, errors = {"score": 0.0, "short": 0.3}, {"score": "IndexError: list index\x1b"}
+    output = shown(tmp_path, terminal=False, reward_parts=parts, errors=errors)
+    assert "(score failed, short 0.3)" in output
+    assert "trained\n  score failed: IndexError: list index\\x1b\n" in output
+    assert "0% cut off, 1 with a failed score (--failed)\n" in output
+    write_samples(SampleFolder(tmp_path), 2, "train", [stored(), stored(0, 1, errors=errors), stored(1, 0)])
+    _, output = invoke(str(tmp_path), "--failed", "--json")
+    assert [json.loads(line)["errors"] for line in output.splitlines()] == [errors]
+    assert "no sample fits" in invoke(str(tmp_path), "--failed", "--group", "g1")[1]
+
+
 def test_a_sample_without_a_reward_is_shown_last(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
     rewards = [None, 0.5, 0.25]
