@@ -61,6 +61,23 @@ def test_lines_fit_into_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("code", "other", "differ"),
+    [
+        ("c2e4", "f70d", {"reward score: mine.py": ["c2e4", "f70d"]}),
+        ("c2e4", "c2e4", {}),
+        ("c2e4", None, {}),  # of an older release: it has not recorded its rewards
+    ],
+)
+def test_a_changed_reward_is_a_difference(code: str, other: str | None, differ: object, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [0.1]) for name in ("one", "two")]
+    for folder, digest in zip(folders, (code, other), strict=True):
+        recorded = {"reward score: kind": '"function"', "reward score: code of /home/me/mine.py": digest}
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | {"rewards": recorded if digest else {}}))
+    assert differing(read_runs(folders)) == differ
+
+
 def test_of_a_loss_the_least_is_best(tmp_path: Path) -> None:
     (run,) = read_runs([write_run(tmp_path / "one", [0.1, 0.9, 0.5])])
     losses, rewards = curve_of(run, "loss", 2), curve_of(run, "reward_mean", 2)
