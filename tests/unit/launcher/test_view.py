@@ -211,10 +211,19 @@ def test_the_last_line_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     step_folder(run_dir, 10).mkdir(parents=True)
     mark_complete(step_folder(run_dir, 10))
     monkeypatch.chdir(tmp_path)
-    assert outcome.stopped(run_dir, signal.SIGINT) == outcome.LaunchOutcome(
+    assert outcome.stopped(run_dir, signal.SIGINT, {}) == outcome.LaunchOutcome(
         code=130,
         text="stopped by Ctrl-C after iteration 12; resume from iteration 10 with: tandem run --resume runs/a",
     )
+
+
+def test_a_run_that_had_failed_when_the_signal_came_has_failed(tmp_path: Path) -> None:
+    state = {"status": "failed", "error": "loss is nan"}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    told = outcome.stopped(tmp_path, signal.SIGINT, {**state, "iteration": 3})
+    assert (told.code, told.text.partition(";")[0]) == (1, "failed: loss is nan")
+    # A resume of it that is stopped before its coordinator has written anything has not failed.
+    assert outcome.stopped(tmp_path, signal.SIGINT, state).code == 130
 
 
 def test_a_coordinator_that_was_stopped_by_a_signal_has_not_finished(tmp_path: Path) -> None:
