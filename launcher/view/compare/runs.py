@@ -75,10 +75,7 @@ class Curve:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Read the runs in these folders.
-
-    Raises: ConfigError: a folder is not a run's, or its run has no iteration yet.
-    """
+    """Read the runs in these folders. Raises: ConfigError: a folder is not a run's."""
     absolute = [folder.absolute() for folder in folders]
     names = [folder.name for folder in absolute]
     twice = next((folder for place, folder in enumerate(absolute) if folder in absolute[:place]), None)
@@ -89,6 +86,15 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
         folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}" for folder in absolute
     ]
     return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+
+
+def begun(runs: Sequence[RunCurves]) -> tuple[list[RunCurves], list[RunCurves]]:
+    """Separate the runs that have an iteration from those without one. Raises: ConfigError: none has one."""
+    some = [run for run in runs if run.rows]
+    if not some:
+        names = ", ".join(run.label for run in runs)
+        raise ConfigError(f"nothing to compare: no finished iteration yet in {names} (see: tandem status RUN_DIR)")
+    return some, [run for run in runs if not run.rows]
 
 
 def check_metrics(runs: Sequence[RunCurves], metrics: Sequence[str]) -> None:
@@ -132,8 +138,6 @@ def _read(folder: Path, label: str) -> RunCurves:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder / RESOLVED_CONFIG} cannot be read: {error}") from None
     rows, state = metrics_rows(folder), read_state(folder)
-    if not rows:
-        raise ConfigError(f"{folder} has no finished iteration yet (see: tandem status {folder})")
     settings = dict(_flat("", config))
     return RunCurves(
         label=label,
