@@ -20,7 +20,7 @@ from tandem_files.exports import EXPORT, noted_template
 from tandem_files.run_config import RESOLVED_CONFIG
 from weightsync.model.spec import ModelSpec
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 
 
 def export(
@@ -41,7 +41,7 @@ def export(
     for damage in checkpoint.skipped:
         warn(f"warning: {damage}")
     written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
-    return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({written / _GIB:.2f} GiB of weights)"
+    return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({_size(written)} of weights)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,12 +122,21 @@ def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | No
             raise OSError(str(error)) from error
 
 
+def _size(num_bytes: int) -> str:
+    """Return a size in GiB, a small one in MiB.
+
+    >>> _size(3 * 2**29), _size(2**20 // 4)
+    ('1.50 GiB', '0.25 MiB')
+    """
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
+
+
 def _check_room(out: Path, needed: int) -> None:
     """Check the free space. Raises: ConfigError."""
     parent = next(folder for folder in out.parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
-        space = f"{needed / _GIB:.2f} GiB, and {parent} has {free / _GIB:.2f} GiB free"
+        space = f"{_size(needed)}, and {parent} has {_size(free)} free"
         raise ConfigError(f"--out {out} needs {space}: choose another folder")
 
 

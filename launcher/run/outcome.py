@@ -1,8 +1,10 @@
 """The outcome of a launch: its exit code and its last line."""
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.run.supervisor import ProcessExit
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
@@ -52,8 +54,16 @@ def broken(run_dir: Path, error: Exception) -> LaunchOutcome:
     )
 
 
-def stopped(run_dir: Path, number: signal.Signals) -> LaunchOutcome:
-    """Describe a run that a signal stopped."""
+def stopped(run_dir: Path, number: signal.Signals, before: Mapping[str, Any]) -> LaunchOutcome:
+    """Describe a run that a signal stopped, or that had failed when the signal came.
+
+    Args:
+        before: the coordinator's state when this launch began: of an earlier launch, if it has not changed since.
+    """
+    state = read_state(run_dir)
+    if state.get("status") == "failed" and state != before:
+        text = f"failed: {state.get('error', '')}; logs: {_shown(run_dir / 'logs')}; {_how_to_resume(run_dir)}"
+        return LaunchOutcome(code=EXIT_FAILED, text=text + _training_troubles(run_dir))
     rows = metrics_rows(run_dir)
     progress = (
         f"after iteration {rows[-1]['iteration']:.0f}"

@@ -22,7 +22,7 @@ from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG
-from tandem_files.run_folder import make_token
+from tandem_files.run_folder import make_token, read_state
 
 # A service whose end makes the coordinator fail may be seen to end this much later than the coordinator.
 _CULPRIT_WINDOW_S = 1.0
@@ -51,7 +51,7 @@ def launch(request: RunRequest, view: RunView) -> LaunchOutcome:
 
 
 async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
-    supervisor = Supervisor()
+    supervisor, before = Supervisor(), read_state(request.run_dir)
     stopped_by: Signals | None = None
     with StopSignals(on_second=supervisor.kill) as signals:
         drive = asyncio.create_task(_drive(request, supervisor, view), name="drive")
@@ -64,7 +64,7 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
             await cancel(drive)
             await stop_services(supervisor, view)
     # Only now: the coordinator of a stopped run has written its checkpoint.
-    result = drive.result() if stopped_by is None else outcome.stopped(request.run_dir, stopped_by)
+    result = drive.result() if stopped_by is None else outcome.stopped(request.run_dir, stopped_by, before)
     return _with_configuration_kept(request.run_dir, result)
 
 

@@ -19,6 +19,8 @@ from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 # Services take seconds to start, so a fifth of a second more does not show.
 _POLL_S = 0.2
 _RECONNECT_S = 0.2
+# Engines take minutes to load large models: a log without a line for longer looks like a hang.
+_REMIND_S = 15.0
 # The longest deadline that the proto allows; then the stream is opened again.
 _WATCH_TIMEOUT_S = 86400.0
 
@@ -30,6 +32,7 @@ async def follow(
     view: RunView,
     on_address: Callable[[str], None],
     token: str,
+    remind_s: float = _REMIND_S,
 ) -> None:
     """Show the run in `view` until its event stream ends.
 
@@ -37,10 +40,12 @@ async def follow(
         roles: expected services, by role; the coordinator is one of them.
         on_address: called with the coordinator's address when it is known, and when it changes.
         token: secret of the run.
+        remind_s: seconds after which the services that are still missing are named again.
     """
     registry = await asyncio.to_thread(Registry, redis_url, run_id)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    arrivals = asyncio.create_task(_watch_arrivals(registry, roles, view, address, token), name="watch registry")
+    watching = _watch_arrivals(registry, roles, view, address, token, remind_s)
+    arrivals = asyncio.create_task(watching, name="watch registry")
     try:
         await _show_events(registry, await address, view, on_address, token)
     finally:
@@ -50,16 +55,21 @@ async def follow(
 
 
 async def _watch_arrivals(
-    registry: Registry, roles: dict[str, list[str]], view: RunView, address: asyncio.Future[str], token: str
+    registry: Registry,
+    roles: dict[str, list[str]],
+    view: RunView,
+    address: asyncio.Future[str],
+    token: str,
+    remind_s: float,
 ) -> None:
-    """Show services as they are announced, until all are."""
-    started = time.monotonic()
+    """Show services as they are announced, until all are; name the missing ones again and again."""
+    started = reminded = time.monotonic()
     missing = {(role, name) for role, names in roles.items() for name in names}
     shown: set[tuple[str, str]] = set()
     while missing:
         if missing != shown:  # else this would overwrite the coordinator's progress events
             shown = set(missing)
-            view.doing("waiting for " + ", ".join(sorted(name for _, name in missing)))
+            view.doing(_waiting(missing))
         for role in sorted({role for role, _ in missing}):
             try:
                 records = await asyncio.to_thread(registry.list, role)
@@ -72,7 +82,14 @@ async def _watch_arrivals(
                 if role == COORDINATOR and not address.done():
                     address.set_result(record.address)
                     await _show_page_url(registry, view, token)
+        if missing and (now := time.monotonic()) - reminded >= remind_s:
+            reminded = now
+            view.print_line(f"  {_waiting(missing)}: {now - started:.0f} s", "dim")
         await asyncio.sleep(_POLL_S)
+
+
+def _waiting(missing: set[tuple[str, str]]) -> str:
+    return "waiting for " + ", ".join(sorted(name for _, name in missing))
 
 
 async def _show_page_url(registry: Registry, view: RunView, token: str) -> None:

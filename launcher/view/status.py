@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 
+from launcher.view.evaluation import describe_evaluation, is_evaluation
 from launcher.view.summary import rewards_text, summary_lines
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
@@ -39,11 +40,14 @@ _RUN_DIR = "TANDEM_RUN_DIR"
 
 
 def newest_run(output_dir: Path) -> Path:
-    """Find the run folder in `output_dir` that was written to last. Raises: ConfigError: there is none."""
+    """Find the run folder in `output_dir` that was written to last; an evaluation's only where no run has trained.
+
+    Raises: ConfigError: there is none.
+    """
     runs = [file.parent for file in output_dir.glob(f"*/{RESOLVED_CONFIG}")]
     if not runs:
         raise ConfigError(f"no runs in {output_dir}; give a run's folder, e.g. `tandem status runs/arithmetic`")
-    return max(runs, key=_last_written)
+    return max([run for run in runs if not is_evaluation(run)] or runs, key=_last_written)
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Path:
@@ -73,6 +77,8 @@ def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> 
 def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Describe the run as (name, text) pairs. Raises: ConfigError: as find_coordinator."""
     address, state, failures = find_coordinator(run_dir, environ)
+    if is_evaluation(run_dir):
+        return describe_evaluation(run_dir)
     answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
     if not address and (words := last_outcome(run_dir)):
         answer.append(("ended", words))

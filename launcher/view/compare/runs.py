@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ _LESS_IS_BETTER = (
 # Settings that differ between any two runs.
 _OWN_SETTINGS = frozenset({"run.name", "run.output_dir"})
 _NO_VALUE = "-"
+# Of what a run records of its rewards (coordinator/record/resuming.py), that which its configuration does not say.
+_CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class RunCurves:
         label: tells it apart from the others.
         total: run.iterations.
         settings: its configuration, by dotted key.
+        code: digests of its own rewards' files, by a name for each; None: an older release has not recorded them.
     """
 
     label: str
@@ -41,6 +45,7 @@ class RunCurves:
     total: int
     initial_accuracy: float | None
     settings: dict[str, Any]
+    code: dict[str, str] | None
     troubles: tuple[str, ...]
 
     def points(self, metric: str) -> list[tuple[int, float]]:
@@ -70,10 +75,7 @@ class Curve:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Read the runs in these folders.
-
-    Raises: ConfigError: a folder is not a run's, or its run has no iteration yet.
-    """
+    """Read the runs in these folders. Raises: ConfigError: a folder is not a run's."""
     absolute = [folder.absolute() for folder in folders]
     names = [folder.name for folder in absolute]
     twice = next((folder for place, folder in enumerate(absolute) if folder in absolute[:place]), None)
@@ -84,6 +86,15 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
         folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}" for folder in absolute
     ]
     return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+
+
+def begun(runs: Sequence[RunCurves]) -> tuple[list[RunCurves], list[RunCurves]]:
+    """Separate the runs that have an iteration from those without one. Raises: ConfigError: none has one."""
+    some = [run for run in runs if run.rows]
+    if not some:
+        names = ", ".join(run.label for run in runs)
+        raise ConfigError(f"nothing to compare: no finished iteration yet in {names} (see: tandem status RUN_DIR)")
+    return some, [run for run in runs if not run.rows]
 
 
 def check_metrics(runs: Sequence[RunCurves], metrics: Sequence[str]) -> None:
@@ -108,9 +119,13 @@ def curve_of(run: RunCurves, metric: str, last: int) -> Curve | None:
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Return the settings in which the runs differ: by key, the value of each run."""
+    """Return the settings, and the files of rewards, in which the runs differ: by key, the value of each run."""
     keys = sorted({key for run in runs for key in run.settings} - _OWN_SETTINGS)
     values = {key: [_text(run.settings, key) for run in runs] for key in keys}
+    codes = [run.code for run in runs if run.code is not None]
+    if len(codes) == len(runs):
+        names = sorted({name for code in codes for name in code})
+        values |= {name: [code.get(name, _NO_VALUE) for code in codes] for name in names}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
 
@@ -123,8 +138,6 @@ def _read(folder: Path, label: str) -> RunCurves:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder / RESOLVED_CONFIG} cannot be read: {error}") from None
     rows, state = metrics_rows(folder), read_state(folder)
-    if not rows:
-        raise ConfigError(f"{folder} has no finished iteration yet (see: tandem status {folder})")
     settings = dict(_flat("", config))
     return RunCurves(
         label=label,
@@ -133,8 +146,17 @@ def _read(folder: Path, label: str) -> RunCurves:
         total=int(settings.get("run.iterations") or 0),
         initial_accuracy=state.get("initial_accuracy"),
         settings=settings,
+        code=_code_of(state.get("rewards")),
         troubles=tuple(map(str, state.get("troubles") or ())),
     )
+
+
+def _code_of(recorded: Any) -> dict[str, str] | None:
+    """Return the digest of each reward's file, by reward and the file's name; None if nothing is recorded."""
+    if not isinstance(recorded, dict) or not recorded:
+        return None
+    found = {match: digest for key, digest in recorded.items() if (match := _CODE.fullmatch(key)) is not None}
+    return {f"{match['reward']}: {Path(match['place']).name}": str(digest) for match, digest in found.items()}
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:

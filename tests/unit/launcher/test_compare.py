@@ -54,11 +54,38 @@ def test_figures_times_settings_and_troubles_are_side_by_side(
     assert "! two: Entropy is low." in lines
 
 
+def test_a_run_without_an_iteration_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_run(tmp_path / "one", [0.1, 0.9]), write_run(tmp_path / "two", [])
+    assert command(one, two) == 0
+    printed = capsys.readouterr().out
+    assert "one" in printed
+    assert [line for line in printed.splitlines() if "two" in line] == [
+        "! two: left out, it has no finished iteration yet (state: running)"
+    ]
+
+
 def test_lines_fit_into_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write_run(tmp_path / f"a-run-with-{name}", [0.123456] * 4, learning_rate=rate)
                for name, rate in (("one-name", 1e-4), ("another", 2e-5))]  # fmt: skip
     assert command(*folders) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("code", "other", "differ"),
+    [
+        ("c2e4", "f70d", {"reward score: mine.py": ["c2e4", "f70d"]}),
+        ("c2e4", "c2e4", {}),
+        ("c2e4", None, {}),  # of an older release: it has not recorded its rewards
+    ],
+)
+def test_a_changed_reward_is_a_difference(code: str, other: str | None, differ: object, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [0.1]) for name in ("one", "two")]
+    for folder, digest in zip(folders, (code, other), strict=True):
+        recorded = {"reward score: kind": '"function"', "reward score: code of /home/me/mine.py": digest}
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | {"rewards": recorded if digest else {}}))
+    assert differing(read_runs(folders)) == differ
 
 
 def test_of_a_loss_the_least_is_best(tmp_path: Path) -> None:
@@ -94,7 +121,7 @@ def test_smoothing_has_no_bias_to_the_first_value() -> None:
     [
         (["nosuch"], [], None, "nosuch is not a run's folder: there is no such folder"),
         (["."], [], None, "it has no config.resolved.yaml"),
-        (["empty"], [], None, "has no finished iteration yet"),
+        (["empty"], [], None, "no finished iteration yet in empty"),
         (["one", "one"], [], None, "is given twice"),
         (["one"], ["los"], None, "--metric los: no run has measured it; did you mean loss?"),
         (["one"], [], "x.mp3", "give it one of the suffixes"),

@@ -1,6 +1,7 @@
 """`tandem export`: from a run's folder to a Hugging Face folder, and what it says when that cannot be."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -84,9 +85,12 @@ def test_the_chosen_checkpoint_is_written_with_its_tokenizer(
     out = tmp_path / "deep" / "out"
     for _ in range(2):  # an earlier export is replaced
         code, output = export(run_dir, out, *options)
-        assert (code, output.startswith(f"iteration {iteration} of {run_dir} is in {out} (0.00 GiB")) == (0, True), (
-            output
-        )
+        assert code == 0, output
+        mib = (out / "model.safetensors").stat().st_size / 2**20
+        said = re.match(r"iteration (\d) of .* \((\d+\.\d\d) MiB of weights\)", output.replace("\n", " "))
+        assert said is not None, output
+        assert int(said[1]) == iteration
+        assert float(said[2]) == pytest.approx(mib, abs=0.02)
     spec = ModelSpec.from_folder(out)
     assert same(load_file(out / "model.safetensors"), canonical_tensors(spec, iteration)) == []
     names = {"config.json", "model.safetensors", "tandem_export.json", "tokenizer.json"}
@@ -145,7 +149,7 @@ def test_too_little_space_is_told_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10, 9, 1))
     code, output = export(run_dir, tmp_path / "out")
-    assert (code, "GiB free: choose another folder" in output) == (2, True)
+    assert (code, " MiB free: choose another folder" in output) == (2, True)
     assert not (tmp_path / "out").exists()
 
 

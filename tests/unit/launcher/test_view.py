@@ -1,5 +1,6 @@
 """What a run looks like: progress lines, the closing summary, the reward curve, the last line, the log's reason."""
 
+import asyncio
 import io
 import json
 import signal
@@ -11,14 +12,16 @@ from rich.console import Console
 
 from launcher.run import outcome
 from launcher.run.logs import last_error
-from launcher.view.follow import show_event
+from launcher.view.follow import follow, show_event
 from launcher.view.metric_columns import columns_for, heading, line, rewards_line
 from launcher.view.plot import plot_rewards
 from launcher.view.run_view import RunView, make_console
 from launcher.view.status import describe
 from launcher.view.summary import print_summary, summary_lines
+from servicekit.life.tasks import cancel
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_files.checkpoints import mark_complete, step_folder
+from tests.kit.waiting import until
 
 ROW = {
     "iteration": 3, "reward_mean": 0.5, "response_length_mean": 3.25, "entropy": 0.125, "logprob_abs_diff_max": 3e-6,
@@ -144,6 +147,17 @@ def test_the_heading_comes_again_every_twenty_rows() -> None:
     assert stream.getvalue().count(heading(columns_for(80, 40), 40)) == 2
 
 
+async def test_the_services_that_a_run_waits_for_are_named_again(redis_server: str) -> None:
+    view, stream = plain_view()
+    roles = {"trainer": ["trainer"], "rollout": ["rollout-1", "rollout-0"]}
+    following = asyncio.create_task(follow(redis_server, "t", roles, view, lambda _: None, "", remind_s=0.1))
+    try:
+        named = "  waiting for rollout-0, rollout-1, trainer: "
+        await asyncio.to_thread(until, lambda: stream.getvalue().count(named) > 1, 4.0)
+    finally:
+        await cancel(following)
+
+
 def test_a_terminal_gets_a_spinner_and_is_left_clean() -> None:
     stream = io.StringIO()
     view = RunView(Console(file=stream, force_terminal=True, width=120), 40)
@@ -211,10 +225,19 @@ def test_the_last_line_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     step_folder(run_dir, 10).mkdir(parents=True)
     mark_complete(step_folder(run_dir, 10))
     monkeypatch.chdir(tmp_path)
-    assert outcome.stopped(run_dir, signal.SIGINT) == outcome.LaunchOutcome(
+    assert outcome.stopped(run_dir, signal.SIGINT, {}) == outcome.LaunchOutcome(
         code=130,
         text="stopped by Ctrl-C after iteration 12; resume from iteration 10 with: tandem run --resume runs/a",
     )
+
+
+def test_a_run_that_had_failed_when_the_signal_came_has_failed(tmp_path: Path) -> None:
+    state = {"status": "failed", "error": "loss is nan"}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    told = outcome.stopped(tmp_path, signal.SIGINT, {**state, "iteration": 3})
+    assert (told.code, told.text.partition(";")[0]) == (1, "failed: loss is nan")
+    # A resume of it that is stopped before its coordinator has written anything has not failed.
+    assert outcome.stopped(tmp_path, signal.SIGINT, state).code == 130
 
 
 def test_a_coordinator_that_was_stopped_by_a_signal_has_not_finished(tmp_path: Path) -> None:
