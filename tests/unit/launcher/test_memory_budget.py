@@ -76,11 +76,11 @@ def test_two_layers_are_right_to_a_thousandth() -> None:
     assert memory.forward == pytest.approx(20_392_781_668, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 60.3, 11.8), ("cluster", 69.8, 43.6)])
+@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 38.2, 11.8), ("cluster", 59.3, 43.6)])
 def test_each_overlay_fits_gpus_of_80_gib(name: str, trainer: float, rollout: float) -> None:
     report = check_memory(overlay(name), preset(OVERLAYS[name]), 80)
     assert report.problems == ()
-    assert f"trainer rank: {trainer} GiB of 80 at the forward's peak" in report.lines[0]
+    assert f"trainer rank: {trainer} GiB of 80 in the output layer's backward pass" in report.lines[0]
     assert f"rollout rank: {rollout} GiB of 80" in report.lines[1]
     assert "GiB CUDA graphs" in report.lines[1]
 
@@ -103,7 +103,7 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
         "error",
         "set trainer.max_tokens_per_micro_batch: 16384",
     ),
-    ({"trainer.max_tokens_per_micro_batch": 19000}, "trainer.max_tokens_per_micro_batch", "warning", "9500"),
+    ({"trainer.max_tokens_per_micro_batch": 24576}, "trainer.max_tokens_per_micro_batch", "warning", "12288"),
     ({"rollout.mem_fraction_static": 0.1}, "rollout.tensor_parallel", "error", "rollout.mem_fraction_static"),
     ({"rollout.mem_fraction_static": 0.4}, "rollout.max_total_tokens", "warning", "lower it"),
     (
