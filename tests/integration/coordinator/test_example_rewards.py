@@ -102,7 +102,7 @@ async def test_tests_may_be_json_text_and_must_be_some() -> None:
 # Each raises an error, and so has no f, unless it gets what it wants.
 ATTACKS = {
     "environment": "import os\nos.environ['HF_TOKEN_OF_A_TEST']",
-    "environment of its parent": "import os\nassert b'PATH=' in open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+    "environment of its parent": "import os\nopen(f'/proc/{os.getppid()}/environ', 'rb')",
     "file": "open('/etc/passwd').read()",
     "folder": "import os\nos.listdir('/')",
     "new file": "import os\nos.close(os.open('new', os.O_CREAT))",
