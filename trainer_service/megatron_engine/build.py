@@ -178,7 +178,8 @@ def _build_chunk(
             # mcore marks experts so only under expert parallelism; without it and with another tensor-parallel size
             # than the rest of the layer, it would reduce their gradients over the wrong ranks
             parameter.allreduce = False
-    return model.to(device)
+    model.to(device)
+    return model
 
 
 def named_parameters(chunks: Sequence[PolicyModel]) -> dict[str, torch.nn.Parameter]:

@@ -108,7 +108,8 @@ def peak_bytes(compute: Callable[[Tensor, Tensor, Tensor], Both], dtype: torch.d
     weight = torch.empty(WIDE, DEEP, dtype=dtype, device="meta", requires_grad=True)
     weight.main_grad = torch.empty(WIDE, DEEP, device="meta")
     targets = torch.empty(TOKENS, dtype=torch.int64, device="meta")
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         logprobs, entropies = compute(hidden, weight, targets)
         (logprobs.sum() + entropies.sum()).backward()
     return live.peak
@@ -123,7 +124,7 @@ def test_two_chunks_at_most_at_a_vocabulary_of_151936(dtype: torch.dtype) -> Non
     # float32: one chunk beside the weight's gradient, which autograd needs as a tensor, is more than two chunks
     allowed = max(2 * chunk * WIDE * 4, (chunk + DEEP) * WIDE * dtype.itemsize)
 
-    peak = peak_bytes(lambda *given: logprob_entropy(*given, shard, chunk), dtype)
-    whole = peak_bytes(lambda *given: full(*given, 0.9, WIDE), dtype)
+    peak = peak_bytes(lambda h, w, targets: logprob_entropy(h, w, targets, shard, chunk), dtype)
+    whole = peak_bytes(lambda h, w, targets: full(h, w, targets, 0.9, WIDE), dtype)
     assert peak <= allowed + by_token
     assert whole > 2 * (allowed + by_token)

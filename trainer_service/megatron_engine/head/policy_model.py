@@ -58,6 +58,8 @@ class OutputHead(torch.nn.Module):
 class PolicyModel(GPTModel):
     """A chunk of the policy: `labels` of its forward pass are `ChosenTokens`."""
 
+    output_layer: Any
+
     def __init__(self, *args: Any, true_vocab: int, temperature: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
