@@ -18,15 +18,15 @@ class LiveBytes(TorchDispatchMode):
 
     def total(self) -> int:
         """Bytes of the storages that live."""
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         return sum(size for _, size in self._live.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(each, torch.Tensor)]
-        before = {each.untyped_storage()._cdata for each in given}
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        before = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for each in pytree.tree_leaves(out):
-            if isinstance(each, torch.Tensor) and (storage := each.untyped_storage())._cdata not in before:
+        for made in pytree.tree_leaves(out):
+            if isinstance(made, torch.Tensor) and (storage := made.untyped_storage())._cdata not in before:
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.total())
         return out

@@ -1,4 +1,4 @@
-"""How many tokens go through the output layer at once."""
+"""How many tokens go through the output layer together."""
 
 # Float32 logits of a rank. Two such chunks live at a time: 1 GiB. A chunk reads and writes the weight's whole gradient,
 # which its matrix products must outweigh: 883 tokens at 151,936 columns and one rank, 3,532 at four ranks. A small

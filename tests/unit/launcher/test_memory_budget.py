@@ -31,7 +31,7 @@ def overlay(name: str, *overrides: str) -> RunConfig:
 
 
 def with_all_logits(config: RunConfig, spec: ModelSpec, share: float) -> int:
-    """Bytes at the peak of a forward pass with all logits at once, and four float32 copies of the completions' part.
+    """Bytes at the peak of a forward pass with all logits together, and four float32 copies of the completions' part.
 
     The figures below were taken of such a one; what is kept besides has not changed.
     """

@@ -1,4 +1,4 @@
-"""The output layer in chunks against all logits at once: values, gradients, and the bytes that each holds."""
+"""The output layer in chunks against all logits together: values, gradients, and the bytes that each holds."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
 
 
 def full(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int = VOCAB) -> Both:
-    """All logits at once, in the inputs' type and then float32, as a model's output layer and a loss do it."""
+    """All logits together, in the inputs' type and then float32, as a model's output layer and a loss do it."""
     logits = hidden @ weight[:vocab].t()
     logprobs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
@@ -41,7 +41,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: floa
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("tokens", "chunk"), [(17, 17), (17, 5), (17, 1), (16, 8), (1, 1), (1, 9), (0, 4)])
-def test_equals_all_logits_at_once(tokens: int, chunk: int, temperature: float) -> None:
+def test_equals_all_logits_together(tokens: int, chunk: int, temperature: float) -> None:
     hidden, weight, targets, factors = inputs(tokens)
     expected = full(hidden, weight, targets, temperature)
     got = in_chunks(hidden, weight, targets, temperature, chunk)

@@ -168,7 +168,7 @@ def logprob_entropy(
         hidden: [t, h], equal on all ranks of the group; its gradient is this rank's part of the sum over them.
         weight: [v, h], this rank's rows of the output layer.
         targets: [t] global token ids below the true vocabulary.
-        chunk: tokens whose logits may exist at once, >= 1. With more tokens than these, `weight.main_grad` gets a
+        chunk: tokens whose logits may exist together, >= 1. With more tokens than these, `weight.main_grad` gets a
             part of the gradient: a float tensor of the weight's shape, as mcore's DDP gives to parameters.
     Returns: ([t], [t]) float32, in nats, differentiable, equal on all ranks of the group.
     """
