@@ -3,7 +3,7 @@
 Legend: t tokens, c tokens of a chunk, h hidden size, v columns of this rank (the padded vocabulary is v times the
 group's size), r those of them that belong to tokens. A chunk is [c, r].
 
-The logits of all tokens, [t, v], never exist at once: the backward pass computes each chunk's again, unless a single
+The logits of all tokens, [t, v], never exist together: the backward pass computes each chunk's again, unless a single
 chunk has all tokens. At most two float32 chunks are held, forward and backward.
 """
 
