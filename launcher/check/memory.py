@@ -85,7 +85,7 @@ def _trainer_line(config: RunConfig, trainer: TrainerMemory, gib: float) -> str:
     return (
         f"trainer rank{stage}: {_gib(trainer.peak)} of {gib:g} {trainer.moment} ({_gib(trainer.resident)} parameters, "
         f"gradients and AdamW; with {tokens} tokens in a micro-batch {_gib(trainer.activations)} activations and "
-        f"{_gib(trainer.logits)} logits)"
+        f"{_gib(trainer.head_backward)} at the output layer)"
     )
 
 

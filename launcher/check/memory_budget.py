@@ -1,9 +1,9 @@
 """GPU memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
 
 The trainer is counted as trainer_service.megatron_engine builds it: no recomputation, no distributed optimizer, flash
-attention. The micro-batch is taken as full, and all of its tokens as completion tokens. Memory peaks either at the loss
-(every layer's activations and the logits) or in the optimizer (AdamW updates all parameters in one call). The tokens of
-a mixture of experts are taken as evenly spread over the experts.
+attention. The micro-batch is taken as full, and all of its tokens as completion tokens. Memory peaks either at the
+output layer, with every layer's activations (forward, or as the backward pass begins), or in the optimizer (AdamW
+updates all parameters in one call). The tokens of a mixture of experts are taken as evenly spread over the experts.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
 estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); temporary tensors inside a
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tandem_config.schema import RunConfig
+from trainer_service.batch.chunks import chunk_tokens
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
 from weightsync.layouts.sglang import sglang_layout
@@ -39,7 +40,8 @@ class TrainerMemory:
     Attributes:
         resident: parameters, float32 gradients, AdamW's state and, for bfloat16, its float32 parameters.
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
-        logits: of the local vocabulary, at their peak.
+        logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
+        head_backward: the same in the output layer's backward pass, with the gradients of its weight and of its input.
         optimizer: temporary memory of AdamW's step.
         buffers: message buffers of a weight sync.
     """
@@ -48,6 +50,7 @@ class TrainerMemory:
     resident: int
     activations: int
     logits: int
+    head_backward: int
     optimizer: int
     buffers: int
 
@@ -59,17 +62,22 @@ class TrainerMemory:
     @property
     def peak(self) -> int:
         """Most bytes at any moment of a train step or a weight sync."""
-        return self.resident + max(self.activations + self.logits, self.optimizer, self.buffers)
+        return self.resident + max(self._moments.values())
 
     @property
     def moment(self) -> str:
         """The moment of the peak, as text for messages."""
-        moments = {
+        return max(self._moments, key=lambda name: self._moments[name])
+
+    @property
+    def _moments(self) -> dict[str, int]:
+        """Bytes beside `resident`."""
+        return {
             "at the forward's peak": self.activations + self.logits,
+            "in the output layer's backward pass": self.activations + self.head_backward,
             "in the optimizer": self.optimizer,
             "in a weight sync": self.buffers,
         }
-        return max(moments, key=lambda name: moments[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +124,16 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     found = []
     for stage in range(parallel.pipeline):
         elements = _elements(spec, cut, stage)
+        last = stage == parallel.pipeline - 1
+        logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
         masters = _FLOAT if width < _FLOAT else 0
         found.append(
             TrainerMemory(
                 stage=stage,
                 resident=elements * (width + masters + 3 * _FLOAT),
                 activations=_activations(config, spec, parallel, chunks, stage),
-                logits=_logits(config, spec, parallel, completion_share) if stage == parallel.pipeline - 1 else 0,
+                logits=logits,
+                head_backward=head_backward,
                 optimizer=elements * _FLOAT,
                 buffers=buffers,
             )
@@ -195,17 +206,18 @@ def _mlp(spec: ModelSpec, parallel: Parallel, layer: int, tokens: int, split: in
     return routed * per_token * width + 3 * split * spec.num_experts * _FLOAT
 
 
-def _logits(config: RunConfig, spec: ModelSpec, parallel: Parallel, completion_share: float) -> int:
-    """Return the bytes of the logits at their peak.
+def _head(config: RunConfig, spec: ModelSpec, parallel: Parallel, completion_share: float) -> tuple[int, int]:
+    """Return the bytes of the output layer (megatron_engine/head/logprobs.py), forward and backward.
 
-    Forward: the logits of all tokens (mcore makes them float32) and four float32 copies of the completions' part
-    (vocab_parallel.py). Backward: four copies of the completions' part, and a fifth for an entropy bonus.
+    Forward: a copy of the completions' hidden states, and two float32 chunks of logits. Backward: their gradient too,
+    and either two chunks, or one in the parameters' type and its part of the weight's gradient.
     """
-    tokens, columns = _tokens(config, parallel), padded_vocabulary(spec, parallel.tensor) // parallel.tensor
-    completions = int(tokens * completion_share)
-    forward = tokens + 4 * completions
-    backward = completions * (4 if config.grpo.entropy_coefficient == 0 else 5)
-    return columns * _FLOAT * max(forward, backward)
+    columns = padded_vocabulary(spec, parallel.tensor) // parallel.tensor
+    completions, width = int(_tokens(config, parallel) * completion_share), _width(config)
+    hidden = completions * spec.hidden_size * width
+    chunk = chunk_tokens(completions, columns) * columns
+    backward = max(2 * chunk * _FLOAT, (chunk + columns * spec.hidden_size) * width)
+    return hidden + 2 * chunk * _FLOAT, 2 * hidden + backward
 
 
 def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:

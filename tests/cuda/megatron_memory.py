@@ -214,7 +214,7 @@ def _measured(config: RunConfig, counted: CountedFakes) -> dict[str, int]:
     names._get_cuda_rng_state = torch.cuda.get_rng_state
     names._set_cuda_rng_state = torch.cuda.set_rng_state
     names = build
-    names.GPTModel.to, names.GPTModel.bfloat16 = _to, lambda self: self
+    names.PolicyModel.to, names.PolicyModel.bfloat16 = _to, lambda self: self
     made = engine.MegatronEngine(config, torch.device("cuda", 0))
     resident = counted.total()
     counted.peak = 0

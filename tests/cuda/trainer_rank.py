@@ -207,7 +207,7 @@ def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
 
 def leave_a_gradient(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """A planted mistake: the loss's own backward pass makes its gradient on another device."""
-    from trainer_service.megatron_engine.vocab_parallel import _LogprobEntropy
+    from trainer_service.megatron_engine.head.logprobs import _LogprobEntropy
 
     right = _LogprobEntropy.backward
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
+from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.megatron_engine.layer_spec import decoder_spec
 from trainer_service.shard_files import EXPERTS
 from weightsync.layouts.layout import Parallel
@@ -181,15 +181,19 @@ def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
     }
 
 
-def build_chunks(spec: ModelSpec, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+def build_chunks(
+    spec: ModelSpec, config: TransformerConfig, temperature: float, device: torch.device
+) -> list[PolicyModel]:
     """Build this rank's part of the model, one module per virtual stage; its parameters have no values yet."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(spec, config, device, stage) for stage in stages]
+    return [_build_chunk(spec, config, temperature, device, stage) for stage in stages]
 
 
-def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.device, stage: int | None) -> GPTModel:
-    model = GPTModel(
+def _build_chunk(
+    spec: ModelSpec, config: TransformerConfig, temperature: float, device: torch.device, stage: int | None
+) -> PolicyModel:
+    model = PolicyModel(
         config,
         decoder_spec(config, stage),
         vocab_size=padded_vocabulary(spec, config.tensor_model_parallel_size),
@@ -199,6 +203,8 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.devic
         share_embeddings_and_output_weights=spec.tied,
         **_rotary(spec),
         vp_stage=stage,
+        true_vocab=spec.vocab_size,
+        temperature=temperature,
     )
     model.model_type = ModelType.encoder_or_decoder
     for name, parameter in model.named_parameters():
@@ -206,10 +212,11 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, device: torch.devic
             # mcore marks experts so only under expert parallelism; without it and with another tensor-parallel size
             # than the rest of the layer, it would reduce their gradients over the wrong ranks
             parameter.allreduce = False
-    return model.to(device)
+    model.to(device)
+    return model
 
 
-def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
+def named_parameters(chunks: Sequence[PolicyModel]) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of all chunks, by their names in weightsync.layouts.megatron."""
     return {
         (f"chunk{index}.{name}" if index > 0 else name): parameter
@@ -218,7 +225,7 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
     }
 
 
-def wrap(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
+def wrap(model: PolicyModel, config: TransformerConfig) -> DistributedDataParallel:
     """Add gradient buffers and their reduction over data-parallel ranks."""
     module = Float16Module(config, model) if config.bf16 else model
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)

@@ -51,7 +51,7 @@ class MegatronEngine:
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
-        chunks = build.build_chunks(self._spec, mcore_config, device)
+        chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
         self._parameters = build.named_parameters(chunks)
         wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
@@ -63,7 +63,7 @@ class MegatronEngine:
             data_rank=parallel_state.get_data_parallel_rank(),
             context_rank=parallel_state.get_context_parallel_rank(),
         )
-        self._schedule = Schedule(wrapped, temperature=config.grpo.temperature, true_vocab=self._spec.vocab_size)
+        self._schedule = Schedule(wrapped)
         self._runner = StepRunner(
             chunks=wrapped,
             optimizer=optimizer,

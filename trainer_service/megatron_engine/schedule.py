@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from trainer_service.batch.padded import Padded
-from trainer_service.megatron_engine.vocab_parallel import logprob_entropy
+from trainer_service.megatron_engine.head.policy_model import ChosenTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +49,9 @@ def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
 class Schedule:
     """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model."""
 
-    def __init__(self, chunks: list[DistributedDataParallel], *, temperature: float, true_vocab: int) -> None:
+    def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
-        self._temperature = temperature
-        self._true_vocab = true_vocab
         self._run = get_forward_backward_func()
-        self._group = parallel_state.get_tensor_model_parallel_group()
 
     def measure(
         self, batches: Sequence[MicroBatchTensors], on_tokens: Callable[[MicroBatchTensors, Tensor, Tensor], None]
@@ -94,18 +90,15 @@ class Schedule:
 
     def _forward(
         self, on_tokens: TokenFunction, batches: Iterator[MicroBatchTensors], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
+        chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
         # rotary embeddings count the columns themselves: no position ids
-        return model(batch.input_ids, None, None), partial(self._loss, on_tokens, batch)
+        return model(batch.input_ids, None, None, labels=chosen), partial(self._loss, on_tokens, batch)
 
     def _loss(
-        self, on_tokens: TokenFunction, batch: MicroBatchTensors, logits: Tensor
+        self, on_tokens: TokenFunction, batch: MicroBatchTensors, found: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Compute the loss from logits [B, S, v]. Returns: loss, a token count that mcore ignores here, no metrics."""
-        # only completion positions: prompts and padding need no softmax over the vocabulary
-        chosen = logits.flatten(0, 1).index_select(0, batch.positions)
-        if self._temperature != 1.0:
-            chosen = chosen / self._temperature
-        logprobs, entropies = logprob_entropy(chosen, batch.targets, group=self._group, true_vocab=self._true_vocab)
-        return on_tokens(batch, logprobs, entropies), torch.zeros((), dtype=torch.int, device=logits.device), {}
+        """Compute the loss from log-probs and entropies. Returns: it, a token count that mcore ignores, no metrics."""
+        logprobs, entropies = found
+        return on_tokens(batch, logprobs, entropies), torch.zeros((), dtype=torch.int, device=logprobs.device), {}

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, read_samples
+from trainer_service.batch import chunks
 from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 
 
 def run_case(case: dict[str, Any], out: Path) -> None:
+    chunks.CHUNK_BYTES = case["chunk_bytes"]
     model = {"path": case["model"], "dtype": case["dtype"]}
     sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"] | case["trainer"], "grpo": case["grpo"]}
     config = RunConfig.model_validate(CONFIG | sections)

@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "decay": {},
+    "chunks": {},
     "skips": {"entropy_coefficient": 0.0},
     "rollout": {
         "entropy_coefficient": 0.0,
@@ -63,6 +64,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}
+# Bytes of a chunk of logits, for several in each micro-batch: of two tokens, and of five under TP 2.
+CHUNK_VARIANTS = {"chunks": 4 * 64 * 5}
 
 
 def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19) -> Samples:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem_config.schema import TrainerSection
 from tests.integration.trainer.reference import (
+    CHUNK_VARIANTS,
     CONFIG,
     NUM_UPDATES,
     TIMEOUT_S,
@@ -26,6 +27,7 @@ from tests.integration.trainer.reference import (
     write_samples,
 )
 from tests.kit.models import ROPE, save_model, trained_model
+from trainer_service.batch.chunks import CHUNK_BYTES
 from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.saved_policy import SavedPolicy
 from weightsync.model.spec import ModelSpec
@@ -103,6 +105,8 @@ EXACT = [
     *(Case(kind=kind, layout=layout) for layout in BASE for kind in ("qwen2", "qwen2-tied", "qwen3")),
     *(Case(kind="qwen3", layout=layout, variant="skips") for layout in ("tp1", "dp2", "tp2-pp2")),
     *(Case(kind="qwen3", layout=layout, variant="rollout") for layout in ("tp1", "dp2")),
+    *(Case(kind="qwen2-tied", layout=layout, variant="chunks") for layout in ("tp1", "pp2")),
+    *(Case(kind="qwen3", layout=layout, variant="chunks") for layout in ("tp2-sequence", "cp2")),
     *(Case(kind="qwen3", layout=layout, variant="gspo") for layout in ("tp1", "tp2-pp2", "dp2", "cp2")),
     *(Case(kind="qwen3", layout=layout, variant="cispo") for layout in ("tp1", "dp2")),
     Case(kind="qwen3", layout="tp1", variant="decoupled"),
@@ -277,6 +281,7 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
         "samples": str(folder / f"{case.kind}.npz"),
         "layout": LAYOUTS[case.layout],
         "trainer": TRAINER_VARIANTS.get(case.variant, {}),
+        "chunk_bytes": CHUNK_VARIANTS.get(case.variant, CHUNK_BYTES),
         "grpo": CONFIG["grpo"] | VARIANTS[case.variant],
     }
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies over a split, padded vocabulary against log_softmax over the whole one.
+"""The output layer over a split, padded vocabulary, in one chunk and in many, against log_softmax over the whole one.
 
 As a module, this is one tensor-parallel rank. Arguments: rank, world size, folder with input.pt.
 """
@@ -12,54 +12,60 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_service.megatron_engine.vocab_parallel import logprob_entropy
+from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[3]
-TOKENS, VOCAB = 33, 101
+TOKENS, HIDDEN, VOCAB, TEMPERATURE = 33, 12, 101, 0.7
+CHUNKS = {"one": TOKENS, "many": 8}
+# the last of four ranks has padding only
+PADDED = {1: 101, 2: 102, 4: 136}
 
 
-def run_ranks(folder: Path, world_sizes: list[int]) -> dict[int, list[dict[str, Any]]]:
+def run_ranks(folder: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """All ranks of all world sizes at once; what each of them computed."""
     command = [sys.executable, "-m", "tests.integration.trainer.test_vocab_parallel"]
     workers = [
         subprocess.Popen([*command, str(rank), str(size), str(folder)], cwd=REPOSITORY)
-        for size in world_sizes
+        for size in PADDED
         for rank in range(size)
     ]
     try:
-        assert [worker.wait(timeout=60) for worker in workers] == [0] * len(workers)
+        assert [worker.wait(timeout=120) for worker in workers] == [0] * len(workers)
     finally:
         for worker in workers:
             worker.kill()
     return {
-        size: [torch.load(folder / f"out-{size}-{rank}.pt", weights_only=True) for rank in range(size)]
-        for size in world_sizes
+        (size, chunks): [torch.load(folder / f"out-{size}-{rank}-{chunks}.pt") for rank in range(size)]
+        for size in PADDED
+        for chunks in CHUNKS
     }
 
 
-def test_equals_log_softmax_at_tp_1_and_2(tmp_path: Path) -> None:
+def test_equals_log_softmax_at_tp_1_2_and_4(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(TOKENS, VOCAB, generator=generator) * 3
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    weights = torch.randn(2, TOKENS, generator=generator)
-    torch.save({"logits": logits, "targets": targets, "weights": weights}, tmp_path / "input.pt")
-    results = run_ranks(tmp_path, [1, 2])
+    factors = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
+    torch.save({"hidden": hidden, "weight": weight, "targets": targets, "factors": factors}, tmp_path / "input.pt")
+    results = run_ranks(tmp_path)
 
-    logits.requires_grad_()
-    full = logits.log_softmax(-1)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    full = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
     logprobs = full.gather(-1, targets[:, None])[:, 0]
     entropies = -(full.exp() * full).sum(-1)
-    ((logprobs * weights[0]).sum() + (entropies * weights[1]).sum()).backward()
-    assert logits.grad is not None
+    ((logprobs * factors[0]).sum() + (entropies * factors[1]).sum()).backward()
     for outs in results.values():
-        gradient = torch.cat([out["gradient"] for out in outs], -1)
         for out in outs:
-            assert torch.allclose(out["logprobs"], logprobs.detach(), atol=2e-6)
-            assert torch.allclose(out["entropies"], entropies.detach(), atol=2e-6)
-        assert torch.allclose(gradient[:, :VOCAB], logits.grad, atol=2e-6)
+            torch.testing.assert_close(out["logprobs"], logprobs.detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(out["entropies"], entropies.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(sum(out["hidden"] for out in outs), hidden.grad, rtol=0, atol=1e-12)
+        rows = torch.cat([out["weight"] for out in outs])
+        torch.testing.assert_close(rows[:VOCAB], weight.grad, rtol=0, atol=1e-12)
         # the padding of 1e4 would have swallowed every probability
-        assert not gradient[:, VOCAB:].any()
+        assert not rows[VOCAB:].any()
 
 
 def main() -> None:
@@ -67,15 +73,22 @@ def main() -> None:
     store = dist.FileStore(str(folder / f"store-{world_size}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     data = torch.load(folder / "input.pt", weights_only=True)
-    true_vocab = data["logits"].shape[1]
-    columns = -(-true_vocab // world_size)
-    padded = torch.full((data["logits"].shape[0], columns * world_size), 1e4)
-    padded[:, :true_vocab] = data["logits"]
-    mine = padded[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
-    logprobs, entropies = logprob_entropy(mine, data["targets"], group=dist.group.WORLD, true_vocab=true_vocab)
-    ((logprobs * data["weights"][0]).sum() + (entropies * data["weights"][1]).sum()).backward()
-    result = {"logprobs": logprobs.detach(), "entropies": entropies.detach(), "gradient": mine.grad}
-    torch.save(result, folder / f"out-{world_size}-{rank}.pt")
+    padded = torch.full((PADDED[world_size], HIDDEN), 1e4, dtype=torch.float64)
+    padded[:VOCAB] = data["weight"]
+    columns = PADDED[world_size] // world_size
+    group = dist.group.WORLD
+    assert group is not None
+    shard = VocabShard.of(group, columns, VOCAB, TEMPERATURE)
+    for name, chunk in CHUNKS.items():
+        hidden = data["hidden"].clone().requires_grad_()
+        weight = padded[rank * columns : (rank + 1) * columns].clone().requires_grad_()
+        # as mcore's DDP has it, which adds `grad` in the end
+        weight.main_grad = torch.zeros_like(weight, requires_grad=False)
+        logprobs, entropies = logprob_entropy(hidden, weight, data["targets"], shard, chunk)
+        ((logprobs * data["factors"][0]).sum() + (entropies * data["factors"][1]).sum()).backward()
+        result = {"logprobs": logprobs.detach(), "entropies": entropies.detach(), "hidden": hidden.grad}
+        result["weight"] = weight.grad + weight.main_grad
+        torch.save(result, folder / f"out-{world_size}-{rank}-{name}.pt")
     dist.destroy_process_group()
 
 

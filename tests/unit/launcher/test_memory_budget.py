@@ -16,7 +16,10 @@ from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from tests.kit.folders import write_config
+from trainer_service.batch.chunks import CHUNK_BYTES
+from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.presets import preset
+from weightsync.model.spec import ModelSpec
 
 GB = 1e9
 # The model of each overlay with GPUs; the folder that it names is the cluster's.
@@ -27,6 +30,18 @@ def overlay(name: str, *overrides: str) -> RunConfig:
     return load_config(REPO / "deploy" / "overlays" / name / "run.yaml", overrides)
 
 
+def with_all_logits(config: RunConfig, spec: ModelSpec, share: float) -> int:
+    """Bytes at the peak of a forward pass with all logits together, and four float32 copies of the completions' part.
+
+    The figures below were taken of such a one; what is kept besides has not changed.
+    """
+    (memory,) = trainer_memory(config, spec, completion_share=share)
+    trainer = config.trainer
+    tokens = trainer.max_tokens_per_micro_batch // trainer.context_parallel
+    columns = padded_vocabulary(spec, trainer.tensor_parallel) // trainer.tensor_parallel
+    return memory.resident + memory.activations + 4 * columns * (tokens + 4 * int(tokens * share))
+
+
 # GB at the forward's peak by the accounting of a review: storages of fake CUDA tensors of the real engine, in which
 # 7 of 8 tokens had a loss.
 @pytest.mark.parametrize(
@@ -34,8 +49,7 @@ def overlay(name: str, *overrides: str) -> RunConfig:
 )
 def test_the_arithmetic_gives_what_fake_tensors_gave(name: str, tokens: int, peak: float) -> None:
     config = overlay(name, f"trainer.max_tokens_per_micro_batch={tokens}")
-    (memory,) = trainer_memory(config, preset(OVERLAYS[name]), completion_share=7 / 8)
-    assert memory.forward / GB == pytest.approx(peak, rel=0.01)
+    assert with_all_logits(config, preset(OVERLAYS[name]), 7 / 8) / GB == pytest.approx(peak, rel=0.01)
 
 
 # Bytes when the engine is made and at the forward's peak, of three layers, 8,192 tokens and rows of 1,024 on the real
@@ -64,7 +78,7 @@ def test_context_parallel_attention_keeps_its_weights(
         spec = replace(spec, qk_norm=True, qkv_bias=False, num_heads=32, num_kv_heads=8, head_dim=128)
     (memory,) = trainer_memory(config, spec, completion_share=3 / 4)
     assert memory.resident == pytest.approx(resident, rel=1e-6)
-    assert memory.forward == pytest.approx(peak, rel=1e-3)
+    assert with_all_logits(config, spec, 3 / 4) == pytest.approx(peak, rel=1e-3)
 
 
 def test_two_layers_are_right_to_a_thousandth() -> None:
@@ -73,14 +87,26 @@ def test_two_layers_are_right_to_a_thousandth() -> None:
     two = type(spec)(**{**vars(spec), "num_layers": 2})
     (memory,) = trainer_memory(overlay("cluster"), two, completion_share=7 / 8)
     assert memory.resident == pytest.approx(7_002_754_820, rel=1e-6)
-    assert memory.forward == pytest.approx(20_392_781_668, rel=1e-3)
+    assert with_all_logits(overlay("cluster"), two, 7 / 8) == pytest.approx(20_392_781_668, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 60.3, 11.8), ("cluster", 69.8, 43.6)])
+def test_the_output_layer_holds_two_chunks_and_then_the_gradient_of_its_weight() -> None:
+    few, many = (overlay("cluster", f"trainer.max_tokens_per_micro_batch={tokens}") for tokens in (16384, 32768))
+    (small,), (large,) = (trainer_memory(config, preset("qwen2.5-7b")) for config in (few, many))
+    hidden = 16384 * 3584 * 2
+    assert small.logits - hidden == pytest.approx(2 * CHUNK_BYTES, rel=0.1)
+    assert large.logits - small.logits == pytest.approx(hidden, rel=0.1)  # not with the vocabulary
+    wide = overlay("cluster", "model.dtype=float32", "trainer.tensor_parallel=1", "trainer.sequence_parallel=false")
+    (alone,) = trainer_memory(wide, preset("qwen2.5-7b"))
+    assert alone.head_backward > 152064 * 3584 * 4 > alone.logits
+    assert alone.head_backward - 4 * hidden == pytest.approx(152064 * 3584 * 4 + CHUNK_BYTES, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 38.2, 11.8), ("cluster", 59.3, 43.6)])
 def test_each_overlay_fits_gpus_of_80_gib(name: str, trainer: float, rollout: float) -> None:
     report = check_memory(overlay(name), preset(OVERLAYS[name]), 80)
     assert report.problems == ()
-    assert f"trainer rank: {trainer} GiB of 80 at the forward's peak" in report.lines[0]
+    assert f"trainer rank: {trainer} GiB of 80 in the output layer's backward pass" in report.lines[0]
     assert f"rollout rank: {rollout} GiB of 80" in report.lines[1]
     assert "GiB CUDA graphs" in report.lines[1]
 
@@ -103,7 +129,7 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
         "error",
         "set trainer.max_tokens_per_micro_batch: 16384",
     ),
-    ({"trainer.max_tokens_per_micro_batch": 19000}, "trainer.max_tokens_per_micro_batch", "warning", "9500"),
+    ({"trainer.max_tokens_per_micro_batch": 24576}, "trainer.max_tokens_per_micro_batch", "warning", "12288"),
     ({"rollout.mem_fraction_static": 0.1}, "rollout.tensor_parallel", "error", "rollout.mem_fraction_static"),
     ({"rollout.mem_fraction_static": 0.4}, "rollout.max_total_tokens", "warning", "lower it"),
     (

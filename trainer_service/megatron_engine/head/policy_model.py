@@ -1,0 +1,73 @@
+"""mcore's GPTModel whose last stage returns log-probs and entropies of chosen tokens instead of all logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from trainer_service.batch.chunks import chunk_tokens
+from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenTokens:
+    """The t tokens of a micro-batch [B, S] that need a log-prob."""
+
+    positions: Tensor  # [t] of the flattened [B * S]: which hidden state predicts the token
+    targets: Tensor  # [t] token ids
+
+
+class OutputHead(torch.nn.Module):
+    """Holds the weight of mcore's output layer, and takes its place.
+
+    It is called as a module, so that mcore's hooks on modules (gathering parameters) find it.
+    """
+
+    def __init__(self, layer: Any, *, true_vocab: int, temperature: float) -> None:
+        super().__init__()
+        self.weight = layer.weight  # None: the embedding's is used
+        self._group = layer.tp_group
+        self._sequence_parallel = layer.sequence_parallel
+        self._shard = VocabShard.of(layer.tp_group, layer.output_size_per_partition, true_vocab, temperature)
+
+    def forward(self, hidden: Tensor, chosen: ChosenTokens, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropies, [t] float32 each.
+
+        Args:
+            hidden: [S, B, h] after the final norm; this rank's part of S under sequence parallelism.
+            weight: [v, h] of the embedding, if the two are tied.
+        """
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self._group)
+        columns, rows = hidden.shape[:2]
+        position = chosen.positions % columns * rows + chosen.positions // columns
+        hidden = hidden.flatten(0, 1).index_select(0, position)  # [t, h]
+        if not self._sequence_parallel:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
+        weight = self.weight if weight is None else weight
+        chunk = chunk_tokens(hidden.shape[0], weight.shape[0])
+        return logprob_entropy(hidden, weight, chosen.targets, self._shard, chunk)
+
+
+class PolicyModel(GPTModel):
+    """A chunk of the policy: `labels` of its forward pass are `ChosenTokens`."""
+
+    output_layer: Any
+
+    def __init__(self, *args: Any, true_vocab: int, temperature: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = OutputHead(self.output_layer, true_vocab=true_vocab, temperature=temperature)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Any:
+        """Return hidden states to the next stage, or the results of the last one."""
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, labels, weight)
