@@ -51,7 +51,7 @@ def angles_and_factor(entries: dict[str, Any]) -> tuple[torch.Tensor, float]:
 
     spec = tiny_spec("qwen2", num_hidden_layers=1, **entries)
     config = transformer_config(spec, Parallel(), torch.float32, False)
-    (model,) = build_chunks(spec, config, torch.device("cpu"))
+    (model,) = build_chunks(spec, config, 1.0, torch.device("cpu"))
     made = model.rotary_pos_emb(4)
     factor: float = yarn._yarn_get_concentration_factor_from_config(model.decoder.layers[0].self_attention.config)
     return (made[0] if isinstance(made, tuple) else made)[:, 0, 0, : spec.head_dim // 2], factor
