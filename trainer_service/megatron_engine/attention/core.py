@@ -124,7 +124,8 @@ def has_kernel(query: Tensor) -> bool:
 
 def _joined(runs: list[Tensor]) -> Tensor:
     """Put runs [n, heads, L, head_dim] one after the other: [T, heads, head_dim]."""
-    return torch.cat([run.transpose(1, 2).flatten(0, 1) for run in runs])
+    parts = [run.transpose(1, 2).flatten(0, 1) for run in runs]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _cut_gathered(row: Tensor, packing: RowPacking, size: int) -> list[Tensor]:

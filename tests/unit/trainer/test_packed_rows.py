@@ -1,0 +1,149 @@
+"""Megatron on packed rows: log-probs of transformers, and the same results however the samples are packed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tandem_config.schema import RunConfig
+from tests.integration.trainer.reference import CONFIG, make_samples, token_logprobs
+from tests.kit.models import save_model
+from trainer_service.batch.packed import Packed, pack
+from trainer_service.batch.samples import Samples
+from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.megatron_engine.schedule import MicroBatchTensors, to_device
+
+pytestmark = pytest.mark.timeout(120)  # models are made, and compute, in each test
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+SAMPLES = make_samples()
+NUM = len(SAMPLES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> Iterator[None]:
+    """The group of a single rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def engine_of(folder: Path, **trainer: Any) -> MegatronEngine:
+    sections = {"model": {"path": str(folder), "dtype": "float32"}, "trainer": CONFIG["trainer"] | trainer}
+    engine = MegatronEngine(RunConfig.model_validate(CONFIG | sections), CPU)
+    engine.load(folder)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3", "qwen3-moe", "llama", "qwen2-yarn"])
+@pytest.mark.parametrize("budget", [19, 64, 16384])
+def test_logprobs_equal_transformers_at_every_budget(kind: str, budget: int, tmp_path: Path) -> None:
+    model = save_model(kind, tmp_path)
+    with torch.no_grad():
+        expected = token_logprobs(model, SAMPLES, range(NUM), CONFIG["grpo"]["temperature"])
+    engine = engine_of(tmp_path, max_tokens_per_micro_batch=budget)
+    try:
+        got = engine.logprobs(SAMPLES)
+    finally:
+        engine.close()
+    for one, other in zip(got, expected, strict=True):
+        assert np.abs(one - other.numpy()).max() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, alone: None) -> Iterator[MegatronEngine]:
+    folder = tmp_path_factory.mktemp("packed")
+    save_model("qwen3", folder)
+    made = engine_of(folder)
+    yield made
+    made.close()
+
+
+def results(engine: MegatronEngine, batches: Sequence[Packed]) -> dict[str, Tensor]:
+    """Log-probs, entropies and all gradients of a sum of both, with a factor for each token."""
+    factors = torch.randn(2, SAMPLES.num_completion_tokens, generator=torch.Generator().manual_seed(0)) / NUM
+    out = {"logprobs": torch.zeros(SAMPLES.num_completion_tokens), "loss": torch.zeros(())}
+    out["entropies"] = out["logprobs"].clone()
+
+    def on_tokens(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        if not batch.counted:
+            return logprobs.sum() * 0
+        index = batch.token_index
+        out["logprobs"][index], out["entropies"][index] = logprobs.detach(), entropies.detach()
+        loss = (factors[0, index] * logprobs + factors[1, index] * entropies).sum()
+        out["loss"] += loss.detach()
+        return loss
+
+    for chunk in engine._runner.chunks:
+        chunk.zero_grad_buffer()
+    engine._schedule.train([to_device(batch, CPU) for batch in batches], on_tokens)
+    grads = {name: parameter.main_grad.clone() for name, parameter in engine._parameters.items()}  # type: ignore[attr-defined]
+    return out | grads
+
+
+@cache
+def one_at_a_time(engine: MegatronEngine) -> dict[str, Tensor]:
+    return results(engine, [pack(SAMPLES, np.array([i])) for i in range(NUM)])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations(range(NUM)),
+    ends=st.sets(st.integers(1, NUM - 1), max_size=6),
+    multiples=st.sampled_from([(1, 1), (1, 8), (4, 4), (4, 16)]),
+    stand_in=st.booleans(),
+)
+def test_order_cuts_padding_and_stand_ins_change_nothing(
+    engine: MegatronEngine, order: list[int], ends: set[int], multiples: tuple[int, int], stand_in: bool
+) -> None:
+    options = {"sequence_multiple": multiples[0], "row_multiple": multiples[1]}
+    parts = np.split(np.array(order), sorted(ends))
+    batches = [pack(SAMPLES, part, **options) for part in parts]
+    if stand_in:
+        batches.append(pack(SAMPLES, parts[0], **options, counted=False))
+    expected, got = one_at_a_time(engine), results(engine, batches)
+    assert max(float((got[name] - expected[name]).abs().max()) for name in got) <= TOLERANCE
+    assert min(float(expected[name].abs().max()) for name in got) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("budget", [19, 30, 100, 1000])
+def test_a_step_is_the_same_at_every_budget(budget: int, tmp_path: Path) -> None:
+    """Loss and gradient norm of a GRPO step of two updates, in the samples' order and another."""
+    save_model("qwen3", tmp_path)
+    engine = engine_of(tmp_path, max_tokens_per_micro_batch=budget)
+    try:
+        got = engine.train_step(reversed_within_updates(SAMPLES), 2).metrics
+        engine.load(tmp_path)
+        engine._runner = replace(engine._runner, ranks=replace(engine._ranks, max_tokens=64))
+        expected = engine.train_step(SAMPLES, 2).metrics
+    finally:
+        engine.close()
+    assert got["packing_efficiency"] == 1.0
+    for name in ("loss", "grad_norm", "entropy", "ratio_mean", "logprob_abs_diff_mean", "clip_fraction_low"):
+        assert got[name] == pytest.approx(expected[name], abs=TOLERANCE)
+
+
+def reversed_within_updates(samples: Samples) -> Samples:
+    order = np.concatenate([samples.of_update(update)[::-1] for update in range(2)])
+
+    def of_tokens(values: Any, starts: Any, lengths: Any) -> Any:
+        return np.concatenate([values[starts[i] : starts[i] + lengths[i]] for i in order])
+
+    return replace(
+        samples,
+        sample_ids=tuple(samples.sample_ids[i] for i in order),
+        token_ids=of_tokens(samples.token_ids, samples.token_starts, samples.lengths),
+        rollout_logprobs=of_tokens(samples.rollout_logprobs, samples.completion_starts, samples.completion_lengths),
+        **{
+            name: getattr(samples, name)[order]
+            for name in ("prompt_lengths", "completion_lengths", "advantages", "trainable")
+        },
+    )
