@@ -129,7 +129,9 @@ def test_ranks_get_equal_work(data_parallel: int) -> None:
 def test_even_length_is_where_scores_cost_as_much_as_the_weights() -> None:
     spec = tiny_spec("qwen2")
     queries = spec.num_heads * spec.head_dim
-    weights = 2 * spec.hidden_size * (queries + spec.num_kv_heads * spec.head_dim) + 3 * spec.hidden_size * spec.ffn_size
+    weights = (
+        2 * spec.hidden_size * (queries + spec.num_kv_heads * spec.head_dim) + 3 * spec.hidden_size * spec.ffn_size
+    )
     length = even_length(spec)
     # of each of L tokens: two products, on average with L / 2 keys, 2 FLOPs each
     assert 2 * (2 * queries * length / 2) == pytest.approx(2 * weights)
@@ -193,9 +195,9 @@ def test_a_token_s_context_rank_depends_on_its_sample_only() -> None:
     """Or its log-prob at the start of the step would be on another rank than its loss."""
     samples = random_samples(6)
     options = {"sequence_multiple": 4, "row_multiple": 16}
-    alone = [context_share(pack(samples, np.array([i]), **options), 0, 2).token_index.tolist() for i in range(6)]
-    together = context_share(pack(samples, np.arange(6), **options), 0, 2).token_index.tolist()
-    assert together == sum(alone, [])
+    alone = [context_share(pack(samples, np.array([i]), **options), 0, 2).token_index for i in range(6)]
+    together = context_share(pack(samples, np.arange(6), **options), 0, 2).token_index
+    assert np.array_equal(together, np.concatenate(alone))
 
 
 @pytest.mark.parametrize("count_multiple", [1, 2, 4])

@@ -28,7 +28,7 @@ _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc] # mcore is not typed
+class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys

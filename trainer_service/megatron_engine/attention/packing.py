@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(kw_only=True)
-class RowPacking(PackedSeqParams):  # type: ignore[misc] # mcore is not typed
+class RowPacking(PackedSeqParams):
     """mcore's parameters of a packed row, and the same as plain numbers, which no kernel must be waited for to read.
 
     mcore's rotary embeddings read `cu_seqlens_*_padded`, which are on the host: their positions begin anew with each
