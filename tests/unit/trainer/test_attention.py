@@ -67,7 +67,9 @@ def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
 def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
 
-    def varlen(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, *longest: int, **options: Any):
+    def varlen(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, *longest: int, **options: Any
+    ) -> Tensor:
         assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
         assert options.pop("window_size") == (-1, 0)
         assert options.pop("enable_gqa") is True

@@ -107,7 +107,7 @@ def test_order_cuts_padding_and_stand_ins_change_nothing(model: Path) -> None:
             stand_in=st.booleans(),
         )
         def packed(order: list[int], ends: set[int], multiples: tuple[int, int], stand_in: bool) -> None:
-            options = {"sequence_multiple": multiples[0], "row_multiple": multiples[1]}
+            options: dict[str, Any] = {"sequence_multiple": multiples[0], "row_multiple": multiples[1]}
             parts = np.split(np.array(order), sorted(ends))
             batches = [pack(SAMPLES, part, **options) for part in parts]
             if stand_in:

@@ -194,7 +194,7 @@ def test_context_ranks_share_each_sequence_and_every_completion_token_once(size:
 def test_a_token_s_context_rank_depends_on_its_sample_only() -> None:
     """Or its log-prob at the start of the step would be on another rank than its loss."""
     samples = random_samples(6)
-    options = {"sequence_multiple": 4, "row_multiple": 16}
+    options: dict[str, Any] = {"sequence_multiple": 4, "row_multiple": 16}
     alone = [context_share(pack(samples, np.array([i]), **options), 0, 2).token_index for i in range(6)]
     together = context_share(pack(samples, np.arange(6), **options), 0, 2).token_index
     assert np.array_equal(together, np.concatenate(alone))
