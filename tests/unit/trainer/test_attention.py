@@ -121,12 +121,14 @@ def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, s
         rows=empty,
         counted=True,
     )
+    from megatron.core import parallel_state  # not before `core`, which prepares it for CPUs
+
     held = [torch.from_numpy(context_share(row, rank, size).input_ids[0]) for rank in range(size)]
     gathered = torch.cat(held)
     out = torch.zeros(sum(lengths), HEADS * DIM, dtype=torch.float64)
     for rank in range(size):
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
-        monkeypatch.setattr(core.parallel_state, "get_context_parallel_group", lambda group=group: group)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda group=group: group)
         others = iter([of[1][gathered], of[2][gathered]])
         monkeypatch.setattr(core, "gather_from_sequence_parallel_region", lambda x, group, o=others: next(o))
         mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=RowPacking.of(lengths, CPU))

@@ -90,7 +90,7 @@ def results(engine: MegatronEngine, batches: Sequence[Packed]) -> dict[str, Tens
     for chunk in engine._runner.chunks:
         chunk.zero_grad_buffer()
     engine._schedule.train([to_device(batch, CPU) for batch in batches], on_tokens)
-    grads = {name: parameter.main_grad.clone() for name, parameter in engine._parameters.items()}  # type: ignore[attr-defined]
+    grads = {name: parameter.main_grad.clone() for name, parameter in engine._parameters.items()}
     return out | grads
 
 

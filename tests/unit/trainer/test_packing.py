@@ -30,7 +30,7 @@ def rows_of(batches: list[Packed]) -> set[int]:
 def tokens_of(samples: Samples, sample: int) -> list[int]:
     """What the model reads of a sample."""
     start = samples.token_starts[sample]
-    return samples.token_ids[start : start + samples.lengths[sample] - 1].tolist()
+    return [int(token) for token in samples.token_ids[start : start + samples.lengths[sample] - 1]]
 
 
 def test_a_row_holds_the_sequences_and_knows_where_completions_are() -> None:
