@@ -82,7 +82,7 @@ class TokenState:
         self._note_not_finite(index, logprobs)
 
     def share_measured(self) -> None:
-        """Share old log-probs with all context-parallel ranks: a token's rank depends on its micro-batch's width."""
+        """Share old log-probs with all context-parallel ranks."""
         if self.context_group is None:
             return
         both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
