@@ -22,7 +22,7 @@ _GROUPS = 6
 # Characters of all texts of an answer; each text gets an equal share within these bounds.
 _ALL_TEXT, _LEAST_TEXT, _MOST_TEXT = 2**20, 400, 20_000
 # Of a column that a reward takes.
-_MOST_COLUMN = 400
+_MOST_COLUMN = 200
 # Share of a shortened text that is its beginning; the rest is its end, where answers are.
 _BEGINNING = 0.7
 # Readers wait for each other, so that pages that are open in many browsers do not take the coordinator's time.

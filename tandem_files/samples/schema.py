@@ -163,7 +163,7 @@ def _rows(table: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def plain(sample: StoredSample) -> dict[str, Any]:
-    """Make a JSON object of a sample, its row's columns one within; a number that is not finite, which JSON has not, becomes null."""
+    """Make a JSON object of a sample, with one of its row's columns; a number that is not finite becomes null."""
     values = asdict(sample)
     for name in ("reward", "advantage"):
         values[name] = _finite(values[name])

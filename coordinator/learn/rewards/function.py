@@ -89,6 +89,11 @@ class OwnFunction(Reward):
         self._form: Mapping[str, Any] = {}
 
     @property
+    def per(self) -> str:
+        """What a call scores, once it is started: "sample", "batch" or "group"."""
+        return str(self._form["per"])
+
+    @property
     def takes(self) -> TakenColumns:
         """Its parameters that columns fill."""
         if not self._form:

@@ -35,7 +35,7 @@ class SampleSink:
     settings: SamplesSection
     codec: TextCodec
     truncated: Literal["keep", "mask"]
-    taken: ShownColumns = ShownColumns()
+    taken: ShownColumns = field(default_factory=ShownColumns)
     before_write: Callable[[], None] = no_check
     _sizes: dict[int, int] | None = field(default=None, init=False)
 

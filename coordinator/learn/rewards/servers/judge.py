@@ -193,11 +193,9 @@ def columns_in(prompt: str) -> TakenColumns:
     >>> columns_in("{{ columns | tojson }}").everything
     True
     """
-    tree = Environment(autoescape=False).parse(prompt)  # noqa: S701 - nothing is rendered
-    names = {
-        id(access.node): access.attr if isinstance(access, nodes.Getattr) else getattr(access.arg, "value", None)
-        for access in tree.find_all((nodes.Getattr, nodes.Getitem))
-    }
+    tree = Environment(autoescape=False).parse(prompt)
+    names: dict[int, object] = {id(access.node): access.attr for access in tree.find_all(nodes.Getattr)}
+    names |= {id(access.node): getattr(access.arg, "value", None) for access in tree.find_all(nodes.Getitem)}
     taken = [names.get(id(name)) for name in tree.find_all(nodes.Name) if name.name == "columns"]
     # Of a name that a dict has, as `items`, the template gets the method.
     found = tuple(name for name in taken if isinstance(name, str) and not hasattr(dict, name))
