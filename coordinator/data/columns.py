@@ -56,8 +56,9 @@ class FileColumns:
         self.rows.add(number)
 
     def without(self, name: str) -> Lacking:
-        """Return the rows without a column."""
-        return self.lacking.get(name, self.rows)
+        """Return the rows without a column; none if it is one too many to be counted."""
+        unknown = Lacking() if len(self.lacking) == _MOST_COLUMNS else self.rows
+        return self.lacking.get(name, unknown)
 
     def _note(self, number: int, names: KeysView[str]) -> None:
         for name in names:

@@ -28,6 +28,13 @@ def test_rows_before_and_after_the_first_with_a_column_lack_it() -> None:
     assert FileColumns.load(columns.dump()) == columns
 
 
+def test_names_of_their_own_in_each_row_do_not_fill_the_memory() -> None:
+    columns = counted([["a", f"own{number}"] for number in range(1200)])
+    assert len(columns.lacking) == 1000
+    assert (columns.without("a").num_rows, columns.without("own0").num_rows) == (0, 1199)
+    assert columns.without("own1199") == Lacking()  # not counted
+
+
 def test_of_many_rows_the_first_are_named_and_all_counted() -> None:
     (problem,) = lacking_rows(Path("a.jsonl"), counted([["a"]] * 2000 + [["a", "b"]]), [("b", "it"), ("a", "it")])
     assert (problem.place, problem.num_others, problem.others) == ("a.jsonl:1", 1999, (2, 3, 4, 5, 6))
