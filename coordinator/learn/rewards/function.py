@@ -95,7 +95,7 @@ class OwnFunction(Reward):
 
     @property
     def takes(self) -> TakenColumns:
-        """Its parameters that columns fill."""
+        """Return its parameters that columns fill."""
         if not self._form:
             return TakenColumns()
         return TakenColumns(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,8 +12,14 @@ from launcher.view.compare.differences import differing
 from launcher.view.compare.picture import smoothed
 from launcher.view.compare.runs import curve_of, read_runs
 
-OWN = {"kind": "function", "function": "/home/me/mine.py:score", "args": {}, "name": None, "weight": 1.0}
-SHORT = {"kind": "length", "name": "short", "full_tokens": 1, "weight": 0.5}
+OWN: dict[str, Any] = {
+    "kind": "function",
+    "function": "/home/me/mine.py:score",
+    "args": {},
+    "name": None,
+    "weight": 1.0,
+}
+SHORT: dict[str, Any] = {"kind": "length", "name": "short", "full_tokens": 1, "weight": 0.5}
 
 
 def write_run(folder: Path, rewards: list[float], reward: object = OWN, **trainer: float) -> Path:
@@ -110,8 +117,12 @@ def test_a_changed_reward_is_a_difference(code: str, other: str | None, differ: 
     ],
 )
 def test_rewards_are_compared_by_name(one: object, two: object, differ: object, tmp_path: Path) -> None:
-    runs = read_runs([write_run(tmp_path / name, [0.1], reward) for name, reward in (("one", one), ("two", two))])
-    assert differing(runs) == differ
+    folders = [write_run(tmp_path / name, [0.1], reward) for name, reward in (("one", one), ("two", two))]
+    for folder in folders:
+        named = [name for name in ("score", "short") if name in (folder / "config.resolved.yaml").read_text()]
+        recorded = {f"reward {name}: code of /home/me/{name}.py": "f70d" for name in named}
+        (folder / "state.json").write_text(json.dumps({"rewards": recorded}))
+    assert differing(read_runs(folders)) == differ
 
 
 def test_what_differs_is_not_shortened_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,11 +70,11 @@ def check(file: Path, *overrides: str) -> list[ConfigProblem]:
     return [problem for problem in found if problem.key.startswith(("reward", "data", "evaluation"))]
 
 
-ROW = {"prompt": "1+2=", "answer": "3", "level": 7}
+ROW: dict[str, Any] = {"prompt": "1+2=", "answer": "3", "level": 7}
 
 
 def test_a_function_that_cannot_score_is_a_warning_with_the_reason_and_the_row(tmp_path: Path) -> None:
-    failing = {
+    failing: dict[str, tuple[dict[str, Any], str]] = {
         "raises": ({}, "IndexError: list index out of range (mine.py:5)"),
         "nan": ({}, "it returned nan, which is not finite"),
         "few": ({}, "it returned 0 scores for 1 completions"),
@@ -107,7 +107,14 @@ def test_a_function_is_called_once_or_not_at_all(tmp_path: Path, tried: bool, tr
     assert (tmp_path / "trace").read_text() == trace
 
 
-LACKING = [ROW, ROW, {"prompt": "1+2=", "answer": "3"}, ROW, {"prompt": "1+3=", "answer": "4", "hint": "x"}, *[ROW] * 4]
+LACKING: list[dict[str, Any]] = [
+    ROW,
+    ROW,
+    {"prompt": "1+2=", "answer": "3"},
+    ROW,
+    {"prompt": "1+3=", "answer": "4", "hint": "x"},
+    *[ROW] * 4,
+]
 
 
 def test_a_row_without_a_column_that_a_reward_takes_is_refused(tmp_path: Path) -> None:
