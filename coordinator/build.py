@@ -17,6 +17,7 @@ from coordinator.inputs import Inputs
 from coordinator.lead import Lead, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
+from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -157,6 +158,7 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 settings=config.samples,
                 codec=app.inputs.codec,
                 truncated=config.grpo.truncated,
+                taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
                 before_write=partial(check_lease, lead),
             )
         )

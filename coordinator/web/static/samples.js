@@ -141,6 +141,7 @@ function drawGroup(found, group) {
   const source = make("span", `row ${group.row} of ${fileName(group.source) || group.kind}`, "dim");
   source.title = group.source;
   head.append(source);
+  for (const [name, text] of Object.entries(group.columns)) head.append(make("span", `${name}: ${text}`, "dim"));
   const cards = make("div", undefined, "cards");
   cards.append(...group.samples.map((sample) => drawCard(found, group, sample, null)));
   const texts = make("div", undefined, "texts");

@@ -1,7 +1,7 @@
 """Prints samples: readable at 80 columns in a terminal, unwrapped lines elsewhere, JSON for programs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,11 +9,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from launcher.view.samples.choose import Chosen
-from tandem_files.samples.schema import StoredSample, plain
+from tandem_files.samples.schema import StoredSample, plain, taken_columns
 
 # Characters of a text that are shown without --full: the beginning and the end, where an answer is.
 _HEAD, _TAIL = 800, 400
 _INDENT = 4
+# Columns of the row in its line, and characters of each.
+_MOST_COLUMNS, _VALUE = 6, 40
 _USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
@@ -90,6 +92,24 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
         yield Text(f"  {visible(name)} failed: {shortened(visible(why), full=full)}", style="red")
     for title, text in (("prompt", sample.prompt), ("completion", sample.completion), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
+    columns = taken_columns(sample)
+    if columns:
+        yield "of the row, for rewards", _listed(columns, full=full)
+
+
+def _listed(columns: Mapping[str, str], *, full: bool) -> str:
+    """Return columns in one short line, unless `full`."""
+    found = [f"{visible(name)}: {visible(text) if full else _on_a_line(text)}" for name, text in columns.items()]
+    if full:
+        return "\n".join(found)
+    more = len(found) - _MOST_COLUMNS
+    return ", ".join(found[:_MOST_COLUMNS]) + (f" and {more} more (--full)" if more > 0 else "")
+
+
+def _on_a_line(text: str) -> str:
+    """Return the beginning of a text, in one line."""
+    line = visible(" ".join(text[: 2 * _VALUE].split()))
+    return line if len(line) <= _VALUE and len(text) <= 2 * _VALUE else f"{line[: _VALUE - 3]}..."
 
 
 def _figures(sample: StoredSample) -> str:

@@ -137,6 +137,18 @@ def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:
     assert "no sample fits" in invoke(str(tmp_path), "--failed", "--group", "g1")[1]
 
 
+def test_columns_that_rewards_take_are_shown_in_a_line_and_are_an_object_in_json(tmp_path: Path) -> None:
+    row = {"difficulty": 3, "source": "jars\x1b", "hints": ["a" * 90, "b"], "unused": 1, "score": float("nan")}
+    named = ("difficulty", "source", "hints", "score")
+    output = shown(tmp_path, terminal=False, columns=json.dumps(row), reward_columns=named)
+    line = f'difficulty: 3, source: jars\\x1b, hints: ["{"a" * 35}..., score: null'
+    assert f"  answer\n    3\n  of the row, for rewards\n    {line}\n" in output
+    assert '"b"]' in shown(tmp_path, full=True, columns=json.dumps(row), reward_columns=named)
+    _, output = invoke(str(tmp_path), "--json")
+    assert json.loads(output)["columns"] == row | {"score": None}
+    assert "for rewards" not in shown(tmp_path, columns=json.dumps(row))
+
+
 def test_a_sample_without_a_reward_is_shown_last(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
     rewards = [None, 0.5, 0.25]
