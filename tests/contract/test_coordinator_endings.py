@@ -80,6 +80,23 @@ async def test_a_stop_within_a_step_finishes_its_iteration(config: RunConfig, en
     assert checkpointed(environment) == 2
 
 
+async def test_a_stop_waits_for_no_replica_that_is_lost(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """Of all that die between a train step and its sync: the step is saved, and nobody waits for run.stop_timeout_s."""
+    stop, gate = asyncio.Event(), Gate(at=2)
+    config = with_settings(config, run=SELDOM, sync={"formation_timeout_s": 60}, rollout={"rejoin_timeout_s": 600})
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=gate)) as fleet:
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        for service in fleet.rollout_services:
+            await fleet.servers[service.name].drain(0.0)
+        stop.set()
+        gate.opened.set()
+        assert await asyncio.wait_for(running, 20) == 0
+    assert saved_state(environment)["status"] == "interrupted"
+    assert [row["sync_redundancy"] for row in rows(environment)] == [1.0, None]
+    assert checkpointed(environment) == 2
+
+
 async def test_a_stop_has_its_time(config: RunConfig, environment: ServiceEnvironment) -> None:
     stop, gate = asyncio.Event(), Gate(at=2)
     config = with_settings(config, run={**SELDOM, "stop_timeout_s": 0.2})
