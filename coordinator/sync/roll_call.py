@@ -83,7 +83,7 @@ class RollCall:
         probe_timeout_s: a service whose status does not arrive in this time is absent.
         slots_timeout_s: a service with a rank without its slot for so long is absent.
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
-        ending: once it is set, since the run is to end, nobody is waited for.
+        ending: once it is set, since the run is to end, no service is waited for.
     """
 
     def __init__(
