@@ -130,7 +130,7 @@ def _accuracy(now: _Curves) -> Iterator[Trouble]:
 def _reward(now: _Curves) -> Iterator[Trouble]:
     recent, best = now.recent("reward_mean"), now.best("reward_mean")
     if recent is not None and best is not None and recent < REWARD_COLLAPSED * best:
-        text = f"The mean reward of {now.lately} is {recent:.3g}; that of {now.window} others was {best:.3g}."
+        text = f"The mean reward of {now.lately} is {recent:.3g}; its best over {now.window} was {best:.3g}."
         yield Trouble(kind="reward", name="TandemRewardCollapsed", text=text)
 
 
