@@ -6,8 +6,7 @@ The launcher starts one guard per service, each in a session of its own, so that
 
 | event                                      | what the guard does                                              |
 |--------------------------------------------|------------------------------------------------------------------|
-| SIGTERM, SIGINT                            | SIGTERM to the service; after the grace period SIGKILL to all;   |
-|                                            | first it has further periods, up to MOST_MORE_S, while it works  |
+| SIGTERM, SIGINT                            | SIGTERM to the service; after the grace period SIGKILL to all    |
 | the launcher has ended (PR_SET_PDEATHSIG)  | the same                                                         |
 | SIGUSR1                                    | SIGKILL to all, without a grace period                           |
 | the service has ended                      | SIGKILL to the processes it left behind, then exit with its code |
@@ -30,10 +29,6 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# An engine ends within 2 s of processor time; where other programs have the processors, that takes a minute. So what
-# has used this share of a core in its grace period is ending, and what has not is stuck. The kernel counts in 0.01 s.
-_WORKS, _LEAST_S = 0.02, 0.05
-MOST_MORE_S = 60.0
 # The kernel needs microseconds to end a process that was killed, so this is hardly ever waited for.
 _POLL_S = 0.02
 
@@ -77,43 +72,13 @@ def kill_descendants(deadline_s: float = 5.0) -> bool:
     return True
 
 
-def processor_s(root: int) -> float:
-    """Return the seconds of processor time that the processes below `root` have used, those that have ended too."""
-    ticks = 0
-    for pid in (root, *descendants(root)):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            own, ended = [list(map(int, stat.rpartition(")")[2].split()[start : start + 2])) for start in (11, 13)]
-            ticks += sum(ended if pid == root else own + ended)
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-class Grace:
-    """The time that a service has to end: `grace_s`, and as much again while it works, up to MOST_MORE_S."""
-
-    def __init__(self, grace_s: float, now_s: float, used_s: float) -> None:
-        self._grace_s, self._since_s, self._used_s = grace_s, now_s, used_s
-        self._latest_s = now_s + grace_s + MOST_MORE_S
-
-    def more_s(self, now_s: float, used_s: float) -> float:
-        """At the end of a period, return the seconds of the next one; 0: the service does not end by itself.
-
-        Args:
-            used_s: its processor time so far.
-        """
-        # Less than before: a process that has ended is not yet counted by its parent.
-        works = abs(used_s - self._used_s) >= max(_LEAST_S, _WORKS * (now_s - self._since_s))
-        self._since_s, self._used_s = now_s, used_s
-        return max(0.0, min(self._grace_s, self._latest_s - now_s)) if works else 0.0
-
-
 class Guard:
     """Runs one service, forwards signals to it and cleans up after it.
 
     Args:
         command: of the service.
         parent: process id of the launcher.
-        grace_s: seconds from SIGTERM to SIGKILL, unless it works.
+        grace_s: seconds from SIGTERM to SIGKILL.
         delay_s: seconds before the service starts.
     """
 
@@ -121,7 +86,6 @@ class Guard:
         self._command, self._parent, self._grace_s, self._delay_s = command, parent, grace_s, delay_s
         self._service: subprocess.Popen[bytes] | None = None
         self._stopping = False
-        self._grace: Grace | None = None
 
     def run(self) -> int:
         """Run the service to its end. Returns: its exit code, or 128 + the signal that ended it."""
@@ -129,7 +93,7 @@ class Guard:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop())
         signal.signal(signal.SIGUSR1, lambda *_: self._kill())
-        signal.signal(signal.SIGALRM, lambda *_: self._end_period())
+        signal.signal(signal.SIGALRM, lambda *_: self._kill())
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self._parent:
             return 0  # the launcher died before it could be watched
@@ -163,15 +127,7 @@ class Guard:
         if self._service is not None and self._service.returncode is None:
             self._service.terminate()
             if first or signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
-                self._grace = Grace(self._grace_s, time.monotonic(), processor_s(os.getpid()))
                 signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-
-    def _end_period(self) -> None:
-        more_s = 0.0 if self._grace is None else self._grace.more_s(time.monotonic(), processor_s(os.getpid()))
-        if more_s:
-            signal.setitimer(signal.ITIMER_REAL, more_s)
-        else:
-            self._kill()
 
     def _kill(self) -> None:
         self._stopping = True

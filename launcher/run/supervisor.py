@@ -15,8 +15,8 @@ from launcher.run.logs import last_error
 from servicekit.life.processes import Child, Program
 from servicekit.life.tasks import first_of
 
-# Time that a guard needs, after its grace periods, to kill and reap the processes that are left.
-_GUARD_MARGIN_S = guard.MOST_MORE_S + 6.0
+# Time that a guard needs, after its grace period, to kill and reap the processes that are left.
+_GUARD_MARGIN_S = 6.0
 _KILLED = 128 + signal.SIGKILL
 
 
@@ -29,7 +29,7 @@ class ProcessSpec:
         stage: processes are stopped by descending stage, those of one stage together.
         env: variables that are added to the launcher's environment.
         unset: variables of the launcher's environment that the process does not get.
-        grace_s: seconds from SIGTERM to SIGKILL for a service that is stuck; one that works has more (guard.Grace).
+        grace_s: seconds from SIGTERM to SIGKILL.
         delay_s: seconds that its guard waits before it starts the process.
         remove: folder that is removed when the process ends.
     """
