@@ -64,7 +64,7 @@ def cut(
     while True:
         count = -(-count // count_multiple) * count_multiple
         cuts = [_spread(share, tokens[share], count, max_tokens) for share in shares]
-        found = [each for each in cuts if each is not None]
+        found = [parts for parts in cuts if parts is not None]
         if len(found) == len(cuts):
             return found
         count += max(1, int(count * _MORE))

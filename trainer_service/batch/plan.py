@@ -98,12 +98,12 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
         measured = ~(active & (samples.update_index == 0))
     trained = [active & (samples.update_index == update) for update in range(num_updates)]
     passes = [_cut(samples, chosen, owner, ranks) for chosen in (measured, *trained)]
-    first, *others = [[_micro_batch(samples, part, each, ranks) for part in each.mine] for each in passes]
-    computed = sum(each.computed for each in passes)
+    first, *others = [[_micro_batch(samples, part, found, ranks) for part in found.mine] for found in passes]
+    computed = sum(found.computed for found in passes)
     return StepPlan(
         measured=first,
         updates=others,
-        packing_efficiency=sum(each.true for each in passes) / computed if computed else 1.0,
+        packing_efficiency=sum(found.true for found in passes) / computed if computed else 1.0,
     )
 
 

@@ -83,7 +83,7 @@ class PackedAttention(MegatronModule):
         return out
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        cut = zip(*(cut_runs(each, packing.runs) for each in (query, key, value)), strict=True)
+        cut = zip(*(cut_runs(row, packing.runs) for row in (query, key, value)), strict=True)
         return _joined([self._attend(q, k, v, None) for q, k, v in cut])
 
     def _share(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
@@ -91,7 +91,7 @@ class PackedAttention(MegatronModule):
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
         out = []
         queries = cut_runs(query, packing.runs, group.size())
-        keys, values = (_cut_gathered(each, packing, group.size()) for each in (key, value))
+        keys, values = (_cut_gathered(row, packing, group.size()) for row in (key, value))
         for q, k, v in zip(queries, keys, values, strict=True):
             mask = _causal_over_ranks(q.shape[2], group.rank(), group.size(), q.device)
             out.append(self._attend(q, k, v, mask))
@@ -130,7 +130,7 @@ def _joined(runs: list[Tensor]) -> Tensor:
 
 def _cut_gathered(row: Tensor, packing: RowPacking, size: int) -> list[Tensor]:
     """Cut all ranks' rows [size * T, heads, head_dim] into runs [n, heads, L, head_dim], L in the ranks' order."""
-    by_rank = [cut_runs(each, packing.runs, size) for each in row.chunk(size)]
+    by_rank = [cut_runs(part, packing.runs, size) for part in row.chunk(size)]
     return [torch.cat(parts, 2) for parts in zip(*by_rank, strict=True)]
 
 
