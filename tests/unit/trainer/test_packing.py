@@ -102,6 +102,11 @@ def test_a_sample_beyond_the_budget_is_alone() -> None:
     assert [part.tolist() for part in parts] == [[0], [1, 2]]
 
 
+def test_the_budget_holds_where_tokens_alone_would_need_fewer_micro_batches() -> None:
+    (parts,) = cut([np.arange(3)], np.array([20, 20, 20]), max_tokens=32, pipeline_parallel=1)
+    assert [part.tolist() for part in parts] == [[0], [1], [2]]
+
+
 def test_pipeline_gets_several_micro_batches() -> None:
     (parts,) = cut([np.arange(1000)], np.full(1000, 16), max_tokens=100_000, pipeline_parallel=2)
     assert len(parts) == 4
