@@ -65,27 +65,34 @@ class StepPlan:
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
     """Plan a step.
 
-    A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus); the others
-    are left out of training, which changes no result: they still count in the denominators. With recomputed old
+    A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus or a KL term);
+    the others are left out of training, which changes no result: they still count in the denominators. With recomputed old
     log-probs all samples are measured, except those of the first update that have a gradient: before the first
     optimizer step pi_old *is* pi_theta, so their training forward yields it.
     """
     active = has_gradient(samples, grpo)
-    owner = deal(samples, active, ranks.data_parallel)
     measured = np.zeros(len(samples), np.bool_)
     if grpo.old_logprobs == "recompute":
         measured = ~(active & (samples.update_index == 0))
-    trained = [active & (samples.update_index == update) for update in range(num_updates)]
+    owner = deal(samples, active, ranks.data_parallel)
     return StepPlan(
         measured=_micro_batches(samples, measured, owner, ranks),
-        # data-parallel ranks reduce gradients together, so a rank without samples runs a stand-in
-        updates=[_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained],
+        updates=plan_updates(samples, num_updates, grpo, ranks),
     )
+
+
+def plan_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[list[Padded]]:
+    """Plan the updates of one pass over the samples, as `StepPlan.updates`."""
+    active = has_gradient(samples, grpo)
+    owner = deal(samples, active, ranks.data_parallel)
+    trained = [active & (samples.update_index == update) for update in range(num_updates)]
+    # data-parallel ranks reduce gradients together, so a rank without samples runs a stand-in
+    return [_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained]
 
 
 def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
     """Return [S] whether a sample can change the weights."""
-    if grpo.entropy_coefficient != 0:
+    if grpo.entropy_coefficient != 0 or grpo.kl_in_loss:
         return samples.trainable
     moving: BoolArray = samples.trainable & (samples.advantages != 0)
     return moving
