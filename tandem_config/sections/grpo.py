@@ -71,8 +71,8 @@ class GrpoSection(Section):
     )
     epochs: PositiveInt = Field(
         1,
-        description="Passes over an iteration's samples, each with updates_per_iteration updates; from the second on in "
-        "another order, drawn from run.seed and the number of train steps. pi_old stays that of the step's start.",
+        description="Passes over an iteration's samples, each with updates_per_iteration updates; from the second on "
+        "in another order, drawn from run.seed and the number of train steps. pi_old stays that of the step's start.",
         json_schema_extra=about("each sample once: the policy leaves the one that sampled least", unit="epochs"),
     )
     max_new_tokens: PositiveInt = Field(
@@ -164,7 +164,8 @@ class GrpoSection(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="KL(pi || pi_ref) of a token, with d = log pi_ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1.",
+        description="KL(pi || pi_ref) of a token, with d = log pi_ref - log pi: k1 = -d, k2 = d^2 / 2, "
+        "k3 = e^d - d - 1.",
         json_schema_extra=about("never negative, of low variance, and the GRPO paper's; k1 is usual in the reward"),
     )
     kl_in: Literal["loss", "reward"] = Field(
@@ -214,8 +215,8 @@ class GrpoSection(Section):
     )
     on_non_finite: Literal["fail", "skip"] = Field(
         "fail",
-        description="What a loss or gradient that is not finite does: fail undoes the step and ends the run; skip leaves "
-        "that optimizer update out, counts it (skipped_updates) and goes on, until non_finite_budget is spent.",
+        description="What a loss or gradient that is not finite does: fail undoes the step and ends the run; skip "
+        "leaves that optimizer update out, counts it (skipped_updates) and goes on, until non_finite_budget is spent.",
         json_schema_extra=about("the first NaN is nearly always a mistake, not chance"),
     )
     non_finite_budget: PositiveInt = Field(

@@ -66,8 +66,8 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     """Plan a step.
 
     A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus or a KL term);
-    the others are left out of training, which changes no result: they still count in the denominators. With recomputed old
-    log-probs all samples are measured, except those of the first update that have a gradient: before the first
+    the others are left out of training, which changes no result: they still count in the denominators. With recomputed
+    old log-probs all samples are measured, except those of the first update that have a gradient: before the first
     optimizer step pi_old *is* pi_theta, so their training forward yields it.
     """
     active = has_gradient(samples, grpo)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from servicekit.errors import ConfigError
+from servicekit.errors import InvalidRequest
 from tandem_config.schema import RunConfig
 from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
@@ -159,7 +159,7 @@ class MegatronEngine:
     def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
         """Compute log-probs and entropies, by a forward pass only."""
         if reference and self._reference is None:
-            raise ConfigError("this trainer has no reference policy: grpo.kl_coefficient is 0 in its configuration")
+            raise InvalidRequest("this trainer has no reference policy: grpo.kl_coefficient is 0 in its configuration")
         out = torch.zeros(2, samples.num_completion_tokens, device=self._device)
 
         def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
