@@ -19,8 +19,6 @@ FORMAT = 1
 META = "meta.json"
 # Prefix of the parameters' values.
 WEIGHTS = "weights/"
-# Prefix of the reference policy's values.
-REFERENCE = "reference/"
 # Part of the name of an expert's parameter.
 EXPERTS = ".local_experts."
 

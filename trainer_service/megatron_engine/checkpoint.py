@@ -66,7 +66,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: entries that must be equal when the folder is loaded, and others.
+        meta: entries that must be equal when the folder is loaded, and policy_version and steps_done.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write.
     """
@@ -118,14 +118,6 @@ def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
     write_manifest(partial, digests)
     replace_folder(partial, folder)
     return 0
-
-
-def peek(folder: Path) -> dict[str, Any]:
-    """Return the entries of meta.json; {} if it cannot be read, which check() and load() report."""
-    try:
-        return read_meta(folder)
-    except ConfigError:
-        return {}
 
 
 def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

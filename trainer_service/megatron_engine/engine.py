@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from servicekit.errors import InvalidRequest
+from servicekit.errors import ConfigError, InvalidRequest
 from tandem_config.schema import RunConfig
 from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
@@ -26,6 +26,7 @@ from trainer_service.megatron_engine.reference import ReferencePolicy, check_ref
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
+from trainer_service.shard_files import read_meta
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -181,6 +182,13 @@ class MegatronEngine:
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         return checkpoint.save(folder, self._tensors_in(about), self._identity | about, self._device)
 
+    def _about(self, folder: Path) -> dict[str, Any]:
+        """Return the entries of a checkpoint's meta.json; {}: it cannot be read, which loading reports."""
+        try:
+            return read_meta(folder)
+        except ConfigError:
+            return {}
+
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
         tensors = self._adam.tensors()
@@ -190,14 +198,14 @@ class MegatronEngine:
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        checkpoint.check(folder, self._tensors_in(checkpoint.peek(folder)), self._identity, self._device)
+        checkpoint.check(folder, self._tensors_in(self._about(folder)), self._identity, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load what `save` has saved, with the same layout.
 
         A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
         """
-        about = checkpoint.peek(folder)
+        about = self._about(folder)
         saved = checkpoint.load(folder, self._tensors_in(about), self._identity, self._device)
         self._adam.written()
         self._version = int(saved["policy_version"])

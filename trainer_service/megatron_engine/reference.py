@@ -15,10 +15,12 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
-from trainer_service.shard_files import REFERENCE
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import load_shards
+
+# Prefix of its values in a checkpoint.
+REFERENCE = "reference/"
 
 
 class ReferencePolicy:
