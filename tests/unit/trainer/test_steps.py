@@ -56,7 +56,12 @@ def test_every_step_has_orders_of_its_own(make_engine: Make, monkeypatch: pytest
     from trainer_service.megatron_engine import step
 
     keys: list[list[int]] = []
-    monkeypatch.setattr(step, "reordered", lambda samples, n, key: keys.append(list(key)) or reordered(samples, n, key))
+
+    def note(samples: Samples, num_updates: int, key: list[int]) -> Samples:
+        keys.append(key)
+        return reordered(samples, num_updates, key)
+
+    monkeypatch.setattr(step, "reordered", note)
     engine = make_engine(epochs=2)
     for _ in range(2):
         engine.train_step(SAMPLES, NUM_UPDATES)
