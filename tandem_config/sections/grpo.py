@@ -216,7 +216,7 @@ class GrpoSection(Section):
     on_non_finite: Literal["fail", "skip"] = Field(
         "fail",
         description="What a loss or gradient that is not finite does: fail undoes the step and ends the run; skip "
-        "leaves that optimizer update out, counts it (skipped_updates) and goes on, until non_finite_budget is spent.",
+        "leaves that optimizer update out, counts it (skipped_updates) and continues until non_finite_budget is spent.",
         json_schema_extra=about("the first NaN is nearly always a mistake, not chance"),
     )
     non_finite_budget: PositiveInt = Field(

@@ -182,13 +182,6 @@ class MegatronEngine:
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         return checkpoint.save(folder, self._tensors_in(about), self._identity | about, self._device)
 
-    def _about(self, folder: Path) -> dict[str, Any]:
-        """Return the entries of a checkpoint's meta.json; {}: it cannot be read, which loading reports."""
-        try:
-            return read_meta(folder)
-        except ConfigError:
-            return {}
-
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
         tensors = self._adam.tensors()
@@ -198,14 +191,14 @@ class MegatronEngine:
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        checkpoint.check(folder, self._tensors_in(self._about(folder)), self._identity, self._device)
+        checkpoint.check(folder, self._tensors_in(_about(folder)), self._identity, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load what `save` has saved, with the same layout.
 
         A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
         """
-        about = self._about(folder)
+        about = _about(folder)
         saved = checkpoint.load(folder, self._tensors_in(about), self._identity, self._device)
         self._adam.written()
         self._version = int(saved["policy_version"])
@@ -239,3 +232,11 @@ class MegatronEngine:
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
         parallel_state.destroy_model_parallel()
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's meta.json; {}: it cannot be read, which loading reports."""
+    try:
+        return read_meta(folder)
+    except ConfigError:
+        return {}

@@ -87,7 +87,7 @@ class TokenState:
         if self.grpo.old_logprobs == "recompute":
             self.old_logprobs[index] = logprobs
             self.measured[index] = True
-        # what is not finite is counted apart (on_non_finite: skip goes on)
+        # what is not finite is counted apart (on_non_finite: skip continues)
         finite = torch.isfinite(logprobs)
         difference = torch.where(finite, logprobs - self.rollout_logprobs[index], 0.0).abs()
         self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())

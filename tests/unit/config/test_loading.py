@@ -157,7 +157,7 @@ BAD_FILES = [
         "in verl it is",
         "use dr-grpo",
     ),
-    ("grpo: {use_kl_loss: true}", "grpo.use_kl_loss", "True", "unknown key", "grpo.kl_coefficient is more than 0"),
+    ("grpo: {use_kl_loss: true}", "grpo.use_kl_loss", "true", "unknown key", "grpo.kl_coefficient is more than 0"),
     ("grpo: {kl_loss_coef: 0.1}", "grpo.kl_loss_coef", "0.1", "unknown key", "did you mean grpo.kl_coefficient?"),
     ("grpo: {ppo_epochs: 2}", "grpo.ppo_epochs", "2", "unknown key", "did you mean grpo.epochs?"),
     ("grpo: {num_generations: 8}", "grpo.num_generations", "8", "unknown key", "mean grpo.group_size?"),

@@ -138,7 +138,7 @@ def test_a_frozen_reference_is_in_no_checkpoint_and_is_read_again(
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert np.array_equal(reference_logprobs(resumed), start)
     assert resumed.train_step(SAMPLES, NUM_UPDATES).metrics == expected.metrics
-    # a run that refreshes goes on from a checkpoint of one that did not
+    # a run that refreshes continues from a checkpoint of one that did not
     refreshing = make_engine(reference_refresh_every=1)
     refreshing.load_checkpoint(tmp_path / "checkpoint")
     assert np.array_equal(reference_logprobs(refreshing), start)
