@@ -23,8 +23,9 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def state_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    """Weights, masters, moments and step counts: copies."""
-    return {name: tensor.clone() for name, tensor in engine._adam.tensors().items()}
+    """Weights, masters, moments and step counts as the optimizer holds them, and weights as the model does: copies."""
+    held = engine._adam.tensors() | {f"model/{name}": tensor for name, tensor in engine.tensors().items()}
+    return {name: tensor.clone() for name, tensor in held.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
