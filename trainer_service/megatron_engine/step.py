@@ -20,7 +20,7 @@ from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.epochs import reordered
-from trainer_service.batch.padded import Padded
+from trainer_service.batch.packed import Packed
 from trainer_service.batch.plan import RankShare, plan_step, plan_updates
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
@@ -96,7 +96,8 @@ class StepRunner:
                     state.begin_epoch(samples)
             for update, batches in enumerate(updates):
                 self._update(batches, state, done, (samples, update), watch)
-        return StepResult(metrics=self._metrics(done, state, learning_rate, samples), seconds=watch.parts)
+        metrics = self._metrics(done, state, learning_rate, samples)
+        return StepResult(metrics=metrics | {"packing_efficiency": plan.packing_efficiency}, seconds=watch.parts)
 
     def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
         return step_metrics(
@@ -145,11 +146,11 @@ class StepRunner:
     @property
     def _share_group(self) -> dist.ProcessGroup | None:
         """The ranks of which one measures a token and another may train on it."""
-        if self.grpo.epochs > 1 and self.ranks.data_parallel > 1:
-            return parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return self._context_group
+        if self.grpo.epochs == 1 or self.ranks.data_parallel == 1:
+            return None
+        return parallel_state.get_data_parallel_group()
 
-    def _load(self, batches: list[Padded]) -> list[MicroBatchTensors]:
+    def _load(self, batches: list[Packed]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]
 
     def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:

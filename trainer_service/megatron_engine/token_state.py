@@ -17,12 +17,11 @@ from trainer_service.objectives.policy import OBJECTIVES
 from trainer_service.objectives.tokens import Sequences, Tokens
 
 # What is summed over tokens that were measured, whether or not they are trained on.
-MEASURED_SUMS = ("measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens")
+MEASURED_SUMS = ("measured_tokens", "entropy", "logprob_abs_diff")
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
     "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "correction_weight",
-    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens", "not_finite",
-    "kl_reference", "kl_loss",
+    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "not_finite", "kl_reference", "kl_loss",
 )  # fmt: skip
 
 
@@ -81,7 +80,6 @@ class TokenState:
     def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
         """Record log-probs [t] and entropies [t] of the policy that the step started from."""
         index = batch.token_index
-        self._count("padded_tokens", batch.padded_tokens)
         if index.numel() == 0:
             return
         if self.grpo.old_logprobs == "recompute":
@@ -100,13 +98,11 @@ class TokenState:
         """Record log-probs [t] of the reference policy."""
         self.reference_logprobs[batch.token_index] = logprobs
         self.reference_measured[batch.token_index] = True
-        self._count("padded_tokens", batch.padded_tokens)
 
     def share_measured(self) -> None:
         """Share log-probs with all ranks that may train on them.
 
-        With context parallelism a token's rank depends on its micro-batch's width, with several epochs a sample's
-        data-parallel rank on its place among the updates.
+        With several epochs a sample's data-parallel rank depends on its place among the updates.
         """
         self.old_logprobs = self._shared(self.old_logprobs, self.measured)
         if self.grpo.kl_in_loss:
@@ -136,8 +132,6 @@ class TokenState:
             return logprobs.sum() * 0.0
         if self.measures_old:
             self.measure(batch, logprobs.detach(), entropies.detach())
-        else:
-            self._count("padded_tokens", batch.padded_tokens)
         index, grpo = batch.token_index, self.grpo
         tokens = self._tokens(index, logprobs)
         found = OBJECTIVES[grpo.objective](tokens, grpo)

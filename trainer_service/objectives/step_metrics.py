@@ -30,7 +30,7 @@ def step_metrics(
         ratio_mean, kl_old, kl_reference, clip_fraction_*, correction_*: mean over the completion tokens that were
         trained on, in each epoch. kl_loss: the part of the loss that is the KL term. entropy, logprob_abs_diff_*: over
         those whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute":
-        all). padded_tokens: positions that went through the model, padding included.
+        all).
     """
     total = dict(zip(names, sums.sum(axis=0), strict=True))
     trained, measured = max(total["trained_tokens"], 1.0), max(total["measured_tokens"], 1.0)
@@ -49,7 +49,6 @@ def step_metrics(
         "trained_tokens": total["trained_tokens"],
         "measured_tokens": total["measured_tokens"],
         "samples": float(len(samples)),
-        "padded_tokens": total["padded_tokens"],
         "learning_rate": learning_rate,
         "skipped_updates": float(skipped_updates),
     }
