@@ -96,10 +96,8 @@ class Batch:
         """The loss of a micro-batch of some samples, or of all."""
         owner = self.samples.per_token(np.arange(len(self.samples)))
         index = torch.from_numpy(np.flatnonzero(np.isin(owner, range(len(self.samples)) if rows is None else rows)))
-        none = torch.zeros(0)
-        batch = MicroBatchTensors(
-            input_ids=none, positions=none, targets=none, token_index=index, counted=True, padded_tokens=0
-        )
+        none: Any = torch.zeros(0)  # the loss reads none of these
+        batch = MicroBatchTensors(input_ids=none, positions=none, targets=none, token_index=index, counted=True)
         logprobs, entropies = self.both(logits)
         return self.state.loss(batch, logprobs[index], entropies[index])
 
