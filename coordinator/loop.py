@@ -19,7 +19,8 @@ from coordinator.flow import Generation, Prompt, Scored, SyncResult, TrainBatch
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
 from coordinator.learn.advantages import group_advantages, zero_variance
-from coordinator.learn.batches import make_batch, select_samples
+from coordinator.learn.batches import make_batch, measured_chunks, select_samples
+from coordinator.learn.kl import Divergence, diverge
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
 from coordinator.record.report import IterationRecord
@@ -84,8 +85,12 @@ class GrpoLoop:
         async with meanwhile:
             with watch.part("reward"):
                 scored = await self.scorer.score(generation.groups)
+            divergence = None
+            if self.grpo.kl_in_reward:
+                with watch.part("reference"):
+                    divergence = await self.diverge(generation, scored)
             with watch.part("batch"):
-                learnt = self.learn(scored)
+                learnt = self.learn(scored, divergence)
                 batch = self.make_batch(number, policy_version, generation, learnt)
             with watch.part("train"):
                 step = await self.train(batch)
@@ -103,6 +108,7 @@ class GrpoLoop:
             zero_variance_P=learnt.zero_variance_P,
             dropped_P=learnt.dropped_P,
             step=step,
+            divergence=divergence,
             sync=sync,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
         )
@@ -129,13 +135,38 @@ class GrpoLoop:
             raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
         return generation
 
-    def learn(self, scored: Scored) -> Learnt:
-        """Compute the advantages, and which groups have none or are dropped."""
+    async def diverge(self, generation: Generation, scored: Scored) -> Divergence | None:
+        """Measure how far the completions are from the reference policy; None without a completion."""
+        present_PG = scored.present_PG
+        samples = select_samples(
+            generation.groups,
+            np.zeros(present_PG.shape),
+            np.zeros(len(present_PG), np.bool_),
+            truncated="keep",
+            missing_PG=~present_PG,
+        )
+        if not samples:
+            return None
+        watch, chunks = Stopwatch(), measured_chunks(samples)
+        reference_T = await self.trainer.logprobs(chunks, reference=True)
+        if self.grpo.old_logprobs == "recompute":
+            old_T = await self.trainer.logprobs(chunks)
+        else:
+            old_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
+        return diverge(samples, present_PG, old_T, reference_T, self.grpo, watch.total_s())
+
+    def learn(self, scored: Scored, divergence: Divergence | None = None) -> Learnt:
+        """Compute the advantages, and which groups have none or are dropped.
+
+        Args:
+            divergence: what is taken off the rewards first; None: nothing.
+        """
+        penalties_PG = 0.0 if divergence is None else divergence.penalties_PG
         zero_variance_P = zero_variance(scored.rewards_PG, scored.missing_PG)
         drop = self.grpo.zero_variance == "drop"
         return Learnt(
             advantages_PG=group_advantages(
-                scored.rewards_PG,
+                scored.rewards_PG - penalties_PG,
                 std=self.grpo.advantage_std,
                 baseline=self.grpo.baseline,
                 missing_PG=scored.missing_PG,

@@ -19,8 +19,8 @@ _CLOSE_ENOUGH = 0.6
 # Settings of other trainers that Tandem does not have -> advice; a close spelling would suggest something else.
 _NOT_SUPPORTED: dict[str, str] = {
     **dict.fromkeys(
-        ("kl_coefficient", "kl_coef", "kl_loss_coef", "kl_beta", "beta", "use_kl_loss"),
-        "there is no KL term to a reference policy: leave it out (kl_old in metrics.jsonl measures each step's change)",
+        ("use_kl_loss", "use_kl_in_reward"),
+        "a KL term is there if grpo.kl_coefficient is more than 0: set that, with grpo.kl_in: loss or reward",
     ),
     **dict.fromkeys(
         ("recompute", "activation_recompute", "recompute_granularity", "gradient_checkpointing"),
@@ -47,7 +47,8 @@ _NOT_SUPPORTED: dict[str, str] = {
     "tis_cap": "is now grpo.correction: tis with grpo.correction_high; leave a null out",
     **dict.fromkeys(
         ("epochs", "num_epochs", "total_epochs", "num_train_epochs"),
-        "a run's length is run.iterations, each of grpo.prompts_per_iteration prompts; the data is repeated as needed",
+        "a run's length is run.iterations, each of grpo.prompts_per_iteration prompts; the data is repeated as needed "
+        "(grpo.epochs: passes over an iteration's samples)",
     ),
 }
 # Other trainers' names of a setting -> its key.
@@ -83,7 +84,11 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),
     **dict.fromkeys(("report_to", "logger", "wandb", "tensorboard", "mlflow", "wandb_project", "project_name"),
                     "trackers"),
-    **dict.fromkeys(("ppo_epochs", "num_iterations", "mu"), "grpo.updates_per_iteration"),
+    **dict.fromkeys(("ppo_epochs", "num_iterations", "mu"), "grpo.epochs"),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "kl_beta", "beta", "init_kl_coef"), "grpo.kl_coefficient"),
+    **dict.fromkeys(("kl_loss_type", "kl_penalty"), "grpo.kl_estimator"),
+    **dict.fromkeys(("ref_load", "ref_model", "ref_path", "reference_model"), "grpo.reference_path"),
+    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps", "ref_update_interval"), "grpo.reference_refresh_every"),
     **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "grpo.entropy_coefficient"),
     **dict.fromkeys(("norm_adv_by_std_in_grpo", "scale_rewards"), "grpo.advantage_std"),
     **dict.fromkeys(("gpu_memory_utilization",), "rollout.mem_fraction_static"),

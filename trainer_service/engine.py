@@ -52,8 +52,13 @@ class TrainerEngine(Protocol):
         Raises: NotFinite: a loss or gradient was not finite; nothing changed.
         """
 
-    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
-        """Compute log-probs and entropies of the completion tokens. Returns: [T] each, on every rank."""
+    def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
+        """Compute log-probs and entropies of the completion tokens. Returns: [T] each, on every rank.
+
+        Args:
+            reference: under the reference policy.
+        Raises: InvalidRequest: there is no reference policy.
+        """
 
     def save(self, folder: Path) -> int:
         """Write everything that a restart needs, atomically. Returns: bytes written by all ranks."""

@@ -8,11 +8,16 @@ from tandem_api.weights.v1 import weights_pb2
 
 STEP_SECONDS = Histogram(
     "tandem_train_step_seconds",
-    "Wall seconds of a train step by part: receive, pack, old_logprobs, forward_backward, optimizer, total.",
+    "Wall seconds of a train step by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, "
+    "optimizer, total.",
     ["part"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
 )
 STEPS = Counter("tandem_train_steps_total", "Train steps by result.", ["result"])
+SKIPPED_UPDATES = Counter(
+    "tandem_train_skipped_updates_total",
+    "Optimizer updates that were left out, since a loss or gradient was not finite (grpo.on_non_finite: skip).",
+)
 TOKENS = Counter("tandem_train_tokens_total", "Completion tokens of the samples of all train steps.")
 SAMPLES = Counter("tandem_train_samples_total", "Samples of all train steps.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the trainer holds.")
@@ -60,6 +65,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
         STEP_SECONDS.labels(part=part).observe(value)
     STEPS.labels(result="ok").inc()
     TOKENS.inc(metrics["tokens"])
+    SKIPPED_UPDATES.inc(metrics["skipped_updates"])
     SAMPLES.inc(metrics["samples"])
     POLICY_VERSION.set(policy_version)
     GRAD_NORM.set(metrics["grad_norm"])

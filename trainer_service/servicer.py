@@ -138,7 +138,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         engine = self._ready()
         async for request in request_iterator:
             samples = await asyncio.to_thread(merge, [request.chunk], engine.limits)
-            replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, samples.to_parts()))
+            asked = pb.ComputeLogprobsRequest(reference=request.reference).SerializeToString()
+            parts = [asked, *samples.to_parts()]
+            replies = await asyncio.wrap_future(self._commander.submit(Command.LOGPROBS, parts))
             yield pb.ComputeLogprobsResponse.FromString(replies[0])
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:

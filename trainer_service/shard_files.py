@@ -2,7 +2,8 @@
 
 meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
 shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
-                                 rng/cpu, rng/device (CUDA only), rng/tracker/NAME
+                                 rng/cpu, rng/device (CUDA only), rng/tracker/NAME; where meta.json says
+                                 "reference": true (grpo.reference_refresh_every) also reference/NAME
 experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
 digests.json                     of all of these (tandem_files/digests.py)
 """

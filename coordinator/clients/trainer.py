@@ -1,8 +1,11 @@
 """Step 7: client of the trainer service. Its errors name the trainer, its calls always have a deadline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.flow import TrainBatch
 from servicekit.errors import Unavailable, rpc_errors
@@ -17,6 +20,8 @@ from weightsync.round.client import of_participant
 STEP_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 10.0
+# Parts of a step that are the model's own work.
+COMPUTING = ("old_logprobs", "reference", "forward_backward", "optimizer")
 
 log = get_logger(__name__)
 
@@ -29,13 +34,13 @@ class TrainResult:
     policy_version: int
     # loss, grad_norm, entropy, ... as the trainer names them.
     metrics: dict[str, float]
-    # Seconds by part: receive, pack, old_logprobs, forward_backward, optimizer, total.
+    # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, total.
     seconds: dict[str, float]
 
     @property
     def compute_s(self) -> float:
         """Seconds of the model's own work; the rest of a step is Tandem's overhead."""
-        return sum(self.seconds.get(part, 0.0) for part in ("old_logprobs", "forward_backward", "optimizer"))
+        return sum(self.seconds.get(part, 0.0) for part in COMPUTING)
 
 
 class Trainer:
@@ -104,6 +109,26 @@ class Trainer:
             if request.HasField("header"):
                 request.header.fence.CopyFrom(self._fence)
             yield request
+
+    async def logprobs(
+        self, chunks: Sequence[trainer_pb2.SampleChunk], *, reference: bool = False
+    ) -> NDArray[np.float32]:
+        """Compute the log-probs of all completion tokens, chunk after chunk: [T], at the sampling temperature.
+
+        Args:
+            reference: under the reference policy; else under the present one.
+        """
+        try:
+            return await self._logprobs(chunks, reference)
+        except Unavailable as error:
+            log.warning("log-probs lost, asking again", reference=reference, error=str(error))
+            return await self._logprobs(chunks, reference)
+
+    async def _logprobs(self, chunks: Sequence[trainer_pb2.SampleChunk], reference: bool) -> NDArray[np.float32]:
+        requests = (trainer_pb2.ComputeLogprobsRequest(chunk=chunk, reference=reference) for chunk in chunks)
+        with rpc_errors(self.name):
+            call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
+            return np.concatenate([np.array(reply.logprobs, np.float32) async for reply in call])
 
     async def save_checkpoint(self, folder: Path) -> int:
         """Write weights, optimizer and RNG state into a folder. Returns: bytes written."""

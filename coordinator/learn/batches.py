@@ -147,6 +147,13 @@ def make_batch(
     )
 
 
+def measured_chunks(
+    samples: Sequence[Sample], *, chunk_bytes: int = SAMPLE_CHUNK_BYTES
+) -> list[trainer_pb2.SampleChunk]:
+    """Build the messages of samples whose log-probs are asked for, in their order."""
+    return [_chunk(0, part) for part in _chunks(samples, chunk_bytes)]
+
+
 def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Sample]]:
     starts = chunk_starts([sample.wire_bytes for sample in samples], max_bytes)
     return (samples[start:end] for start, end in pairwise([0, *starts, len(samples)]))

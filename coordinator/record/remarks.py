@@ -42,6 +42,13 @@ def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tupl
             f"iteration {record.iteration}: trainer and engine log-probs differ by {difference:.3g}, more than "
             f"grpo.logprob_diff_limit = {logprob_diff_limit:g}",
         )
+    skipped = 0 if record.step is None else int(record.step.metrics.get("skipped_updates", 0))
+    if skipped:
+        yield (
+            "skipped_update",
+            f"iteration {record.iteration}: {skipped} optimizer updates were left out, since a loss or gradient was "
+            "not finite (the trainer's log names the samples); grpo.non_finite_budget bounds how many may be",
+        )
     if record.step is None:
         yield "nothing_to_train", f"iteration {record.iteration}: no sample was left to train on, no train step"
     if record.generation.retried_calls:

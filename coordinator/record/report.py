@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from coordinator.clients.trainer import TrainResult
 from coordinator.flow import Generation, Scored, SyncResult
+from coordinator.learn.kl import Divergence
 from tandem_files.metrics_file import Row
 
-# The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped.
+# The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped. With
+# KL in the reward those of it are the coordinator's own.
 _TRAINER_FIELDS = (
     "entropy",
     "logprob_abs_diff_max",
@@ -27,13 +29,17 @@ _TRAINER_FIELDS = (
     "clip_fraction_high",
     "ratio_mean",
     "kl_old",
+    "kl_reference",
+    "kl_loss",
+    "kl_reward",
+    "skipped_updates",
     "correction_weight_mean",
     "correction_outside_fraction",
     "learning_rate",
     "packing_efficiency",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
-_PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
+_PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.
 _BETWEEN = ("evaluate", "checkpoint", "export")
 
@@ -57,6 +63,8 @@ class IterationRecord:
     sync: SyncResult | None
     # Samples by age in versions.
     staleness: Mapping[int, int]
+    # What is taken off the rewards; None: nothing is.
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,8 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
     completions = [completion for group in record.generation.groups for completion in group.completions]
     num_tokens = record.generation.num_tokens
     rewards_S = record.scored.rewards_PG[record.scored.present_PG]
-    metrics = {} if record.step is None else record.step.metrics
+    measured = {} if record.divergence is None else record.divergence.metrics
+    metrics = {**measured, **({} if record.step is None else record.step.metrics)}
     return {
         "iteration": record.iteration,
         "policy_version": record.policy_version,
@@ -137,6 +146,7 @@ def _std(values_S: NDArray[np.float64]) -> float | None:
 
 def _time_row(record: IterationRecord, timing: Timing) -> Row:
     compute_s = 0.0 if record.step is None else record.step.compute_s
+    compute_s += 0.0 if record.divergence is None else record.divergence.seconds
     overhead_s = timing.busy_s - record.generation.engine_s - compute_s
     return {
         **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},

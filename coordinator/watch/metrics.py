@@ -177,6 +177,11 @@ _ROW_GAUGES = {
     "logprob_abs_diff_mean": LateGauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
     "zero_variance_ratio": LateGauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
     "kl_old": LateGauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step."),
+    "kl_reference": LateGauge("tandem_kl_reference", "k3 estimate of KL(policy || reference policy) per token."),
+    "kl_loss": LateGauge("tandem_kl_loss", "Part of the last step's loss that is the KL term (grpo.kl_in: loss)."),
+    "kl_reward": LateGauge(
+        "tandem_kl_reward", "Mean over the last iteration's samples of what KL takes off a reward (grpo.kl_in: reward)."
+    ),
     "staleness_max": LateGauge(
         "tandem_staleness_versions", "Age of the oldest sample of the last iteration, in versions."
     ),
@@ -202,6 +207,7 @@ for _outcome in ReplicaOutcome:
 for _kind in (
     "logprob_difference",
     "nothing_to_train",
+    "skipped_update",
     "training",
     "reward_error",
     "reward_timeout",

@@ -35,7 +35,7 @@ _MOST_FURTHER = 24
 _HELDOUT = "heldout_accuracy"
 _CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
 # Parts of an iteration; seconds in the rows' fields of these names and `_s`.
-PARTS = ("generate", "reward", "batch", "train", "sync", "evaluate", "checkpoint", "report")
+PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "evaluate", "checkpoint", "report")
 _ITERATIONS_SHOWN = 16
 
 

@@ -43,6 +43,7 @@ class TrainerMemory:
         logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
         head_backward: the same in the output layer's backward pass, with the gradients of its weight and of its input.
         optimizer: temporary memory of AdamW's step.
+        reference: the reference policy's weights, which are on the GPU only while it is measured.
         buffers: message buffers of a weight sync.
     """
 
@@ -52,6 +53,7 @@ class TrainerMemory:
     logits: int
     head_backward: int
     optimizer: int
+    reference: int
     buffers: int
 
     @property
@@ -76,6 +78,7 @@ class TrainerMemory:
             "at the forward's peak": self.activations + self.logits,
             "in the output layer's backward pass": self.activations + self.head_backward,
             "in the optimizer": self.optimizer,
+            "while the reference policy is measured": self.reference + self.logits if self.reference > 0 else 0,
             "in a weight sync": self.buffers,
         }
 
@@ -135,6 +138,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
                 logits=logits,
                 head_backward=head_backward,
                 optimizer=elements * _FLOAT,
+                reference=elements * width if config.grpo.kl_coefficient != 0 else 0,
                 buffers=buffers,
             )
         )

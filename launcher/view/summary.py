@@ -115,7 +115,9 @@ def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
         return ""
     waits = {
         "generation beyond the engine": _sum(rows, "generate_s") - _sum(rows, "engine_s"),
-        "training beyond the model": _sum(rows, "train_s") - _sum(rows, "trainer_compute_s"),
+        "training beyond the model": _sum(rows, "train_s")
+        + _sum(rows, "reference_s")
+        - _sum(rows, "trainer_compute_s"),
     }
     seconds = {
         "engine": _sum(rows, "engine_s"),

@@ -100,7 +100,7 @@ BOUNDS: Table = {
         "trainable": Items(most=2**18, each=None),
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
-    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage()},
+    "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage(), "reference": Flag()},
     "tandem_api.trainer.v1.SaveCheckpointRequest": {"path": _PATH, "fence": _FENCE},
     "tandem_api.trainer.v1.RestorePolicyRequest": {
         "path": _PATH,

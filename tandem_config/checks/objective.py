@@ -12,6 +12,8 @@ _NOT_READ: Mapping[str, tuple[str, ...]] = {
     "objective: cispo": ("clip_low", "dual_clip"),
     "correction: none": ("correction_high", "correction_low", "correction_level"),
     "correction: importance": ("correction_high", "correction_low"),
+    "kl_coefficient: 0.0": ("kl_estimator", "kl_in", "reference_path", "reference_refresh_every"),
+    "on_non_finite: fail": ("non_finite_budget",),
 }
 # Bounds that a correction needs, with usual values.
 _NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -31,6 +33,16 @@ def _objective_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
 @check("grpo.correction", "grpo.correction_level", "grpo.correction_low", "grpo.correction_high")
 def _correction_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
     return _not_read(config.grpo, "correction", config.grpo.correction)
+
+
+@check("grpo.kl_coefficient", "grpo.kl_estimator", "grpo.kl_in", "grpo.reference_path", "grpo.reference_refresh_every")
+def _reference_is_used(config: RunConfig) -> ConfigProblem | None:
+    return _not_read(config.grpo, "kl_coefficient", str(config.grpo.kl_coefficient))
+
+
+@check("grpo.on_non_finite", "grpo.non_finite_budget")
+def _budget_is_used(config: RunConfig) -> ConfigProblem | None:
+    return _not_read(config.grpo, "on_non_finite", config.grpo.on_non_finite)
 
 
 def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | None:
@@ -101,4 +113,31 @@ def _sequences_are_clipped_closely(config: RunConfig) -> ConfigProblem | None:
         message="would clip next to nothing with grpo.objective: gspo, whose ratio is a mean over a sequence's tokens",
         suggestion="GSPO takes clip_low 3e-4 and clip_high 4e-4: grpo.preset: gspo",
         severity="warning",
+    )
+
+
+@check("grpo.kl_coefficient", "grpo.kl_estimator", "grpo.kl_in")
+def _estimator_has_a_gradient(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    if grpo.kl_coefficient == 0 or (grpo.kl_estimator, grpo.kl_in) != ("k1", "loss"):
+        return None
+    return ConfigProblem(
+        key="grpo.kl_estimator",
+        value="k1",
+        message="does not bind the policy with grpo.kl_in: loss: its gradient is that of log pi, 0 in the mean",
+        suggestion="use k2 or k3, or grpo.kl_in: reward",
+        severity="warning",
+    )
+
+
+@check("grpo.kl_coefficient", "grpo.kl_in", "grpo.zero_variance")
+def _equal_rewards_differ_by_their_kl(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    if grpo.kl_coefficient == 0 or grpo.kl_in == "loss" or grpo.zero_variance == "keep":
+        return None
+    return ConfigProblem(
+        key="grpo.zero_variance",
+        value=grpo.zero_variance,
+        message="would drop groups whose rewards are equal, which differ by the KL that grpo.kl_in: reward takes off",
+        suggestion="set grpo.zero_variance: keep, or grpo.kl_in: loss",
     )

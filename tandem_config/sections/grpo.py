@@ -1,6 +1,7 @@
 """Settings of the algorithm: batch, advantages, loss."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -63,9 +64,16 @@ class GrpoSection(Section):
     )
     updates_per_iteration: PositiveInt = Field(
         4,
-        description="Optimizer updates in an iteration, each on an equal share of the groups' samples. More than 1: a "
-        "trainer rank keeps 12 bytes per parameter that it holds in (page-locked) host memory, to undo a step.",
+        description="Optimizer updates in an epoch, each on an equal share of the groups' samples. More than 1 update "
+        "in an iteration: a trainer rank keeps 12 bytes per parameter that it holds in (page-locked) host memory, to "
+        "undo a step.",
         json_schema_extra=about("four steps from one rollout: the ratio stays within the clip", unit="updates"),
+    )
+    epochs: PositiveInt = Field(
+        1,
+        description="Passes over an iteration's samples, each with updates_per_iteration updates; from the second on "
+        "in another order, drawn from run.seed and the number of train steps. pi_old stays that of the step's start.",
+        json_schema_extra=about("each sample once: the policy leaves the one that sampled least", unit="epochs"),
     )
     max_new_tokens: PositiveInt = Field(
         256,
@@ -148,6 +156,35 @@ class GrpoSection(Section):
         description="Entropy bonus; entropy is always measured.",
         json_schema_extra=about("a bonus changes the optimum; watch the entropy first", unit="factor"),
     )
+    kl_coefficient: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="Weight of the divergence from a frozen reference policy; 0: no reference policy. A trainer rank "
+        "keeps the reference's shard in host memory (2 or 4 bytes per parameter) and computes its log-probs itself.",
+        json_schema_extra=about("DAPO and Dr. GRPO go without; the GRPO paper takes 0.04", unit="factor"),
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="KL(pi || pi_ref) of a token, with d = log pi_ref - log pi: k1 = -d, k2 = d^2 / 2, "
+        "k3 = e^d - d - 1.",
+        json_schema_extra=about("never negative, of low variance, and the GRPO paper's; k1 is usual in the reward"),
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="loss: the coefficient times each token's KL is added to its loss. reward: the coefficient times "
+        "the sum of a completion's KL, at the iteration's start, is taken off its reward before the advantages.",
+        json_schema_extra=about("as in the GRPO paper; the reward costs another forward pass before the step"),
+    )
+    reference_path: Path | None = Field(
+        None,
+        description="Model folder of the reference policy, of the policy's own sizes; null: model.path.",
+        json_schema_extra=about("the policy is kept near its start"),
+    )
+    reference_refresh_every: PositiveInt | None = Field(
+        None,
+        description="Train steps after which the policy becomes the reference, again and again; null: never. With it "
+        "checkpoints hold the reference too.",
+        json_schema_extra=about("a frozen reference bounds the run as a whole, not the last steps", unit="train steps"),
+    )
     old_logprobs: Literal["recompute", "rollout"] = Field(
         "recompute",
         description="pi_old: recomputed by the trainer at a step's start, or taken from the engine (one forward less).",
@@ -176,6 +213,17 @@ class GrpoSection(Section):
         description="Upper bound of w; tis, icepop and mis need it.",
         json_schema_extra=about("no default: 2 is usual for tokens, IcePop takes 5", unit="ratio"),
     )
+    on_non_finite: Literal["fail", "skip"] = Field(
+        "fail",
+        description="What a loss or gradient that is not finite does: fail undoes the step and ends the run; skip "
+        "leaves that optimizer update out, counts it (skipped_updates) and continues until non_finite_budget is spent.",
+        json_schema_extra=about("the first NaN is nearly always a mistake, not chance"),
+    )
+    non_finite_budget: PositiveInt = Field(
+        10,
+        description="Updates that on_non_finite: skip leaves out over the run, resumed or not; the next one fails.",
+        json_schema_extra=about("a rare overflow in bfloat16 passes, a broken setting does not", unit="updates"),
+    )
     logprob_diff_limit: PositiveFloat = Field(
         1e-4,
         description=(
@@ -194,6 +242,16 @@ class GrpoSection(Section):
             "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it", unit="nats"
         ),
     )
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.kl_coefficient != 0 and self.kl_in == "loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether rewards have a KL term."""
+        return self.kl_coefficient != 0 and self.kl_in == "reward"
 
     @model_validator(mode="before")
     @classmethod

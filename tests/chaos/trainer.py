@@ -59,7 +59,7 @@ class FakeTrainerEngine:
         for name, tensor in shard_of(self._layout, self._rank, version, self._size).items():
             self._tensors[name].copy_(tensor)
 
-    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
+    def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
         return np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import FakeSync
-from tests.fakes.refusal import refuse
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import Role
 
@@ -33,6 +32,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
     Attributes:
         logprob_diff: what it reports as logprob_abs_diff_max.
+        reference_logprob: of each token under the reference policy, whose own is -1; None: there is no reference.
+        measured: of each message of ComputeLogprobs, the number of its samples, and whether it is of the reference.
         saving, hold: set by SaveCheckpoint, which waits while the other is cleared.
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
         export_faults: the same of ExportModel.
@@ -42,6 +43,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     tensor_parallel: int = 2
     logprob_diff: float = 1e-6
     compute_s: float = 0.002
+    reference_logprob: float | None = None
+    measured: list[tuple[int, bool]] = field(default_factory=list)
     faults: deque[TandemError | None] = field(default_factory=deque)
     export_faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
@@ -92,8 +95,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     async def ComputeLogprobs(
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
     ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
-        await refuse(context)
-        yield pb.ComputeLogprobsResponse()  # never reached: it makes this a stream
+        async for request in request_iterator:
+            value = self.reference_logprob if request.reference else -1.0
+            if value is None:
+                raise InvalidRequest("there is no reference policy")
+            self.measured.append((len(request.chunk.sample_ids), request.reference))
+            yield pb.ComputeLogprobsResponse(logprobs=[value] * sum(request.chunk.completion_lengths))
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         self.fence.admit(request.round.fence)

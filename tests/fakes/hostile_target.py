@@ -49,7 +49,7 @@ class Engine:
         self.policy_version += 1
         return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={})
 
-    def logprobs(self, samples: Samples) -> tuple[Any, Any]:
+    def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[Any, Any]:
         return np.zeros(samples.num_completion_tokens, np.float32), np.zeros(samples.num_completion_tokens, np.float32)
 
 

@@ -99,15 +99,15 @@ def text_of(token_ids: Sequence[int]) -> str:
     return "".join(chr(0x4E00 + token) for token in token_ids)
 
 
-def trained_model(kind: str) -> "PreTrainedModel":
+def trained_model(kind: str, seed: int = 0) -> "PreTrainedModel":
     """Make a model of KINDS."""
     family, changes = KINDS[kind]
-    return _build(family, 0, _TRAINED | changes)
+    return _build(family, seed, _TRAINED | changes)
 
 
-def save_model(kind: str, folder: Path) -> "PreTrainedModel":
+def save_model(kind: str, folder: Path, seed: int = 0) -> "PreTrainedModel":
     """Make a model of KINDS and write it to a folder."""
-    model = trained_model(kind)
+    model = trained_model(kind, seed)
     model.save_pretrained(folder)
     return model
 

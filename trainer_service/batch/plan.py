@@ -86,30 +86,34 @@ class StepPlan:
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
     """Plan a step.
 
-    A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus); the others
-    are left out of training, which changes no result: they still count in the denominators. With recomputed old
-    log-probs all samples are measured, except those of the first update that have a gradient: before the first
+    A sample has a gradient if it is trainable and its advantage is not 0 (or there is an entropy bonus or a KL term);
+    the others are left out of training, which changes no result: they still count in the denominators. With recomputed
+    old log-probs all samples are measured, except those of the first update that have a gradient: before the first
     optimizer step pi_old *is* pi_theta, so their training forward yields it.
     """
     active = has_gradient(samples, grpo)
-    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
     measured = np.zeros(len(samples), np.bool_)
     if grpo.old_logprobs == "recompute":
         measured = ~(active & (samples.update_index == 0))
-    trained = [active & (samples.update_index == update) for update in range(num_updates)]
-    passes = [_cut(samples, chosen, owner, ranks) for chosen in (measured, *trained)]
-    first, *others = [[_micro_batch(samples, part, found, ranks) for part in found.mine] for found in passes]
-    computed = sum(found.computed for found in passes)
+    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
+    first = _cut(samples, measured, owner, ranks)
+    others = _cut_updates(samples, num_updates, grpo, ranks)
+    computed = sum(found.computed for found in (first, *others))
     return StepPlan(
-        measured=first,
-        updates=others,
-        packing_efficiency=sum(found.true for found in passes) / computed if computed else 1.0,
+        measured=_micro_batches(samples, first, ranks),
+        updates=[_micro_batches(samples, found, ranks) for found in others],
+        packing_efficiency=sum(found.true for found in (first, *others)) / computed if computed else 1.0,
     )
+
+
+def plan_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[list[Packed]]:
+    """Plan the updates of one pass over the samples, as `StepPlan.updates`."""
+    return [_micro_batches(samples, found, ranks) for found in _cut_updates(samples, num_updates, grpo, ranks)]
 
 
 def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
     """Return [S] whether a sample can change the weights."""
-    if grpo.entropy_coefficient != 0:
+    if grpo.entropy_coefficient != 0 or grpo.kl_in_loss:
         return samples.trainable
     moving: BoolArray = samples.trainable & (samples.advantages != 0)
     return moving
@@ -118,8 +122,7 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
 def measure_all(samples: Samples, ranks: RankShare) -> list[Packed]:
     """Plan this rank's share of a forward pass over all samples."""
     owner = deal(samples, samples.trainable, ranks.data_parallel, ranks.even_length)
-    found = _cut(samples, np.ones(len(samples), np.bool_), owner, ranks)
-    return [_micro_batch(samples, part, found, ranks) for part in found.mine]
+    return _micro_batches(samples, _cut(samples, np.ones(len(samples), np.bool_), owner, ranks), ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,17 @@ def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare)
         true=int(inputs(samples, rows).sum()),
         computed=sum(-(-size // ranks.row_multiple) * ranks.row_multiple for size in sizes),
     )
+
+
+def _cut_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[_Pass]:
+    active = has_gradient(samples, grpo)
+    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
+    return [_cut(samples, active & (samples.update_index == update), owner, ranks) for update in range(num_updates)]
+
+
+def _micro_batches(samples: Samples, found: _Pass, ranks: RankShare) -> list[Packed]:
+    """Pack this rank's micro-batches of a pass."""
+    return [_micro_batch(samples, part, found, ranks) for part in found.mine]
 
 
 def _micro_batch(samples: Samples, part: IntArray, of: _Pass, ranks: RankShare) -> Packed:

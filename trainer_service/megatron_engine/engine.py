@@ -1,7 +1,9 @@
 """Implements `TrainerEngine` on megatron-core."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from servicekit.errors import ConfigError, InvalidRequest
 from tandem_config.schema import RunConfig
 from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
@@ -19,9 +22,11 @@ from trainer_service.identity import identity
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
+from trainer_service.shard_files import read_meta
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -43,11 +48,13 @@ class MegatronEngine:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._version = 0
         self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
+        self._skipped_updates = 0  # over the run: grpo.non_finite_budget
         self._spec = ModelSpec.from_folder(config.model.path)
         self._identity = identity(config, self._spec)
         self._parallel = Parallel(**trainer.parallel_sizes)
-        # reports every problem of model and sizes before anything is built
+        # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
+        check_reference(config, self._spec)
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
@@ -65,6 +72,9 @@ class MegatronEngine:
             context_rank=parallel_state.get_context_parallel_rank(),
         )
         self._schedule = Schedule(wrapped)
+        self._reference = ReferencePolicy(self._parameters) if config.grpo.kl_coefficient != 0 else None
+        # then checkpoints have it too
+        self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None
         self._runner = StepRunner(
             chunks=wrapped,
             optimizer=optimizer,
@@ -74,6 +84,7 @@ class MegatronEngine:
             ranks=self._ranks,
             clip_grad=trainer.clip_grad,
             device=device,
+            reference=self._reference if config.grpo.kl_in_loss else None,
         )
 
     @property
@@ -109,27 +120,57 @@ class MegatronEngine:
         load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
         masters_from_weights(self._parameters)
         self._adam.forget()
-        self._version = self._steps_done = 0
+        self._version = self._steps_done = self._skipped_updates = 0
+        self._load_reference(present=folder)
+
+    def _load_reference(self, present: Path | None = None) -> None:
+        """Load the reference policy that a run starts with.
+
+        Args:
+            present: the folder whose weights the policy has; None: it has others.
+        """
+        source = self._config.grpo.reference_path
+        source = self._config.model.path if source is None else source
+        if self._reference is None:
+            return
+        if source == present:
+            self._reference.take()
+        else:
+            self._reference.load(source, self._spec, self._layout)
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """Run one GRPO step."""
-        result = self._runner.run(samples, num_updates, self._learning_rate())
+        config = self._config
+        left = config.grpo.non_finite_budget - self._skipped_updates if config.grpo.on_non_finite == "skip" else 0
+        key = (config.run.seed, self._steps_done)
+        result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
         self._version += 1
         self._steps_done += 1
+        self._skipped_updates += int(result.metrics["skipped_updates"])
+        self._refresh_reference()
         return result
+
+    def _refresh_reference(self) -> None:
+        every = self._config.grpo.reference_refresh_every
+        if self._reference is not None and every is not None and self._steps_done % every == 0:
+            self._reference.take()
 
     def _learning_rate(self) -> float:
         return learning_rate_at(self._steps_done, self._config.run.iterations, self._config.trainer)
 
-    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
+    def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
         """Compute log-probs and entropies, by a forward pass only."""
+        if reference and self._reference is None:
+            raise InvalidRequest("this trainer has no reference policy: grpo.kl_coefficient is 0 in its configuration")
         out = torch.zeros(2, samples.num_completion_tokens, device=self._device)
 
         def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
             out[0, batch.token_index] = logprobs
             out[1, batch.token_index] = entropies
 
-        self._schedule.measure([to_device(b, self._device) for b in measure_all(samples, self._ranks)], record)
+        batches = [to_device(batch, self._device) for batch in measure_all(samples, self._ranks)]
+        with nullcontext() if self._reference is None or not reference else self._reference.in_place():
+            self._schedule.measure(batches, record)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             out.zero_()
         dist.all_reduce(out)
@@ -137,20 +178,35 @@ class MegatronEngine:
         return logprobs, entropies
 
     def save(self, folder: Path) -> int:
-        """Save weights, AdamW's state and random states."""
-        meta = self._identity | {"policy_version": self._version, "steps_done": self._steps_done}
-        return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
+        """Save weights, AdamW's state, random states, and a reference policy that is not as it began."""
+        about = {"policy_version": self._version, "steps_done": self._steps_done}
+        about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
+        return checkpoint.save(folder, self._tensors_in(about), self._identity | about, self._device)
+
+    def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint. about: the entries of its meta.json."""
+        tensors = self._adam.tensors()
+        if self._reference is not None and self._refreshes and about.get("reference"):
+            tensors |= self._reference.tensors()
+        return tensors
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        checkpoint.check(folder, self._adam.tensors(), self._identity, self._device)
+        checkpoint.check(folder, self._tensors_in(_about(folder)), self._identity, self._device)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load what `save` has saved, with the same layout."""
-        saved = checkpoint.load(folder, self._adam.tensors(), self._identity, self._device)
+        """Load what `save` has saved, with the same layout.
+
+        A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
+        """
+        about = _about(folder)
+        saved = checkpoint.load(folder, self._tensors_in(about), self._identity, self._device)
         self._adam.written()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
+        self._skipped_updates = int(saved.get("skipped_updates", 0))
+        if not (self._refreshes and saved.get("reference")):
+            self._load_reference()
 
     def renumber(self, policy_version: int) -> None:
         """Give the same policy another version."""
@@ -177,3 +233,11 @@ class MegatronEngine:
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
         parallel_state.destroy_model_parallel()
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's meta.json; {}: it cannot be read, which loading reports."""
+    try:
+        return read_meta(folder)
+    except ConfigError:
+        return {}

@@ -1,7 +1,11 @@
-"""Runs a GRPO step on this rank: old log-probs, then per update forward, backward, finiteness check and AdamW."""
+"""Runs a GRPO step on this rank: old log-probs, those of the reference, then the updates of each epoch.
+
+An update is forward, backward, finiteness check and AdamW.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,18 +16,23 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from servicekit.errors import NotFinite
+from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
+from trainer_service.batch.epochs import reordered
 from trainer_service.batch.packed import Packed
-from trainer_service.batch.plan import RankShare, plan_step
+from trainer_service.batch.plan import RankShare, plan_step, plan_updates
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
 from trainer_service.megatron_engine.adam_state import AdamState
+from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
-from trainer_service.megatron_engine.token_state import SUMS, TokenState
+from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
 from trainer_service.objectives.step_metrics import step_metrics
 
 MAX_NAMED_SAMPLES = 16
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,45 +47,108 @@ class StepRunner:
     ranks: RankShare
     clip_grad: float
     device: torch.device
+    # None: no KL term in the loss
+    reference: ReferencePolicy | None = None
 
-    def run(self, samples: Samples, num_updates: int, learning_rate: float) -> StepResult:
-        """Run a step; every rank must call this with the same samples.
+    def run(
+        self,
+        samples: Samples,
+        num_updates: int,
+        learning_rate: float,
+        *,
+        order_key: Sequence[int] = (0,),
+        skips_left: int = 0,
+    ) -> StepResult:
+        """Run a step; every rank must call this with the same arguments.
 
+        Args:
+            num_updates: of an epoch.
+            order_key: what the order of the second and later epochs depends on.
+            skips_left: updates that may be left out, with grpo.on_non_finite: skip.
         Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
-        watch = Stopwatch()
+        watch, grpo = Stopwatch(), self.grpo
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with watch.part("pack"):
-            plan = plan_step(samples, num_updates, self.grpo, self.ranks)
-            state = TokenState.of(samples, self.grpo, self.device, self._context_group)
+            plan = plan_step(samples, num_updates, grpo, self.ranks)
+            state = TokenState.of(samples, grpo, self.device, self._context_group, self._share_group)
             measured, updates = self._load(plan.measured), [self._load(batches) for batches in plan.updates]
-            if num_updates > 1:
+            if num_updates * grpo.epochs > 1:
                 self.adam.remember()
         with watch.part("old_logprobs"):
             self.schedule.measure(measured, state.measure)
+        if self.reference is not None:
+            with watch.part("reference"), self.reference.in_place():
+                for batches in updates:
+                    self.schedule.measure(batches, state.measure_reference)
+        with watch.part("old_logprobs"):
             state.share_measured()
-        sums, norms = [], []
-        for update, batches in enumerate(updates):
-            with watch.part("forward_backward"):
-                self._gradients(batches, state)
-            with watch.part("optimizer"):
-                norm = self._gradient_norm()
-                sums.append(self._reduced(state.take_sums(), norm))
-                self._check_finite(sums[-1], norm, samples, state, update)
-                self._apply(norm)
-            norms.append(norm)
-            state.measures_old = False
-        highest = self._reduced_max(state.abs_diff_max)
-        return StepResult(
-            metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples)
-            | {"packing_efficiency": plan.packing_efficiency},
-            seconds=watch.parts,
+        if grpo.on_non_finite == "skip":
+            state.forgive()  # the update whose loss has such a token will show it
+        done = _Done(skips_left=skips_left)
+        for epoch in range(grpo.epochs):
+            if epoch > 0:
+                with watch.part("pack"):
+                    samples = reordered(samples, num_updates, [*order_key, epoch])
+                    plans = plan_updates(samples, num_updates, grpo, self.ranks)
+                    updates = [self._load(batches) for batches in plans]
+                    state.begin_epoch(samples)
+            for update, batches in enumerate(updates):
+                self._update(batches, state, done, (samples, update), watch)
+        metrics = self._metrics(done, state, learning_rate, samples)
+        return StepResult(metrics=metrics | {"packing_efficiency": plan.packing_efficiency}, seconds=watch.parts)
+
+    def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
+        return step_metrics(
+            torch.stack(done.sums).cpu().numpy(),
+            SUMS,
+            done.norms,
+            self._reduced_max(state.abs_diff_max),
+            learning_rate,
+            samples,
+            skipped_updates=done.skipped,
+            kl_in_loss=self.grpo.kl_in_loss,
         )
+
+    def _update(
+        self,
+        batches: list[MicroBatchTensors],
+        state: TokenState,
+        done: "_Done",
+        of: tuple[Samples, int],
+        watch: Stopwatch,
+    ) -> None:
+        """Run an optimizer update, or leave it out.
+
+        Args:
+            of: the samples, and the number of the update among theirs, for messages.
+        """
+        with watch.part("forward_backward"):
+            self._gradients(batches, state)
+        with watch.part("optimizer"):
+            norm = self._gradient_norm()
+            sums = self._reduced(state.take_sums(), norm)
+            if float(sums[SUMS.index("not_finite")]) > 0:
+                self._leave_out(norm, state, done, of)
+                kept = torch.tensor([name in MEASURED_SUMS for name in SUMS], device=sums.device)
+                sums = torch.where(kept, sums, 0.0)
+            else:
+                self._apply(norm)
+                done.norms.append(norm)
+            done.sums.append(sums)
+        state.measures_old = False
 
     @property
     def _context_group(self) -> dist.ProcessGroup | None:
         return parallel_state.get_context_parallel_group() if self.ranks.context_parallel > 1 else None
+
+    @property
+    def _share_group(self) -> dist.ProcessGroup | None:
+        """The ranks of which one measures a token and another may train on it."""
+        if self.grpo.epochs == 1 or self.ranks.data_parallel == 1:
+            return None
+        return parallel_state.get_data_parallel_group()
 
     def _load(self, batches: list[Packed]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]
@@ -112,14 +184,24 @@ class StepRunner:
     def _counts(self) -> bool:
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def _check_finite(self, sums: Tensor, norm: float, samples: Samples, state: TokenState, update: int) -> None:
-        if float(sums[SUMS.index("not_finite")]) == 0:
-            return
-        if update > 0:
-            self.adam.restore()
+    def _leave_out(self, norm: float, state: TokenState, done: "_Done", of: tuple[Samples, int]) -> None:
+        """Leave an update out whose loss or gradient is not finite.
+
+        Raises: NotFinite: that is not wanted, or the budget is spent; everything is as before the step.
+        """
         bad = state.not_finite.to(torch.uint8)
         dist.all_reduce(bad, dist.ReduceOp.MAX)
-        raise NotFinite(_describe(bad.cpu(), norm, samples, update))
+        what = _describe(bad.cpu(), norm, *of, number=len(done.sums))
+        if done.skipped >= done.skips_left:
+            if done.sums:
+                self.adam.restore()
+            spent = self.grpo.on_non_finite == "skip"
+            why = f"; grpo.non_finite_budget ({self.grpo.non_finite_budget}) is spent" if spent else ""
+            raise NotFinite(f"{what}{why}; the weights are unchanged")
+        done.skipped += 1
+        state.forgive()
+        if dist.get_rank() == 0:
+            log.warning("optimizer update left out", reason=what, left=done.skips_left - done.skipped)
 
     def _apply(self, norm: float) -> None:
         """Clip gradients by the global norm, then step AdamW."""
@@ -128,8 +210,22 @@ class StepRunner:
         self.optimizer.step_with_ready_grads()
 
 
-def _describe(bad: Tensor, norm: float, samples: Samples, update: int) -> str:
-    """Name the samples with a log-prob or loss that is not finite, else the update whose gradient is not."""
+@dataclass(kw_only=True)
+class _Done:
+    """What is done of a step: sums of each update, norms of those that were not left out."""
+
+    skips_left: int
+    skipped: int = 0
+    sums: list[Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def _describe(bad: Tensor, norm: float, samples: Samples, update: int, *, number: int) -> str:
+    """Name the samples with a log-prob or loss that is not finite, else the update whose gradient is not.
+
+    Args:
+        number: of the update in the step, over all epochs.
+    """
     tokens = torch.nonzero(bad).flatten().numpy()
     owners = sorted(set((samples.completion_starts.searchsorted(tokens, side="right") - 1).tolist()))
     what = "loss"
@@ -137,4 +233,4 @@ def _describe(bad: Tensor, norm: float, samples: Samples, update: int) -> str:
         owners, what = samples.of_update(update).tolist(), f"gradient (norm {norm})"
     names = ", ".join(samples.sample_ids[i] for i in owners[:MAX_NAMED_SAMPLES])
     more = f" and {len(owners) - MAX_NAMED_SAMPLES} more" if len(owners) > MAX_NAMED_SAMPLES else ""
-    return f"the {what} of update {update} is not finite; samples: {names}{more}; the weights are unchanged"
+    return f"the {what} of update {number} is not finite; samples: {names}{more}"

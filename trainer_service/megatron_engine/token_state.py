@@ -12,14 +12,16 @@ from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
 from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.corrections import correct
-from trainer_service.objectives.kl import kl_k3
+from trainer_service.objectives.kl import kl_estimate, kl_k3
 from trainer_service.objectives.policy import OBJECTIVES
 from trainer_service.objectives.tokens import Sequences, Tokens
 
+# What is summed over tokens that were measured, whether or not they are trained on.
+MEASURED_SUMS = ("measured_tokens", "entropy", "logprob_abs_diff")
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
     "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "correction_weight",
-    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "not_finite",
+    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "not_finite", "kl_reference", "kl_loss",
 )  # fmt: skip
 
 
@@ -36,7 +38,12 @@ class TokenState:
     measured: Tensor  # bool: old_logprobs holds this rank's own result
     owner: Tensor  # index of the token's sample
     lengths: Tensor  # [S] completion tokens of each sample
+    # of the reference policy, and where it holds this rank's own result
+    reference_logprobs: Tensor
+    reference_measured: Tensor  # bool
     context_group: dist.ProcessGroup | None = None  # the ranks that share a sample's tokens; None: they have one
+    # the ranks that may train on what this one has measured; None: this rank alone
+    share_group: dist.ProcessGroup | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
     abs_diff_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     measures_old: bool = True  # the policy is still the one that the step started from
@@ -48,6 +55,7 @@ class TokenState:
         grpo: GrpoSection,
         device: torch.device,
         context_group: dist.ProcessGroup | None = None,
+        share_group: dist.ProcessGroup | None = None,
     ) -> "TokenState":
         """Make the state at the start of a step."""
         rollout = torch.from_numpy(samples.rollout_logprobs).to(device)
@@ -62,7 +70,10 @@ class TokenState:
             measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             owner=torch.from_numpy(owner).to(device),
             lengths=torch.from_numpy(samples.completion_lengths).to(device),
+            reference_logprobs=torch.zeros_like(rollout),
+            reference_measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             context_group=context_group,
+            share_group=share_group,
             abs_diff_max=torch.zeros((), device=device),
         )
 
@@ -74,20 +85,46 @@ class TokenState:
         if self.grpo.old_logprobs == "recompute":
             self.old_logprobs[index] = logprobs
             self.measured[index] = True
-        difference = (logprobs - self.rollout_logprobs[index]).abs()
+        # what is not finite is counted apart (on_non_finite: skip continues)
+        finite = torch.isfinite(logprobs)
+        difference = torch.where(finite, logprobs - self.rollout_logprobs[index], 0.0).abs()
         self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())
-        self._count("measured_tokens", difference.numel())
+        self._add("measured_tokens", finite)
         self._add("logprob_abs_diff", difference)
-        self._add("entropy", entropies)
+        self._add("entropy", torch.where(finite, entropies, 0.0))
         self._note_not_finite(index, logprobs)
 
+    def measure_reference(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
+        """Record log-probs [t] of the reference policy."""
+        self.reference_logprobs[batch.token_index] = logprobs
+        self.reference_measured[batch.token_index] = True
+
     def share_measured(self) -> None:
-        """Share old log-probs with all context-parallel ranks."""
-        if self.context_group is None:
-            return
-        both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
-        dist.all_reduce(both, group=self.context_group)
-        self.old_logprobs = torch.where(both[1] > 0, both[0], self.old_logprobs)
+        """Share log-probs with all ranks that may train on them.
+
+        With several epochs a sample's data-parallel rank depends on its place among the updates.
+        """
+        self.old_logprobs = self._shared(self.old_logprobs, self.measured)
+        if self.grpo.kl_in_loss:
+            self.reference_logprobs = self._shared(self.reference_logprobs, self.reference_measured)
+
+    def begin_epoch(self, samples: Samples) -> None:
+        """Begin another pass over the samples, with other updates."""
+        self.share_measured()
+        weights = update_weights(samples, self.grpo)
+        self.weights = torch.from_numpy(samples.per_token(weights)).to(self.weights.device)
+
+    def forgive(self) -> None:
+        """Forget which tokens were not finite, and how many: only later ones count."""
+        self.not_finite.zero_()
+        self.sums.pop("not_finite", None)
+
+    def _shared(self, logprobs: Tensor, measured: Tensor) -> Tensor:
+        if self.share_group is None:
+            return logprobs
+        both = torch.stack([torch.where(measured, logprobs, 0.0), measured.float()])
+        dist.all_reduce(both, group=self.share_group)
+        return torch.where(both[1] > 0, both[0], logprobs)
 
     def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """Compute a micro-batch's part of the update's loss; scalar, differentiable."""
@@ -106,6 +143,8 @@ class TokenState:
             loss = loss * correction.weights
         if grpo.entropy_coefficient != 0:
             loss = loss - grpo.entropy_coefficient * entropies
+        if grpo.kl_in_loss:
+            loss = loss + self._kl_loss(index, logprobs)
         self._count("trained_tokens", index.numel())
         self._add("ratio", found.ratio)
         self._add("kl_old", kl_k3(tokens.old_logprobs, logprobs.detach()))
@@ -115,6 +154,14 @@ class TokenState:
         total = (self.weights[index] * loss).sum()
         self._add("loss", total.detach())
         return total
+
+    def _kl_loss(self, index: Tensor, logprobs: Tensor) -> Tensor:
+        """Compute the part of the loss that keeps the policy near the reference, [t]; no correction weights it."""
+        reference, grpo = self.reference_logprobs[index], self.grpo
+        loss = grpo.kl_coefficient * kl_estimate(logprobs, reference, grpo.kl_estimator)
+        self._add("kl_reference", kl_k3(logprobs.detach(), reference))
+        self._add("kl_loss", self.weights[index] * loss.detach())
+        return loss
 
     def _tokens(self, index: Tensor, logprobs: Tensor) -> Tokens:
         return Tokens(

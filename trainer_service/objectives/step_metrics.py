@@ -1,5 +1,6 @@
 """Computes the metrics of a step, which the coordinator reports, from the sums of its updates."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,20 +16,28 @@ def step_metrics(
     abs_diff_max: float,
     learning_rate: float,
     samples: Samples,
+    *,
+    skipped_updates: int = 0,
+    kl_in_loss: bool = False,
 ) -> dict[str, float]:
     """Compute the means over a step.
 
     Args:
         sums: [updates, len(names)] summed over all ranks.
-    Returns: loss and grad_norm: mean over updates (grad_norm before clipping). ratio_mean, kl_old, clip_fraction_*,
-        correction_*: mean over the completion tokens that were trained on. entropy, logprob_abs_diff_*: over those
-        whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute": all).
+        grad_norms: of the updates that were done.
+        skipped_updates: those that were left out, since something in them was not finite.
+    Returns: loss and grad_norm: mean over updates that were done, NaN if none was (grad_norm before clipping).
+        ratio_mean, kl_old, kl_reference, clip_fraction_*, correction_*: mean over the completion tokens that were
+        trained on, in each epoch. kl_loss: the part of the loss that is the KL term. entropy, logprob_abs_diff_*: over
+        those whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute":
+        all).
     """
     total = dict(zip(names, sums.sum(axis=0), strict=True))
     trained, measured = max(total["trained_tokens"], 1.0), max(total["measured_tokens"], 1.0)
+    num_updates = float(len(grad_norms)) or math.nan
     out = {
-        "loss": total["loss"] / len(grad_norms),
-        "grad_norm": float(np.mean(grad_norms)),
+        "loss": total["loss"] / num_updates,
+        "grad_norm": sum(grad_norms) / num_updates,
         "entropy": total["entropy"] / measured,
         "clip_fraction_low": total["clipped_low"] / trained,
         "clip_fraction_high": total["clipped_high"] / trained,
@@ -41,7 +50,11 @@ def step_metrics(
         "measured_tokens": total["measured_tokens"],
         "samples": float(len(samples)),
         "learning_rate": learning_rate,
+        "skipped_updates": float(skipped_updates),
     }
+    if kl_in_loss:
+        out["kl_reference"] = total["kl_reference"] / trained
+        out["kl_loss"] = total["kl_loss"] / num_updates
     if total["correction_weight"] > 0 or total["correction_outside"] > 0:
         out["correction_weight_mean"] = total["correction_weight"] / trained
         out["correction_outside_fraction"] = total["correction_outside"] / trained

@@ -48,8 +48,9 @@ class CommandHandlers:
         return response.SerializeToString()
 
     def logprobs(self, parts: Sequence[bytes]) -> bytes:
-        """Compute log-probs. `parts`: the samples, which the servicer has checked."""
-        logprobs, entropies = self._engine.logprobs(Samples.from_parts(parts))
+        """Compute log-probs. `parts`: ComputeLogprobsRequest, then the samples, which the servicer has checked."""
+        reference = pb.ComputeLogprobsRequest.FromString(parts[0]).reference
+        logprobs, entropies = self._engine.logprobs(Samples.from_parts(parts[1:]), reference=reference)
         return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
 
     def publish(self, parts: Sequence[bytes]) -> bytes:

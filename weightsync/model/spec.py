@@ -167,6 +167,15 @@ class ModelSpec:
         """Return a canonical text of all fields that are set; models with equal texts have equal layouts."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, sort_keys=True)
 
+    def differences(self, other: "ModelSpec") -> list[str]:
+        """List what keeps one model's weights from being computed as another's, e.g. `hidden_size: 64, not 128`.
+
+        Longer sequences with the same frequencies are computed alike.
+        """
+        own, others = asdict(self), asdict(other)
+        names = [name for name in own if name != "max_positions" and own[name] != others[name]]
+        return [f"{name}: {own[name]}, not {others[name]}" for name in names]
+
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     if config.get("head_dim") is not None:

@@ -16,6 +16,7 @@ from weightsync.model.config import UnsupportedModel
 from weightsync.model.spec import ModelSpec
 
 _LAYERS_SHOWN = 8
+_REFERENCE = "grpo.reference_path"
 _LFS_SUFFIXES = (".safetensors", ".json", ".bin", ".model")
 
 
@@ -37,6 +38,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
     problems = list(check_weights(folder, spec))
     problems = problems or list(check_values(folder, spec))
     problems += check_trainer_sizes(spec, config.trainer, usable)
+    problems += _check_reference(config, spec) if usable("grpo.reference_path", "grpo.kl_coefficient") else ()
     problems += _check_dense_layers(folder, spec)
     problems += _check_dynamic(folder, spec)
     if usable("rollout.tensor_parallel"):
@@ -96,6 +98,33 @@ def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:
         str(error),
         "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json",
     )
+
+
+def _check_reference(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """Check that a reference policy of its own can take the policy's place."""
+    folder = config.grpo.reference_path
+    if folder is None or config.grpo.kl_coefficient == 0:
+        return
+    missing = _missing_folder(folder)
+    if missing is not None:
+        yield replace(missing, key=_REFERENCE)
+        return
+    try:
+        different = ModelSpec.from_folder(folder).differences(spec)
+    except ConfigError as error:
+        yield replace(_unusable(folder, error), key=_REFERENCE)
+        return
+    if different:
+        yield ConfigProblem(
+            key=_REFERENCE,
+            value=str(folder),
+            message=f"is a model of another shape than model.path: {'; '.join(different)}",
+            suggestion="the trainer's own modules compute it: give a model with the sizes of model.path, or leave it "
+            "out for the policy's start",
+        )
+        return
+    problems = list(check_weights(folder, spec)) or list(check_values(folder, spec))
+    yield from (replace(problem, key=_REFERENCE) for problem in problems)
 
 
 def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:

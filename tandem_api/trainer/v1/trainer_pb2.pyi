@@ -235,7 +235,7 @@ class TrainStepResponse(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """loss, grad_norm, entropy, clip_fraction_low, clip_fraction_high, logprob_abs_diff_mean, logprob_abs_diff_max,
-        ratio_mean, kl_old, tokens, packing_efficiency, learning_rate, ...
+        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, learning_rate, ...
         """
 
     @_builtins.property
@@ -262,16 +262,20 @@ class ComputeLogprobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    reference: _builtins.bool
+    """Under the frozen reference policy (grpo.kl_coefficient) instead of the current one."""
     @_builtins.property
     def chunk(self) -> Global___SampleChunk: ...
     def __init__(
         self,
         *,
         chunk: Global___SampleChunk | None = ...,
+        reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

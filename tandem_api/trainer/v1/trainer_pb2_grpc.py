@@ -85,7 +85,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request_iterator, context):
-        """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
+        """One GRPO step: one optimizer update per update_index, in ascending order; grpo.epochs repeats them in other orders. Longest deadline: 3600 s.
         Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
         (named); FAILED_PRECONDITION: policy_version is not the current one; OUT_OF_RANGE: loss or gradient is not
         finite (sample ids named; the weights are unchanged).
@@ -95,9 +95,10 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeLogprobs(self, request_iterator, context):
-        """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
-        parity with the rollouts call; a train step computes its own.
-        Longest deadline: 3600 s. Idempotent.
+        """Log-probs and entropies of the completions under the current policy or the reference policy, a reply per chunk, in
+        order. What checks of parity with the rollouts call, and the coordinator where KL is part of the reward; a train step
+        computes its own.
+        Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

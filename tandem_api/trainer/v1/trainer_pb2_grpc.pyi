@@ -38,15 +38,16 @@ class TrainerServiceStub:
     answers. Longest deadline: 3600 s. Idempotent.
     """
     TrainStep: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]
-    """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
+    """One GRPO step: one optimizer update per update_index, in ascending order; grpo.epochs repeats them in other orders. Longest deadline: 3600 s.
     Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
     (named); FAILED_PRECONDITION: policy_version is not the current one; OUT_OF_RANGE: loss or gradient is not
     finite (sample ids named; the weights are unchanged).
     """
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
-    """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
-    parity with the rollouts call; a train step computes its own.
-    Longest deadline: 3600 s. Idempotent.
+    """Log-probs and entropies of the completions under the current policy or the reference policy, a reply per chunk, in
+    order. What checks of parity with the rollouts call, and the coordinator where KL is part of the reward; a train step
+    computes its own.
+    Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
@@ -75,15 +76,16 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     answers. Longest deadline: 3600 s. Idempotent.
     """
     TrainStep: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]  # type: ignore[assignment]
-    """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
+    """One GRPO step: one optimizer update per update_index, in ascending order; grpo.epochs repeats them in other orders. Longest deadline: 3600 s.
     Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
     (named); FAILED_PRECONDITION: policy_version is not the current one; OUT_OF_RANGE: loss or gradient is not
     finite (sample ids named; the weights are unchanged).
     """
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
-    """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
-    parity with the rollouts call; a train step computes its own.
-    Longest deadline: 3600 s. Idempotent.
+    """Log-probs and entropies of the completions under the current policy or the reference policy, a reply per chunk, in
+    order. What checks of parity with the rollouts call, and the coordinator where KL is part of the reward; a train step
+    computes its own.
+    Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
@@ -121,7 +123,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainStepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainStepResponse, _abc.Awaitable[_trainer_pb2.TrainStepResponse]]:
-        """One GRPO step: one optimizer update per update_index, in ascending order. Longest deadline: 3600 s.
+        """One GRPO step: one optimizer update per update_index, in ascending order; grpo.epochs repeats them in other orders. Longest deadline: 3600 s.
         Idempotent by step_id: a repeated step_id returns the first reply. INVALID_ARGUMENT: a sample is malformed
         (named); FAILED_PRECONDITION: policy_version is not the current one; OUT_OF_RANGE: loss or gradient is not
         finite (sample ids named; the weights are unchanged).
@@ -133,9 +135,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeLogprobsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogprobsResponse], _abc.AsyncIterator[_trainer_pb2.ComputeLogprobsResponse]]:
-        """Log-probs and entropies of the completions under the current policy, a reply per chunk, in order. What checks of
-        parity with the rollouts call; a train step computes its own.
-        Longest deadline: 3600 s. Idempotent.
+        """Log-probs and entropies of the completions under the current policy or the reference policy, a reply per chunk, in
+        order. What checks of parity with the rollouts call, and the coordinator where KL is part of the reward; a train step
+        computes its own.
+        Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
         """
 
     @_abc_1.abstractmethod

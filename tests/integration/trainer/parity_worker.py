@@ -26,7 +26,8 @@ from trainer_service.megatron_engine.engine import MegatronEngine
 def run_case(case: dict[str, Any], out: Path) -> None:
     chunks.CHUNK_BYTES = case["chunk_bytes"]
     model = {"path": case["model"], "dtype": case["dtype"]}
-    sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"] | case["trainer"], "grpo": case["grpo"]}
+    grpo = case["grpo"] | ({"reference_path": case["reference"]} if "kl_coefficient" in case["grpo"] else {})
+    sections = {"model": model, "trainer": CONFIG["trainer"] | case["layout"] | case["trainer"], "grpo": grpo}
     config = RunConfig.model_validate(CONFIG | sections)
     engine = MegatronEngine(config, torch.device("cpu"))
     engine.load(Path(case["model"]))

@@ -61,6 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"objective": "cispo", "dual_clip": None, "correction": "icepop", "correction_low": 0.8},
     "decoupled": {"correction": "importance", "correction_high": None},
+    "kl": {"kl_coefficient": 0.05, "kl_estimator": "k3"},
+    "epochs": {"kl_coefficient": 0.05, "kl_estimator": "k2", "epochs": 2},
 }
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem_config.schema import TrainerSection
+from tests.integration.trainer.optimizer_step import reference_step
 from tests.integration.trainer.reference import (
     CHUNK_VARIANTS,
     CONFIG,
-    NUM_UPDATES,
     TIMEOUT_S,
     TRAINER_VARIANTS,
     VARIANTS,
@@ -35,6 +35,7 @@ from weightsync.model.spec import ModelSpec
 # The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
 TOLERANCE = 1e-5
+REFERENCE_SEED = 1  # of the other model that the policy is kept near
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
@@ -110,6 +111,10 @@ EXACT = [
     *(Case(kind="qwen3", layout=layout, variant="gspo") for layout in ("tp1", "tp2-pp2", "dp2", "cp2")),
     *(Case(kind="qwen3", layout=layout, variant="cispo") for layout in ("tp1", "dp2")),
     Case(kind="qwen3", layout="tp1", variant="decoupled"),
+    *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp1", "tp2-sequence", "dp2", "cp2")),
+    *(Case(kind="qwen2-tied", layout=layout, variant="kl") for layout in ("pp2-virtual", "tp2-pp2")),
+    Case(kind="qwen3-moe", layout="ep2", variant="kl"),
+    *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("tp1", "dp2", "cp2", "tp2-pp2")),
     *(Case(kind=kind, layout="tp1", variant="decay") for kind in ("qwen2", "qwen3")),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "tp2-ep2", "ep2-pp2", "etp2")),
     Case(kind="qwen3-moe-mixed", layout="ep2"),
@@ -174,70 +179,12 @@ def with_noisy_rollout(samples: Samples, model: Any) -> Samples:
     return replace(samples, rollout_logprobs=exact.numpy() + noise)
 
 
-def reference_step(model: Any, samples: Samples, grpo: dict[str, Any], weight_decay: float = 0.0) -> dict[str, float]:
-    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
-
-    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
-    """
-    trainer = CONFIG["trainer"]
-    rollout = torch.from_numpy(samples.rollout_logprobs)
-    old = rollout
-    if grpo["old_logprobs"] == "recompute":
-        with torch.no_grad():
-            old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
-    advantages = torch.from_numpy(samples.per_token(samples.advantages))
-    mask = torch.from_numpy(samples.per_token(samples.trainable))
-    update_of_token = torch.from_numpy(samples.per_token(samples.update_index))
-    # The usual groups: matrices decay, norms and biases do not.
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=trainer["learning_rate"], eps=trainer["adam_eps"])
-    losses, norms = [], []
-    for update in range(NUM_UPDATES):
-        here = update_of_token == update
-        new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
-        a, m = advantages[here], mask[here]
-        lengths = samples.completion_lengths[samples.of_update(update)].tolist()
-        loss = policy_loss(grpo, new, old[here], a, lengths) * correction(grpo, (old - rollout)[here], lengths)
-        total = ((loss - grpo["entropy_coefficient"] * entropy) * m).sum() / here.sum()
-        optimizer.zero_grad()
-        total.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
-        optimizer.step()
-        losses.append(float(total.detach()))
-    return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
-
-
-def policy_loss(grpo: dict[str, Any], new: torch.Tensor, old: torch.Tensor, a: Any, lengths: list[int]) -> torch.Tensor:
-    """Each token's loss by the definitions; a ratio of sequences has its gradient by autograd, through the mean."""
-    rho = (new - old).exp()
-    if grpo["objective"] == "cispo":
-        return -rho.detach().clamp(max=1 + grpo["clip_high"]) * a * new
-    if grpo["objective"] == "gspo":
-        rho = torch.cat([part.mean().exp().expand(part.numel()) for part in (new - old).split(lengths)])
-    loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
-    return loss if grpo["dual_clip"] is None else torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
-
-
-def correction(grpo: dict[str, Any], difference: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Each token's weight, from log pi_old - log pi_roll."""
-    if grpo["correction"] == "none":
-        return torch.ones_like(difference)
-    if grpo["correction_level"] == "sequence":
-        difference = torch.cat([part.sum().expand(part.numel()) for part in difference.split(lengths)])
-    weight = difference.exp()
-    low, high = grpo["correction_low"] or 0.0, grpo["correction_high"] or torch.inf
-    inside = weight.clamp(low, high)
-    return torch.where(weight == inside, weight, 0.0) if grpo["correction"] in ("icepop", "mis") else inside
-
-
 def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Reference]:
     """By kind and variant; writes each kind's model and samples into the folder."""
     out = {}
     for kind in sorted({case.kind for case in cases}):
         model = save_model(kind, folder / kind)
+        save_model(kind, folder / f"{kind}-reference", seed=REFERENCE_SEED)
         samples = with_noisy_rollout(make_samples(), model)
         write_samples(samples, folder / f"{kind}.npz")
         with torch.no_grad():
@@ -245,7 +192,8 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
         for variant in sorted({case.variant for case in cases if case.kind == kind}):
             trained = trained_model(kind)
             decay = TRAINER_VARIANTS.get(variant, {}).get("weight_decay", 0.0)
-            metrics = reference_step(trained, samples, CONFIG["grpo"] | VARIANTS[variant], decay)
+            grpo = CONFIG["grpo"] | VARIANTS[variant]
+            metrics = reference_step(trained, samples, grpo, decay, reference=trained_model(kind, seed=REFERENCE_SEED))
             out[kind, variant] = Reference(
                 samples=samples,
                 logprobs=logprobs.numpy(),
@@ -283,6 +231,7 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
         "trainer": TRAINER_VARIANTS.get(case.variant, {}),
         "chunk_bytes": CHUNK_VARIANTS.get(case.variant, CHUNK_BYTES),
         "grpo": CONFIG["grpo"] | VARIANTS[case.variant],
+        "reference": str(folder / f"{case.kind}-reference"),
     }
 
 
@@ -382,6 +331,7 @@ def test_train_step_equals_transformers(results: Results, case: Case) -> None:
     metrics, expected = results.report(case)["metrics"], results.reference(case)
     assert metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=TOLERANCE)
     assert metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=TOLERANCE, abs=TOLERANCE)
+    assert metrics.get("kl_reference") == pytest.approx(expected.metrics.get("kl_reference"), rel=TOLERANCE)
     before, after = (tensors(results.of(case) / when) for when in ("before", "after"))
     assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-4
     assert max(float((after[n] - expected.after[n]).abs().max()) for n in after) <= TOLERANCE

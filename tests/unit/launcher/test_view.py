@@ -199,6 +199,13 @@ def test_the_summary_says_what_the_run_was_worth(tmp_path: Path) -> None:
     )
 
 
+def test_the_reference_s_passes_are_the_trainer_s_work(tmp_path: Path) -> None:
+    """KL in the reward: what is no part of the train step is in trainer_compute_s too."""
+    row = {"iteration_s": 10.0, "train_s": 4.0, "reference_s": 3.0, "trainer_compute_s": 6.0, "generate_s": 3.0}
+    lines = dict(summary_lines(SUMMARY, [ROW | row | {"engine_s": 3.0}], tmp_path))
+    assert "trainer 60%, training beyond the model 10%" in lines["time goes to"]
+
+
 def test_evaluations_are_summed_up(tmp_path: Path) -> None:
     before = {"eval/heldout/mean@1": 0.2, "eval/my_set/mean@4": 0.25, "eval/my_set/mean@4_low": 0.1}
     after = {

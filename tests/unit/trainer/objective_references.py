@@ -68,6 +68,14 @@ def aggregated(losses: list[Array], grpo: GrpoSection) -> float:
     return float(np.mean(sums)) / (grpo.max_new_tokens if grpo.aggregation == "dr-grpo" else 1)
 
 
+def divergence(new: Array, reference: Array, estimator: str) -> Array:
+    """Each token's estimate of KL(pi || pi_ref), [T], from r = pi_ref / pi, as Schulman's note writes them."""
+    ratio = np.exp(reference) / np.exp(new)
+    if estimator == "k1":
+        return -np.log(ratio)
+    return np.log(ratio) ** 2 / 2 if estimator == "k2" else (ratio - 1) - np.log(ratio)
+
+
 def decoupled(sequence: Sequence, low: float, high: float) -> Array:
     """Decoupled PPO's objective of each token, with both policies over the behaviour policy (AReaL)."""
     behaviour, proximal, current = (np.exp(logs) for logs in (sequence.rollout, sequence.old, sequence.new))

@@ -1,0 +1,76 @@
+"""Step 5, with `grpo.kl_in: reward`: what the divergence from the reference policy takes off rewards. Pure NumPy.
+
+The reward of a completion becomes r - coefficient x the sum over its tokens of KL(pi_old || pi_ref), before baseline
+and standard deviation, as in verl (apply_kl_penalty) and TRL's RLOO. A group's members may be on any of the trainer's
+ranks; here they are together, and advantages have one place. So the trainer only measures log-probs.
+
+Legend: P prompts, G completions per prompt, S samples (those with a reward), T completion tokens of all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.learn.batches import Sample
+from servicekit.errors import NotFinite
+from tandem_config.schema import GrpoSection
+
+Array = NDArray[np.float64]
+# As the trainer bounds it (objectives/clipping.py): e^20 is still finite in float32.
+_MAX_LOG_RATIO = 20.0
+_NAMED_SAMPLES = 5
+# From d = log pi_ref - log pi_old; trainer_service/objectives/kl.py has the same for tensors.
+KL_ESTIMATORS: Mapping[str, Callable[[Array], Array]] = {
+    "k1": lambda delta_T: -delta_T,
+    "k2": lambda delta_T: 0.5 * delta_T**2,
+    "k3": lambda delta_T: np.exp(delta_T) - delta_T - 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """What an iteration's completions lose for being unlikely under the reference policy.
+
+    Attributes:
+        penalties_PG: [P, G] what is taken off each reward; 0 for samples without one.
+        metrics: kl_reference (k3, mean over tokens) and kl_reward (mean over samples of what is taken off).
+        seconds: of the trainer's forward passes.
+    """
+
+    penalties_PG: Array
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+def diverge(
+    samples: Sequence[Sample],
+    present_PG: NDArray[np.bool_],
+    old_T: NDArray[np.float32],
+    reference_T: NDArray[np.float32],
+    grpo: GrpoSection,
+    seconds: float,
+) -> Divergence:
+    """Compute the penalties of samples from their tokens' log-probs.
+
+    Args:
+        samples: S of them, in the order of `present_PG`.
+        present_PG: [P, G] True: the sample has a reward.
+        old_T, reference_T: log pi_old and log pi_ref, sample by sample.
+    Raises: NotFinite: a log-prob is not; its sample is named.
+    """
+    delta_T = np.clip(reference_T.astype(np.float64) - old_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    lengths_S = np.array([len(sample.completion.token_ids) for sample in samples])
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    kl_S = np.add.reduceat(KL_ESTIMATORS[grpo.kl_estimator](delta_T), starts_S)
+    if not np.isfinite(kl_S).all():
+        names = [samples[i].sample_id for i in np.flatnonzero(~np.isfinite(kl_S))[:_NAMED_SAMPLES]]
+        raise NotFinite(f"KL to the reference policy is not finite; samples: {', '.join(names)}")
+    penalties_PG = np.zeros(present_PG.shape)
+    penalties_PG[present_PG] = grpo.kl_coefficient * kl_S
+    metrics = {
+        "kl_reference": float(KL_ESTIMATORS["k3"](delta_T).mean()),
+        "kl_reward": float(grpo.kl_coefficient * kl_S.mean()),
+    }
+    return Divergence(penalties_PG=penalties_PG, metrics=metrics, seconds=seconds)

@@ -1,0 +1,88 @@
+"""A whole GRPO step with transformers, autograd and torch's AdamW, which the trainer's is compared with."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, token_logprobs
+from trainer_service.batch.epochs import reordered
+from trainer_service.batch.samples import Samples
+
+
+def reference_step(
+    model: Any, samples: Samples, grpo: dict[str, Any], weight_decay: float = 0.0, reference: Any = None
+) -> dict[str, float]:
+    """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
+
+    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
+    """
+    trainer, beta = CONFIG["trainer"], grpo.get("kl_coefficient", 0.0)
+    rollout = torch.from_numpy(samples.rollout_logprobs)
+    near = rollout
+    if beta:
+        with torch.no_grad():
+            near, _ = token_logprobs(reference, samples, range(len(samples)), grpo["temperature"])
+    old = rollout
+    if grpo["old_logprobs"] == "recompute":
+        with torch.no_grad():
+            old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
+    advantages = torch.from_numpy(samples.per_token(samples.advantages))
+    mask = torch.from_numpy(samples.per_token(samples.trainable))
+    # The usual groups: matrices decay, norms and biases do not.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=trainer["learning_rate"], eps=trainer["adam_eps"])
+    losses, norms, divergences = [], [], []
+    for epoch in range(grpo.get("epochs", 1)):
+        # the order itself is ours to choose
+        samples = reordered(samples, NUM_UPDATES, [0, 0, epoch]) if epoch > 0 else samples
+        for update in range(NUM_UPDATES):
+            here = torch.from_numpy(samples.per_token(samples.update_index == update))
+            new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
+            a, m = advantages[here], mask[here]
+            lengths = samples.completion_lengths[samples.of_update(update)].tolist()
+            loss = policy_loss(grpo, new, old[here], a, lengths) * correction(grpo, (old - rollout)[here], lengths)
+            loss = loss - grpo["entropy_coefficient"] * entropy
+            if beta:
+                loss = loss + beta * divergence(new, near[here], grpo["kl_estimator"])
+                divergences.append(divergence(new.detach(), near[here], "k3")[m])
+            total = (loss * m).sum() / here.sum()
+            optimizer.zero_grad()
+            total.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
+            optimizer.step()
+            losses.append(float(total.detach()))
+    metrics = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+    return metrics | ({"kl_reference": float(torch.cat(divergences).mean())} if beta else {})
+
+
+def divergence(new: torch.Tensor, near: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Schulman's estimators, from the ratio r = reference / policy: -log r, (log r)^2 / 2, r - 1 - log r."""
+    ratio = near.exp() / new.exp()
+    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator]
+
+
+def policy_loss(grpo: dict[str, Any], new: torch.Tensor, old: torch.Tensor, a: Any, lengths: list[int]) -> torch.Tensor:
+    """Each token's loss by the definitions; a ratio of sequences has its gradient by autograd, through the mean."""
+    rho = (new - old).exp()
+    if grpo["objective"] == "cispo":
+        return -rho.detach().clamp(max=1 + grpo["clip_high"]) * a * new
+    if grpo["objective"] == "gspo":
+        rho = torch.cat([part.mean().exp().expand(part.numel()) for part in (new - old).split(lengths)])
+    loss = torch.max(-rho * a, -rho.clamp(1 - grpo["clip_low"], 1 + grpo["clip_high"]) * a)
+    return loss if grpo["dual_clip"] is None else torch.where(a < 0, torch.min(loss, -grpo["dual_clip"] * a), loss)
+
+
+def correction(grpo: dict[str, Any], difference: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Each token's weight, from log pi_old - log pi_roll."""
+    if grpo["correction"] == "none":
+        return torch.ones_like(difference)
+    if grpo["correction_level"] == "sequence":
+        difference = torch.cat([part.sum().expand(part.numel()) for part in difference.split(lengths)])
+    weight = difference.exp()
+    low, high = grpo["correction_low"] or 0.0, grpo["correction_high"] or torch.inf
+    inside = weight.clamp(low, high)
+    return torch.where(weight == inside, weight, 0.0) if grpo["correction"] in ("icepop", "mis") else inside

@@ -1,0 +1,100 @@
+"""KL in the reward: verl's definition, what is asked of the trainer, and how it ends in rows."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.learn.advantages import group_advantages
+from coordinator.loop import GrpoLoop
+from servicekit.errors import NotFinite
+from tandem_api.trainer.v1 import trainer_pb2
+from tandem_config.schema import GrpoSection
+
+ROLLOUT, OLD, REFERENCE = -1.5, -1.0, -1.25
+# Completions of 1 to 4 tokens, in two groups of two.
+LENGTHS = ((1, 2), (3, 4))
+REWARDS = np.array([[1.0, 0.0], [0.5, 0.5]])
+
+
+@dataclass
+class Asked:
+    """A trainer whose log-probs are constants; `spoilt` is of the reference's first token."""
+
+    calls: list[tuple[list[str], bool]] = field(default_factory=list)
+    spoilt: float = REFERENCE
+
+    async def logprobs(self, chunks: Sequence[trainer_pb2.SampleChunk], *, reference: bool = False) -> Any:
+        self.calls.append(([name for chunk in chunks for name in chunk.sample_ids], reference))
+        size = sum(sum(chunk.completion_lengths) for chunk in chunks)
+        found = np.full(size, REFERENCE if reference else OLD, np.float32)
+        if reference:
+            found[0] = self.spoilt
+        return found
+
+
+def generation() -> Generation:
+    prompt = Prompt(row=1, token_ids=[1, 2], answer="")
+
+    def completion(length: int) -> Completion:
+        ids, logprobs = array("I", [3] * length), array("f", [ROLLOUT] * length)
+        return Completion(token_ids=ids, logprobs=logprobs, truncated=False, oldest_version=0)
+
+    groups = [
+        Group(group_id=f"g{place}", prompt=prompt, completions=tuple(completion(length) for length in lengths))
+        for place, lengths in enumerate(LENGTHS)
+    ]
+    return Generation(groups=tuple(groups), engine_s=1.0, retried_calls=0)
+
+
+def loop(trainer: Asked, **grpo: Any) -> GrpoLoop:
+    parts: dict[str, Any] = dict.fromkeys(("sampling", "cursor", "rollouts", "scorer", "weights", "rng"))
+    settings = {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"} | grpo
+    return GrpoLoop(grpo=GrpoSection(**settings), incarnation="a", trainer=trainer, **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+@pytest.mark.parametrize(
+    ("estimator", "of"),
+    [("k1", lambda d: -d), ("k2", lambda d: d * d / 2), ("k3", lambda d: np.exp(d) - d - 1)],
+)
+async def test_the_sum_over_tokens_is_taken_off_before_the_group_statistics(
+    estimator: str, of: Any, old_logprobs: str
+) -> None:
+    trainer = Asked()
+    grpo = loop(trainer, kl_estimator=estimator, old_logprobs=old_logprobs)
+    scored = Scored(rewards_PG=REWARDS, accuracy=0.0)
+    divergence = await grpo.diverge(generation(), scored)
+    assert divergence is not None
+    each = of(REFERENCE - (OLD if old_logprobs == "recompute" else ROLLOUT))
+    penalised = REWARDS - 0.1 * each * np.array(LENGTHS)
+    found = grpo.learn(scored, divergence)
+    np.testing.assert_allclose(found.advantages_PG, group_advantages(penalised), rtol=0, atol=1e-6)
+    # groups of equal rewards have a signal now, and are counted as before
+    assert abs(found.advantages_PG[1]).min() > 0.5
+    assert found.zero_variance_P.tolist() == [False, True]
+    assert divergence.metrics["kl_reward"] == pytest.approx(0.1 * each * np.mean(LENGTHS))
+    names = ["g0#0", "g0#1", "g1#0", "g1#1"]
+    assert trainer.calls == [(names, True)] + [(names, False)] * (old_logprobs == "recompute")
+
+
+async def test_samples_without_a_reward_are_not_measured() -> None:
+    trainer, missing = Asked(), np.array([[False, True], [False, False]])
+    grpo = loop(trainer)
+    scored = Scored(rewards_PG=REWARDS, accuracy=0.0, missing_PG=missing)
+    divergence = await grpo.diverge(generation(), scored)
+    assert divergence is not None
+    np.testing.assert_allclose(divergence.penalties_PG, [[0.025, 0.0], [0.075, 0.1]], atol=1e-7)
+    assert trainer.calls[0] == (["g0#0", "g1#0", "g1#1"], True)
+    assert grpo.learn(scored, divergence).advantages_PG[0].tolist() == [0.0, 0.0]
+    nobody = Scored(rewards_PG=REWARDS, accuracy=0.0, missing_PG=np.ones((2, 2), np.bool_))
+    assert await grpo.diverge(generation(), nobody) is None
+
+
+async def test_a_divergence_that_is_not_finite_names_its_sample() -> None:
+    with pytest.raises(NotFinite, match=r"samples: g0#0$"):
+        await loop(Asked(spoilt=float("nan"))).diverge(generation(), Scored(rewards_PG=REWARDS, accuracy=0.0))

@@ -1,0 +1,79 @@
+"""The reference policy: a copy of this rank's shard in host memory, which is computed with in the parameters' place.
+
+The modules are those of the policy, so a reference costs a device nothing while it is not measured, and one more shard
+of weights while it is, when there are neither gradients nor activations to keep. The policy's own tensors are put aside
+by reference and put back: no bit of them is written, nor of the optimizer's masters and moments.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
+from weightsync.layouts.layout import Layout
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.hf_files import load_shards
+
+# Prefix of its values in a checkpoint.
+REFERENCE = "reference/"
+
+
+class ReferencePolicy:
+    """Other values for the parameters of this rank.
+
+    Args:
+        parameters: of the policy, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        # zeros: padding of the vocabulary is in no file
+        self._values = {
+            name: torch.zeros_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
+            for name, parameter in parameters.items()
+        }
+
+    def load(self, folder: Path, spec: ModelSpec, layout: Layout) -> None:
+        """Load this rank's slices of a Hugging Face folder. Raises: ConfigError: as load_shards."""
+        load_shards(folder, spec, layout, dist.get_rank(), self._values)
+
+    def take(self) -> None:
+        """Make the present policy the reference."""
+        with torch.no_grad():
+            for name, value in self._values.items():
+                value.copy_(self._parameters[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live values by their names in a checkpoint."""
+        return {f"{REFERENCE}{name}": value for name, value in self._values.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model compute the reference policy inside of a `with` block."""
+        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                # no copy where the host is the device
+                parameter.data = self._values[name].to(parameter.device, non_blocking=True)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = own[name]
+
+
+def check_reference(config: RunConfig, spec: ModelSpec) -> None:
+    """Check, before anything is built, that the reference can take the policy's place. Raises: ConfigError."""
+    folder = config.grpo.reference_path
+    if config.grpo.kl_coefficient == 0 or folder is None:
+        return
+    different = ModelSpec.from_folder(folder).differences(spec)
+    if different:
+        raise ConfigError(
+            f"grpo.reference_path {folder} is a model of another shape than model.path {config.model.path}: "
+            f"{'; '.join(different)}"
+        )
