@@ -96,7 +96,7 @@ def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | No
     # Not above: torch takes seconds to import, and other mistakes are found without it.
     from safetensors import SafetensorError
 
-    from trainer_service.saved_policy import SavedPolicy
+    from trainer_service.saved.policy import SavedPolicy
     from weightsync.transfer.hf_files import write_folder
 
     if not (model.path / "config.json").is_file():

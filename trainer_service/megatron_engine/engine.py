@@ -1,6 +1,7 @@
 """Implements `TrainerEngine` on megatron-core."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +45,17 @@ class MegatronEngine:
         self._version = 0
         self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
         self._spec = ModelSpec.from_folder(config.model.path)
-        self._identity = identity(config, self._spec)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # reports every problem of model and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
+        self._reader = checkpoint.Reader(
+            spec=self._spec,
+            parallel=self._parallel,
+            layout=self._layout,
+            rank=dist.get_rank(),
+            meta=identity(config, self._spec),
+            device=device,
+        )
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
@@ -137,16 +145,17 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Save weights, AdamW's state and random states."""
-        meta = self._identity | {"policy_version": self._version, "steps_done": self._steps_done}
+        progress = {"policy_version": self._version, "steps_done": self._steps_done}
+        meta = {**self._reader.meta, "parallel": asdict(self._parallel), **progress}
         return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        checkpoint.check(folder, self._adam.tensors(), self._identity, self._device)
+        self._reader.check(folder, self._adam.tensors())
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load what `save` has saved, with the same layout."""
-        saved = checkpoint.load(folder, self._adam.tensors(), self._identity, self._device)
+        """Load what `save` has saved, at this or any other layout."""
+        saved = self._reader.load(folder, self._adam.tensors())
         self._adam.written()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))

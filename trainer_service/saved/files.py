@@ -1,6 +1,6 @@
 """Where a trainer checkpoint has which tensors: names of its files by rank, and its meta.json. Needs no torch.
 
-meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
+meta.json                        format, policy_version, steps_done, model, dtype, the writer's parallel sizes
 shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                  rng/cpu, rng/device (CUDA only), rng/tracker/NAME
 experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
@@ -16,8 +16,8 @@ from weightsync.layouts.layout import Parallel
 
 FORMAT = 1
 META = "meta.json"
-# Prefix of the parameters' values.
-WEIGHTS = "weights/"
+# Kind of the parameters' values.
+WEIGHTS = "weights"
 # Part of the name of an expert's parameter.
 EXPERTS = ".local_experts."
 
@@ -64,3 +64,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
         found = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
         raise ConfigError(f"{folder} has checkpoint format {found!r}; this trainer reads {FORMAT}")
     return meta
+
+
+def parallel_of(folder: Path, meta: dict[str, Any]) -> Parallel:
+    """Return the parallel sizes of the trainer that wrote a checkpoint. Raises: ConfigError: meta.json has none."""
+    try:
+        return Parallel(**meta["parallel"])
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{folder / META} has no usable parallel sizes ({meta.get('parallel')!r}): it was not written by this "
+            "release, or was changed; restore it from a copy"
+        ) from None
