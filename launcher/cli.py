@@ -34,6 +34,7 @@ app = typer.Typer(
     tandem logs                      the logs of all services of a run
     tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem checkpoints runs/<name>   what its checkpoints hold, and whether they are undamaged
     tandem samples                   prompts, completions and rewards of a run
     tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
@@ -275,6 +276,25 @@ def export(
     from launcher.export import export_command
 
     raise typer.Exit(export_command(run_dir, checkpoint, out, config, overrides or []))
+
+
+@app.command()
+def checkpoints(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Do not read the shards to compare their digests.")] = False,
+) -> None:
+    """List a run's checkpoints: what each holds, which layout wrote it, and whether its files are as they were written.
+
+    The exit code is 1 if a complete one is damaged; what is damaged is named by file and tensor.
+
+    \b
+    Examples:
+        tandem checkpoints runs/my-run
+        tandem checkpoints runs/my-run --quick
+    """
+    from launcher.checkpoints import checkpoints_command
+
+    raise typer.Exit(checkpoints_command(run_dir, deep=not quick))
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from tandem_config.schema import TrainerSection
 from tandem_files.model.safetensors_header import read_header
 from tests.integration.trainer.reference import TIMEOUT_S, launch
 from tests.integration.trainer.test_parity import LAYOUTS
+from tests.kit.checkpoints import read_rank, unread
 from tests.kit.models import save_model
-from tests.kit.stores import Tensors, empty_like_rank, same
-from trainer_service.saved.shards import SavedShards
-from trainer_service.saved.states import SavedStates
+from tests.kit.stores import Tensors, same
 from weightsync.layouts.layout import Parallel
-from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
@@ -103,14 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def everything(folder: Path, model: Path, dtype: torch.dtype) -> Tensors:
     """All state of a checkpoint, as a single rank would hold it."""
     spec = ModelSpec.from_folder(model)
-    layout = megatron_layout(spec, Parallel())
-    kinds = {"weights": dtype, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    kinds |= {} if dtype == torch.float32 else {"main": torch.float32}
-    tensors = {f"{k}/{name}": t for k, of in kinds.items() for name, t in empty_like_rank(layout, 0, of).items()}
-    tensors |= {f"step/{name}": torch.tensor(-1.0) for name in layout.params}
-    with ExitStack() as stack:
-        SavedStates(SavedShards(folder, spec, stack), spec, layout, 0, tensors).fill()
-    return tensors
+    return read_rank(folder, spec, Parallel(), 0, unread(spec, Parallel(), 0, dtype))
 
 
 every_move = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servicekit.errors import ConfigError
-from tests.kit.checkpoints import write_trainer_checkpoint
-from tests.kit.stores import Tensors, canonical_tensors, cut, empty_like_rank, same, tiny_spec
+from tests.kit.checkpoints import read_rank, unread, write_trainer_checkpoint
+from tests.kit.stores import Tensors, canonical_tensors, cut, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
@@ -49,15 +49,14 @@ def canonical(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensors]:
     return {"weights": {name: tensor.to(dtype) for name, tensor in full["main"].items()}} | full
 
 
-def rank_tensors(spec: ModelSpec, parallel: Parallel, rank: int, full: dict[str, Tensors] | None) -> Tensors:
-    """A rank's tensors by kind and name; without `full` NaN, as nothing has been read."""
+def expected(spec: ModelSpec, parallel: Parallel, rank: int, full: dict[str, Tensors]) -> Tensors:
+    """What a rank must hold by kind and name."""
     layout = megatron_layout(spec, parallel)
     tensors: Tensors = {}
-    for kind in ("weights", *MOMENTS):
-        dtype = torch.bfloat16 if kind == "weights" else torch.float32
-        held = empty_like_rank(layout, rank, dtype) if full is None else cut(layout, rank, full[kind], dtype)
+    for kind, named in full.items():
+        held = cut(layout, rank, named, torch.bfloat16 if kind == "weights" else torch.float32)
         tensors |= {f"{kind}/{name}": tensor for name, tensor in held.items()}
-        tensors |= {f"step/{name}": torch.tensor(-1.0 if full is None else 7.0) for name in held}
+        tensors |= {f"step/{name}": torch.tensor(7.0) for name in held}
     return tensors
 
 
@@ -68,12 +67,8 @@ def save(folder: Path, spec: ModelSpec, parallel: Parallel) -> dict[str, Tensors
     return full
 
 
-def fill(folder: Path, spec: ModelSpec, parallel: Parallel, rank: int, into: Tensors | None = None) -> Tensors:
-    tensors = rank_tensors(spec, parallel, rank, None) if into is None else into
-    with ExitStack() as stack:
-        shards = SavedShards(folder, spec, stack)
-        SavedStates(shards, spec, megatron_layout(spec, parallel), rank, tensors).fill()
-    return tensors
+def fill(folder: Path, spec: ModelSpec, parallel: Parallel, rank: int) -> Tensors:
+    return read_rank(folder, spec, parallel, rank, unread(spec, parallel, rank, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_every_layout_reads_every_other_bitwise(tmp_path: Path, model: str, numb
     for target in layouts:
         for rank in range(target.world_size):
             got = fill(tmp_path / "trainer", spec, target, rank)
-            if found := same(got, rank_tensors(spec, target, rank, full)):
+            if found := same(got, expected(spec, target, rank, full)):
                 wrong.append((target, rank, found))
     assert wrong == []
 
@@ -97,7 +92,7 @@ def test_a_rank_reads_its_share_only(tmp_path: Path) -> None:
     layout = megatron_layout(spec, target)
     with ExitStack() as stack:
         shards = SavedShards(tmp_path / "trainer", spec, stack)
-        states = SavedStates(shards, spec, layout, 3, rank_tensors(spec, target, 3, None))
+        states = SavedStates(shards, spec, layout, 3, unread(spec, target, 3, torch.bfloat16))
         assert states.num_bytes() == layout.elements_of(3) * (2 + 3 * 4)
 
 
@@ -130,7 +125,7 @@ def test_a_shard_that_does_not_fit_is_refused_before_anything_changes(
     path = tmp_path / "trainer" / "shard-tp01-pp00.safetensors"
     held = load_file(path)
     save_file({k: t for k, t in held.items() if k != key} | ({} if value is None else {key: value}), path)
-    tensors, untouched = (rank_tensors(spec, Parallel(), 0, None) for _ in range(2))
+    tensors, untouched = (unread(spec, Parallel(), 0, torch.bfloat16) for _ in range(2))
     with pytest.raises(ConfigError, match=says):
-        fill(tmp_path / "trainer", spec, Parallel(), 0, tensors)
+        read_rank(tmp_path / "trainer", spec, Parallel(), 0, tensors)
     assert same(tensors, untouched) == []
