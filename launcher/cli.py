@@ -252,7 +252,15 @@ def top(
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")
+    ] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            "--test", metavar="DIR", help="Write nothing: compare names, shapes and numbers with this folder."
+        ),
+    ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -271,11 +279,12 @@ def export(
     Examples:
         tandem export runs/my-run --out my-model
         tandem export runs/my-run --checkpoint 40 --out at-40
+        tandem export runs/my-run --test my-model
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
     from launcher.export import export_command
 
-    raise typer.Exit(export_command(run_dir, checkpoint, out, config, overrides or []))
+    raise typer.Exit(export_command(run_dir, checkpoint, out, test, config, overrides or []))
 
 
 @app.command()
