@@ -39,7 +39,7 @@ def checkpoints(run_dir: Path, *options: str) -> tuple[int, list[str]]:
     return result.exit_code, [" ".join(line.split()) for line in result.output.splitlines()]
 
 
-@pytest.mark.runs("tandem checkpoints runs/my-run")
+@pytest.mark.runs("tandem checkpoints")
 def test_each_checkpoint_is_listed_with_what_it_holds(run_dir: Path) -> None:
     code, lines = checkpoints(run_dir)
     size = sum(path.stat().st_size for path in step_folder(run_dir, 4).rglob("*") if path.is_file()) / 2**20

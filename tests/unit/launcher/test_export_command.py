@@ -173,7 +173,6 @@ def test_a_disk_that_fills_up_fails_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.runs("tandem export runs/my-run --test my-model")
 def test_an_export_equals_its_checkpoint_and_differs_from_another(run_dir: Path, tmp_path: Path) -> None:
     assert export(run_dir, tmp_path / "out", "--checkpoint", "4")[0] == 0
     files = sorted(path.name for path in tmp_path.iterdir())
