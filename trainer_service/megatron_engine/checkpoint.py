@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servicekit.errors import ConfigError, Internal
+from servicekit.errors import ConfigError, Internal, TandemError
 from servicekit.logs import get_logger
 from tandem_files.atomic import replace_folder, write_json_atomic
 from tandem_files.checkpoints import DamagedCheckpoint
@@ -186,7 +186,7 @@ class Reader:
             if different:
                 raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
             states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
-        except ConfigError as error:
+        except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
             complaint = str(error)
         complaint = first_text(complaint, self.device)
         if complaint or states is None:

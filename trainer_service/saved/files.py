@@ -63,6 +63,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
         raise ConfigError(f"{folder} has checkpoint format {found!r}; this trainer reads {FORMAT}")
+    lacks = [name for name in ("model", "dtype", "parallel", "policy_version") if name not in meta]
+    if lacks:
+        raise ConfigError(f"{folder / META} lacks {', '.join(lacks)}: restore it from a copy")
     return meta
 
 
