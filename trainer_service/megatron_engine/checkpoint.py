@@ -29,7 +29,17 @@ from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
 from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import first_text, together
-from trainer_service.saved.files import EXPERTS, FORMAT, META, experts_file, parallel_of, read_meta, shard_file
+from trainer_service.saved.files import (
+    EXPERTS,
+    FORMAT,
+    META,
+    experts_file,
+    has_optimizer,
+    parallel_of,
+    read_meta,
+    shard_file,
+    weights_only,
+)
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
 from weightsync.layouts.layout import Layout, Parallel
@@ -158,6 +168,8 @@ class Reader:
         The trainer that wrote the checkpoint may have had other parallel sizes. Random states are those of a rank of
         the same place: with other sizes they stay as they are.
 
+        A checkpoint without the optimizer's state fills weights only.
+
         Returns: the checkpoint's own meta.
         Raises, on every rank alike, with the first rank's finding and with nothing changed:
             ConfigError: another model or dtype, or a shard that lacks tensors; all that differs is named.
@@ -167,6 +179,8 @@ class Reader:
             states = self._find(folder, tensors, stack)
             states.fill()
         saved = read_meta(folder)
+        if not has_optimizer(saved):
+            log.warning("checkpoint without optimizer: AdamW starts anew", folder=str(folder))
         if parallel_of(folder, saved) == self.parallel:
             _restore_rng(folder / _own_shard(), self.device)
         else:
@@ -182,10 +196,12 @@ class Reader:
             )
         states, complaint = None, ""
         try:
-            different = differences(read_meta(folder), self.meta)
+            meta = read_meta(folder)
+            different = differences(meta, self.meta)
             if different:
                 raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
-            states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
+            asked = tensors if has_optimizer(meta) else weights_only(tensors)
+            states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, asked)
         except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
             complaint = str(error)
         complaint = first_text(complaint, self.device)

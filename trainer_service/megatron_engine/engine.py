@@ -23,6 +23,7 @@ from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
+from trainer_service.saved.files import OPTIMIZER, has_optimizer, weights_only
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -145,9 +146,11 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Save weights, AdamW's state and random states."""
-        progress = {"policy_version": self._version, "steps_done": self._steps_done}
+        full = self._config.trainer.checkpoint_optimizer
+        progress = {"policy_version": self._version, "steps_done": self._steps_done, OPTIMIZER: full}
         meta = {**self._reader.meta, "parallel": asdict(self._parallel), **progress}
-        return checkpoint.save(folder, self._adam.tensors(), meta, self._device)
+        tensors = self._adam.tensors()
+        return checkpoint.save(folder, tensors if full else weights_only(tensors), meta, self._device)
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
@@ -156,7 +159,11 @@ class MegatronEngine:
     def load_checkpoint(self, folder: Path) -> None:
         """Load what `save` has saved, at this or any other layout."""
         saved = self._reader.load(folder, self._adam.tensors())
-        self._adam.written()
+        if has_optimizer(saved):
+            self._adam.written()
+        else:
+            masters_from_weights(self._parameters)
+            self._adam.forget()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
 

@@ -15,7 +15,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.digests import file_digest, write_manifest
 from tests.kit.checkpoints import read_rank, unread
 from tests.kit.models import save_model
-from tests.kit.stores import Tensors
+from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.saved.files import META, file_of, read_meta
@@ -38,13 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path) -> Iterator[MegatronEngine]:
     """An engine that has done two updates."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    config = {"model": {"path": model, "dtype": "float32"}, "data": {"train": "none.jsonl"}}
-    made = MegatronEngine(RunConfig.model_validate(config), torch.device("cpu"))
+    made = MegatronEngine(run_config(model), torch.device("cpu"))
     made.load(model)
     step(made)
     yield made
     made.close()
     torch.distributed.destroy_process_group()
+
+
+def run_config(model: Path, **trainer: object) -> RunConfig:
+    sections = {"model": {"path": model, "dtype": "float32"}, "data": {"train": "none.jsonl"}, "trainer": trainer}
+    return RunConfig.model_validate(sections)
 
 
 def step(engine: MegatronEngine) -> dict[str, float]:
@@ -101,3 +105,18 @@ def test_a_refused_checkpoint_changes_nothing(engine: MegatronEngine, tmp_path: 
         engine.load_checkpoint(four)
     assert re.search(says, f"{type(refused.value).__name__}: {refused.value}")
     assert step(engine) == expected
+
+
+def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
+    engine: MegatronEngine, model: Path, tmp_path: Path
+) -> None:
+    engine._config = run_config(model, checkpoint_optimizer=False)
+    engine.save(tmp_path / "weights")
+    engine._config = run_config(model)
+    saved = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    assert engine.save(tmp_path / "full") > 2.5 * sum(path.stat().st_size for path in (tmp_path / "weights").iterdir())
+    step(engine)
+    engine.load_checkpoint(tmp_path / "weights")
+    assert same(dict(engine.tensors()), saved) == []
+    assert engine.policy_version == 1
+    assert all(not t.any() for name, t in engine._adam.tensors().items() if not name.startswith("weights/"))
