@@ -33,8 +33,8 @@ def write_trainer_checkpoint(
                 file[f"{kind}/{name}"] = tensor
                 if step is not None:
                     file[f"step/{name}"] = torch.tensor(step)
-    for file, tensors in files.items():
-        save_file(tensors, folder / file)
+    for file_name, tensors in files.items():
+        save_file(tensors, folder / file_name)
     meta = {"format": FORMAT, "policy_version": 3, "steps_done": 3, "model": json.loads(spec.fingerprint())}
     meta |= {"parallel": asdict(parallel), "dtype": str(dtype).removeprefix("torch.")}
     (folder / META).write_text(json.dumps(meta))

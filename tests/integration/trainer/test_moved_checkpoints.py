@@ -1,6 +1,7 @@
 """A trainer of another layout reads a checkpoint: all of its state bitwise, and the next steps are the same."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
 TOLERANCE = 1e-6
-DAMAGED = "decoder.final_layernorm.weight"
+DAMAGED = re.compile(r"exp_avg/.*decoder\.final_layernorm\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,10 @@ def case(folder: Path, name: str, move: Move, layout: str, **more: Any) -> dict[
 def spoiled(checkpoint: Path, out: Path) -> Path:
     """A copy with one number of one tensor changed, in the last shard."""
     shutil.copytree(checkpoint, out)
-    path = max(path for path in out.glob("*.safetensors") if f"exp_avg/{DAMAGED}" in read_header(path))
-    header, content = read_header(path), bytearray(path.read_bytes())
-    content[header[f"exp_avg/{DAMAGED}"].begin] ^= 1
+    found = [(path, name, info) for path in out.glob("*.safetensors") for name, info in read_header(path).items()]
+    path, _, damaged = max((each for each in found if DAMAGED.fullmatch(each[1])), key=lambda each: each[0])
+    content = bytearray(path.read_bytes())
+    content[damaged.begin] ^= 1
     path.write_bytes(content)
     return out
 
@@ -121,7 +123,7 @@ def test_all_state_is_moved_bitwise(results: Path, move: Move) -> None:
 def test_the_next_steps_equal_the_undisturbed_ones(results: Path, move: Move) -> None:
     """The moved trainer has also refused a damaged checkpoint, after its first step."""
     got, expected = (json.loads((results / n / "report.json").read_text()) for n in (move.name, move.written))
-    tolerance = TOLERANCE if move.dtype == "float32" else 0.05
+    tolerance = TOLERANCE if move.dtype == "float32" else 0.1
     for mine, theirs in zip(got["steps"], expected["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance, abs=tolerance)
@@ -134,5 +136,5 @@ def test_the_next_steps_equal_the_undisturbed_ones(results: Path, move: Move) ->
 def test_a_damaged_checkpoint_is_refused_by_file(results: Path, move: Move) -> None:
     refused = json.loads((results / move.name / "report.json").read_text())["refused"]
     assert refused.startswith("DamagedCheckpoint: checkpoint ")
-    assert f".safetensors has other bytes than were written, in exp_avg/{DAMAGED}: " in refused
+    assert re.search(rf"\.safetensors has other bytes than were written, in {DAMAGED.pattern}: ", refused)
     assert refused.endswith("restore the file from a copy, or choose another checkpoint")
