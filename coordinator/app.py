@@ -124,7 +124,7 @@ async def _ready_rewards(
     """
     try:
         rewards = build_rewards(config, identity)
-        await first_of({"started": start_rewards(rewards, inputs.columns()), "stop": stop})
+        await first_of({"started": start_rewards(rewards, inputs.scans()), "stop": stop})
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return rewards

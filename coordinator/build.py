@@ -17,6 +17,7 @@ from coordinator.inputs import Inputs
 from coordinator.lead import Lead, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
+from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
@@ -99,6 +100,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         incarnation=uuid.uuid4().hex[:8],
         seed=_seed(config),
         rng=inputs.rng,
+        ending=app.leaving.asked,
     )
     return Run(
         settings=config.run,
@@ -157,6 +159,7 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 settings=config.samples,
                 codec=app.inputs.codec,
                 truncated=config.grpo.truncated,
+                taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
                 before_write=partial(check_lease, lead),
             )
         )
@@ -183,6 +186,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         observed=app.observed,
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
+        ending=app.leaving.asked,
     )
 
 

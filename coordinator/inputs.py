@@ -1,7 +1,7 @@
 """Reads a run's inputs from disk before any service is called: data, tokenizer, the state to resume from."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
+from coordinator.data.scan import Scan
 from coordinator.flow import DataKey
 from coordinator.record.checkpoint import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
@@ -47,14 +48,9 @@ class Inputs:
         heldout = sum((Counter(prompts.dropped) for prompts in self.evaluation.values()), Counter[str]())
         return {"train": self.train.dropped, "heldout": dict(heldout)}
 
-    def columns(self) -> list[str]:
-        """List the columns of the data's first rows."""
-        return columns_of([self.train, *self.evaluation.values()])
-
-
-def columns_of(sets: Sequence[PromptSet]) -> list[str]:
-    """List the columns of the first rows of each source."""
-    return list(dict.fromkeys(name for prompts in sets for scan in prompts.scans for name in scan.columns))
+    def scans(self) -> list[Scan]:
+        """Return what was found in all data."""
+        return [scan for prompts in (self.train, *self.evaluation.values()) for scan in prompts.scans]
 
 
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:

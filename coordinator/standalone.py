@@ -18,9 +18,10 @@ from coordinator.clients.replica import Replica
 from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
 from coordinator.generate.rollouts import Rollouts
-from coordinator.inputs import columns_of, evaluation_prompts
+from coordinator.inputs import evaluation_prompts
 from coordinator.learn.evaluation import Evaluated
 from coordinator.learn.rewards.registry import build_rewards, close_rewards, start_rewards
+from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
 from coordinator.record.evaluations import evaluation_row
 from coordinator.record.samples.sink import SampleSink
@@ -56,7 +57,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
             for chosen in config.evaluation_sets()
         }
         rewards = build_rewards(config, environment.identity("coordinator"))
-        await start_rewards(rewards, columns_of(list(prompts.values())))
+        await start_rewards(rewards, [scan for found in prompts.values() for scan in found.scans])
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     async with AsyncExitStack() as stack:
@@ -77,7 +78,15 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     }
     await asyncio.to_thread(write_json_atomic, environment.run_dir / EVALUATION_FILE, results)
     if config.samples.enabled:
-        await asyncio.to_thread(_store_samples, config, environment, codec, evaluated)
+        sink = SampleSink(
+            folder=SampleFolder(environment.run_dir),
+            settings=config.samples,
+            codec=codec,
+            truncated=config.grpo.truncated,
+            taken=ShownColumns.of([part.reward.takes for part in rewards], config),
+        )
+        # As those of a run before its first iteration, for `tandem samples`.
+        await asyncio.to_thread(sink.take, Finished(record=None, row={"iteration": 0}, evaluated=evaluated))
     log.info("model evaluated", model=str(config.model.path), sets=[result.name for result in evaluated])
 
 
@@ -93,15 +102,6 @@ async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: A
     for replica in replicas:
         stack.push_async_callback(replica.close)
     return replicas
-
-
-def _store_samples(
-    config: RunConfig, environment: ServiceEnvironment, codec: TextCodec, evaluated: Sequence[Evaluated]
-) -> None:
-    """Store the samples as those of a run before its first iteration, for `tandem samples`."""
-    folder = SampleFolder(environment.run_dir)
-    sink = SampleSink(folder=folder, settings=config.samples, codec=codec, truncated=config.grpo.truncated)
-    sink.take(Finished(record=None, row={"iteration": 0}, evaluated=evaluated))
 
 
 def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.data.columns import FileColumns
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.data.sources import RowSource, SourceFile
@@ -33,7 +34,7 @@ log = get_logger(__name__)
 
 FOLDER = "data-index"
 # Of what is written here; another one is another key.
-_FORMAT = 1
+_FORMAT = 2
 # File systems keep times in ticks of up to 2 s.
 _TICK_S = 2.0
 # Of a Scan; `overlong` quotes rows, and `faults` are none.
@@ -62,6 +63,7 @@ class RowIndex:
         files = list(self.places)
         about = {name: getattr(self.scan, name) for name in _COUNTS}
         about |= {"num_overlong": dict(self.scan.num_overlong), "files": list(map(str, files))}
+        about["by_file"] = {str(file): columns.dump() for file, columns in self.scan.by_file.items()}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         for number, file in enumerate(files):
             for name in RowPlaces.__slots__:
@@ -139,7 +141,8 @@ def read_index(run_dir: Path, key: str, source: RowSource) -> RowIndex | None:
                 for number, file in enumerate(about["files"])
             }
         counts = {name: about[name] for name in _COUNTS}
-        scan = Scan(source=source, num_overlong=Counter(about["num_overlong"]), **counts)
+        by_file = {Path(file): FileColumns.load(columns) for file, columns in about["by_file"].items()}
+        scan = Scan(source=source, num_overlong=Counter(about["num_overlong"]), by_file=by_file, **counts)
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         log.warning("data index cannot be read: the data are read again", path=str(path), error=str(error))
         return None

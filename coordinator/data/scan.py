@@ -11,6 +11,7 @@ from pathlib import Path
 
 import xxhash
 
+from coordinator.data.columns import FileColumns
 from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.sources import RowSource, SourceFile
 from servicekit.logs import get_logger
@@ -53,6 +54,8 @@ class Scan:
     longest: int = 0
     # Columns of the first rows, in their order.
     columns: list[str] = field(default_factory=list)
+    # By file, the columns of all rows without a fault.
+    by_file: dict[Path, FileColumns] = field(default_factory=dict)
     # A template has written prompts.
     rendered: bool = False
     # Of all files' bytes, in order.
@@ -125,10 +128,12 @@ class Scanner:
 
     def _measure(self, found: Scan, file: SourceFile, batch: _Batch) -> None:
         sound: _Batch = []
+        counted = found.by_file.setdefault(file.path, FileColumns())
         for (row, text), length in zip(batch, self._lengths(found, batch), strict=True):
             if length is None:
                 continue
             sound.append((row, text))
+            counted.add(row.number, row.columns.keys())
             if found.num_rows + len(sound) <= _SEEN_ROWS:
                 found.columns += [name for name in row.columns if name not in found.columns]
             if length > self.max_tokens:

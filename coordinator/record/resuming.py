@@ -18,6 +18,8 @@ from tandem_files.digests import file_digest, text_digest
 
 # Longer values of settings are compared and shown by their digests, of which messages show the beginning.
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
+# Settings that change no score.
+_NO_SCORE = {"trial"}
 
 
 def order_of(config: RunConfig, scans: Sequence[Scan], formats: PromptFormat) -> DataOrder:
@@ -94,7 +96,7 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
     kind = section.model_dump(include={"kind"})
-    for name, value in (kind | section.model_dump(mode="json", exclude_defaults=True)).items():
+    for name, value in (kind | section.model_dump(mode="json", exclude=_NO_SCORE, exclude_defaults=True)).items():
         text = json.dumps(value, sort_keys=True)
         yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]
 

@@ -14,13 +14,15 @@ import numpy as np
 
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import SampleHead, StoredSample, mean_reward, plain
+from tandem_files.samples.schema import SampleHead, StoredSample, mean_reward, plain, taken_columns
 
 # Groups of one answer, and samples of a group.
 _MOST_GROUPS, _MOST_SAMPLES = 20, 64
 _GROUPS = 6
 # Characters of all texts of an answer; each text gets an equal share within these bounds.
 _ALL_TEXT, _LEAST_TEXT, _MOST_TEXT = 2**20, 400, 20_000
+# Of a column that a reward takes.
+_MOST_COLUMN = 200
 # Share of a shortened text that is its beginning; the rest is its end, where answers are.
 _BEGINNING = 0.7
 # Readers wait for each other, so that pages that are open in many browsers do not take the coordinator's time.
@@ -181,6 +183,7 @@ def _group(samples: Sequence[StoredSample], members: Members, limit: int) -> dic
         "row": first.row,
         "prompt": shortened(first.prompt, limit),
         "answer": shortened(first.answer, limit),
+        "columns": {name: shortened(text, _MOST_COLUMN) for name, text in taken_columns(first).items()},
         "reward_mean": mean_reward(head for _, head in members),
         "num_samples": len(members),
         "samples": [_sample(sample, limit) for sample in samples],

@@ -43,7 +43,7 @@ def preflight(
     problems += data.problems
     if indices is not None:
         indices += data.indices
-    problems += check_rewards(draft.config, draft.usable, data.columns or None)
+    problems += check_rewards(draft.config, draft.usable, data)
     problems += check_host(draft.config, redis_url)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)

@@ -3,10 +3,11 @@
 import asyncio
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from coordinator.learn.rewards.function import check_form, task_of
-from coordinator.learn.rewards.workers.pool import RewardWorkers
+from coordinator.learn.rewards.taken import columns_of, rows_without
+from launcher.check.data.rows import CheckedData
+from launcher.check.trial import Trial, Tried
 from tandem_config.checks.reward import entry_key
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -14,21 +15,54 @@ from tandem_config.sections.reward import FunctionReward, MathVerifyReward
 from tandem_config.sections.rewards.servers import JudgeReward
 
 
-def check_rewards(
-    config: RunConfig, usable: Callable[..., bool], columns: Sequence[str] | None
-) -> Iterator[ConfigProblem]:
-    """Import every own function in a worker process, as the run will, and compare its parameters with the data.
+def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedData) -> Iterator[ConfigProblem]:
+    """Import every own function in a worker process, as the run will; compare it with the data, and call it once.
 
     Args:
         usable: whether all of the given keys have valid values.
-        columns: the columns of the data's rows; None: not known, so not compared.
+        data: the rows; without any, they are not compared and nothing is called.
     """
+    columns = columns_of(scan for scans in data.scans.values() for scan in scans) or None
+    first = data.first if usable("grpo.group_size") else None
+    trial = None if first is None else Trial(*first, codec=data.codec, group_size=config.grpo.group_size)
+    tried = try_functions(config, usable, columns, trial)
+    yield from _without_data(config, usable, tried)
+    takers = [(config.reward[place].label, found.takes) for place, found in tried.items()]
+    for key, scans in data.scans.items():
+        for problem in rows_without(scans, takers):
+            yield ConfigProblem(key=key, value=problem.place, message=problem.text)
+
+
+def check_imports(config: RunConfig, usable: Callable[..., bool], columns: Sequence[str]) -> Iterator[ConfigProblem]:
+    """Import every own function, and compare it with the columns of a row, before there is a configuration."""
+    yield from _without_data(config, usable, try_functions(config, usable, columns, None))
+
+
+def try_functions(
+    config: RunConfig, usable: Callable[..., bool], columns: Sequence[str] | None, trial: Trial | None
+) -> Mapping[int, Tried]:
+    """Try all own functions at the same time. Returns: what was found, by the reward's place."""
+    sections = {
+        place: section
+        for place, section in enumerate(config.reward)
+        if isinstance(section, FunctionReward) and usable(entry_key(config, place))
+    }
+
+    async def try_all() -> list[Tried]:
+        return await asyncio.gather(*(Tried.of(section, columns, trial) for section in sections.values()))
+
+    return dict(zip(sections, asyncio.run(try_all()), strict=True)) if sections else {}
+
+
+def _without_data(
+    config: RunConfig, usable: Callable[..., bool], tried: Mapping[int, Tried]
+) -> Iterator[ConfigProblem]:
     for place, section in enumerate(config.reward):
         key = entry_key(config, place)
         if not usable(key):
             continue
-        if isinstance(section, FunctionReward):
-            yield from _check_function(section, columns, key)
+        if place in tried:
+            yield from tried[place].problems(key)
         if isinstance(section, JudgeReward):
             yield from _check_key(section, key)
         if isinstance(section, MathVerifyReward) and importlib.util.find_spec("math_verify") is None:
@@ -38,13 +72,6 @@ def check_rewards(
                 message="the package math-verify is not installed",
                 suggestion="pip install math-verify",
             )
-
-
-def _check_function(section: FunctionReward, columns: Sequence[str] | None, key: str) -> Iterator[ConfigProblem]:
-    try:
-        asyncio.run(_try(section, columns))
-    except ValueError as error:
-        yield ConfigProblem(key=f"{key}.function", value=section.function, message=str(error))
 
 
 def _check_key(section: JudgeReward, key: str) -> Iterator[ConfigProblem]:
@@ -57,11 +84,3 @@ def _check_key(section: JudgeReward, key: str) -> Iterator[ConfigProblem]:
             message=f"the environment variable {name}, which holds the key of {section.url}, is not set or empty",
             suggestion=f"export {name}=..., or leave api_key_env out if the endpoint needs no key",
         )
-
-
-async def _try(section: FunctionReward, columns: Sequence[str] | None) -> None:
-    workers = RewardWorkers(task_of(section, output=False), count=1)
-    try:
-        check_form(section, await workers.start(), columns)
-    finally:
-        await workers.close()

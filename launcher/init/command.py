@@ -10,7 +10,7 @@ from rich.text import Text
 
 from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.model.folder import check_model
-from launcher.check.rewards import check_rewards
+from launcher.check.rewards import check_imports
 from launcher.commands import check_command
 from launcher.init.choices import Choices, flow
 from launcher.init.layout import HostMachine
@@ -118,7 +118,7 @@ def _reward_problems(draft: Draft) -> list[ConfigProblem]:
     if draft.config is None:
         return []
     _, record = first_row(draft.config.data, "train")
-    return list(check_rewards(draft.config, draft.usable, list(record)))
+    return list(check_imports(draft.config, draft.usable, list(record)))
 
 
 def _given(options: Sequence[str]) -> list[str]:

@@ -191,6 +191,13 @@ class FunctionReward(FailureSection):
         json_schema_extra=about("one call must not take the coordinator with it", unit="MiB"),
     )
 
+    trial: bool = Field(
+        True,
+        description="Call it once before anything starts (tandem check, tandem run): on the first row, with its answer "
+        "as the completion. What fails then is a warning.",
+        json_schema_extra=about("engines take minutes to start; false for a call that costs money or has effects"),
+    )
+
     @property
     def label(self) -> str:
         """The name in metrics and messages."""

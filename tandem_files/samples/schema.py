@@ -1,5 +1,6 @@
 """The columns of stored samples, as Parquet has them and as Python objects. Adding columns breaks no reader."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -28,6 +29,7 @@ SCHEMA = pa.schema(
         ("completion", pa.string()),
         ("answer", pa.string()),
         ("columns", pa.string()),
+        ("reward_columns", pa.list_(pa.string())),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("errors", pa.map_(pa.string(), pa.string())),
@@ -43,12 +45,13 @@ SCHEMA = pa.schema(
     metadata={"tandem.samples": "1"},
 )
 # Few different values, or the same for all samples of a group.
-REPEATED = ["kind", "group_id", "source", "prompt", "answer", "columns", "finish_reason", "use"]
+_LISTS = ["reward_columns.list.element"]
+REPEATED = ["kind", "group_id", "source", "prompt", "answer", "columns", *_LISTS, "finish_reason", "use"]
 # By a Parquet column's path: zstd for the long ones; for all of them it would double the time of writing short samples.
 _LONG = ("prompt", "completion", "answer", "columns", "token_ids.list.element")
 _NAMES = [column.name for column in SCHEMA if not pa.types.is_nested(column.type)]
 _MAPS = [column.name for column in SCHEMA if pa.types.is_map(column.type)]
-_SHORT = [*_NAMES, *(f"{name}.key_value.{side}" for name in _MAPS for side in ("key", "value"))]
+_SHORT = [*_NAMES, *_LISTS, *(f"{name}.key_value.{side}" for name in _MAPS for side in ("key", "value"))]
 COMPRESSION = {**dict.fromkeys(_SHORT, "lz4"), **dict.fromkeys(_LONG, "zstd")}
 
 
@@ -97,6 +100,8 @@ class StoredSample(SampleHead):
     answer: str
     # The data row's columns, as a JSON object.
     columns: str = "{}"
+    # Names of those that rewards take, prompt and answer apart; none in files of older releases.
+    reward_columns: Sequence[str] = ()
     # Unweighted scores by the reward's name; 0 if it failed.
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     prompt_tokens: int
@@ -143,6 +148,7 @@ def samples_of(table: pa.Table) -> list[StoredSample]:
     rows = _rows(table, [column.name for column in fields(StoredSample)])
     for row in rows:
         row["version_spans"] = tuple(TextSpan(**span) for span in row["version_spans"] or ())
+        row["reward_columns"] = tuple(row.get("reward_columns") or ())
     return [StoredSample(**row) for row in rows]
 
 
@@ -157,12 +163,25 @@ def _rows(table: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def plain(sample: StoredSample) -> dict[str, Any]:
-    """Make a JSON object of a sample; a number that is not finite, which JSON has not, becomes null."""
+    """Make a JSON object of a sample, with one of its row's columns; a number that is not finite becomes null."""
     values = asdict(sample)
     for name in ("reward", "advantage"):
         values[name] = _finite(values[name])
+    values["columns"] = _columns(sample)
     values["reward_parts"] = {part: _finite(score) for part, score in sample.reward_parts.items()}
     return values
+
+
+def taken_columns(sample: StoredSample) -> dict[str, str]:
+    """Return the columns that rewards take, by name: texts as they are, other values as JSON."""
+    columns = _columns(sample)
+    found = {name: columns[name] for name in sample.reward_columns if name in columns}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+
+
+def _columns(sample: StoredSample) -> dict[str, Any]:
+    columns: dict[str, Any] = json.loads(sample.columns, parse_constant=lambda _: None)
+    return columns
 
 
 def _finite(value: float | None) -> float | None:

@@ -400,7 +400,7 @@ async def test_held_out_completions_that_are_not_scored_are_counted_like_those_o
     assert late < counts["heldout_reward_timeouts"] <= 20
     assert (counts["reward_timeouts"], counts["warnings"]) == (0, 3)
     (trouble,) = saved_state(environment)["troubles"]
-    share = f"{late / 40:.1%} of the held-out completions"
+    share = f"{late / 40:.1%} of the completions of the last held-out evaluation"
     assert trouble == f"{share} took longer than reward.timeout_s to score."
 
 
@@ -451,15 +451,23 @@ async def test_own_rewards_that_fail_cost_their_samples_only(
     assert REGISTRY.get_sample_value("tandem_reward_score_mean", labels) == table[-1]["reward/own_mean"]
 
 
+@pytest.mark.parametrize(
+    ("level", "why"),
+    [
+        ({}, r"^reward\[1\]: .*own.py:score takes 'level', which nothing fills.*columns: prompt, answer"),
+        ({"level": 2}, r"rows.jsonl:7: has no 'level', which the reward score takes"),
+    ],
+)
 async def test_a_reward_that_cannot_work_is_found_before_any_service_is_called(
-    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path, level: dict[str, int], why: str
 ) -> None:
     (tmp_path / "own.py").write_text("def score(completion, level): return 1")
+    lines = [json.dumps({"prompt": "1+2=", "answer": "3"} | (level if place != 6 else {})) for place in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     rewards = [{"kind": "exact_match"}, {"function": f"{tmp_path}/own.py:score"}]
-    with pytest.raises(
-        ConfigError, match=r"^reward\[1\]: .*own.py:score takes 'level', which nothing fills.*columns: prompt, answer"
-    ):
-        await conduct(with_settings(config, reward=rewards), environment, resume=False, stop=asyncio.Event())
+    data = {"train": str(tmp_path / "rows.jsonl"), "heldout": None}
+    with pytest.raises(ConfigError, match=why):
+        await conduct(with_settings(config, reward=rewards, data=data), environment, resume=False, stop=asyncio.Event())
 
 
 def timeouts(data: str) -> float:

@@ -1,7 +1,9 @@
 """Stored samples of whole runs over gRPC: complete, replaced after a resume, and never a reason to fail."""
 
 import asyncio
+import json
 from collections import deque
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,22 @@ async def test_every_iteration_and_evaluation_is_stored_as_it_was_trained(
         assert all((sample.completion == f"{sample.answer}<eos>") == (sample.reward == 1.0) for sample in samples)
     heldout = folder.heads(6, "heldout")
     assert sum(head.reward or 0.0 for head in heldout) / len(heldout) == rows(environment)[-1]["heldout_accuracy"]
+
+
+async def test_samples_name_the_columns_that_rewards_take(
+    config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("def score(completion, level, hint=None): return level")
+    rows_of_level = [json.dumps({"prompt": f"1+{n}=", "answer": str(1 + n), "level": n, "x": 0}) for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows_of_level))
+    reward = [{"kind": "exact_match"}, {"function": f"{tmp_path}/own.py:score"}]
+    data = {"train": str(tmp_path / "rows.jsonl"), "heldout": None}
+    assert (
+        await run(with_settings(config, reward=reward, data=data, run={"iterations": 1}), environment, FakeTrainer())
+        == 0
+    )
+    samples = SampleFolder(environment.run_dir).load(1, "train", range(32))
+    assert {sample.reward_columns for sample in samples} == {("level",)}
 
 
 async def test_a_resumed_run_leaves_one_set_of_samples(config: RunConfig, environment: ServiceEnvironment) -> None:

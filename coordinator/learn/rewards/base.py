@@ -66,8 +66,28 @@ def parts_of(found: Mapping[int, Mapping[str, float]], size: int) -> dict[str, l
     return parts
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenColumns:
+    """Which columns of the data's rows a reward takes.
+
+    Attributes:
+        required: every row must have them.
+        optional: where a row has them.
+        everything: all that a row has.
+    """
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    everything: bool = False
+
+
 class Reward(Protocol):
     """Scores completions; does not block the event loop for longer than a few milliseconds."""
+
+    @property
+    def takes(self) -> TakenColumns:
+        """Which columns of the rows it takes, beside prompt and answer; known once it is started."""
+        return TakenColumns()
 
     async def start(self, columns: Sequence[str]) -> None:
         """Get ready, so that what cannot work is found before the run begins; most rewards need not.
@@ -95,6 +115,11 @@ class StoppedOnly(Reward):
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
+
+    @property
+    def takes(self) -> TakenColumns:
+        """Those of the reward."""
+        return self._reward.takes
 
     async def start(self, columns: Sequence[str]) -> None:
         """Start the reward."""

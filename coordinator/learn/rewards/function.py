@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores, parts_of
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, TakenColumns, parts_of
 from coordinator.learn.rewards.source import read_source
 from coordinator.learn.rewards.workers.pool import RewardWorkers
 from coordinator.learn.rewards.workers.signature import unfilled
@@ -79,16 +79,33 @@ class OwnFunction(Reward):
 
     Args:
         section: its settings.
+        output: whether what it prints is logged.
     """
 
-    def __init__(self, section: FunctionReward) -> None:
+    def __init__(self, section: FunctionReward, *, output: bool = True) -> None:
         self._section = section
-        self._task = task_of(section, output=True)
+        self._task = task_of(section, output=output)
         self._workers: RewardWorkers | None = None
         self._form: Mapping[str, Any] = {}
 
-    async def start(self, columns: Sequence[str]) -> None:
-        """Import the function in all workers and compare its parameters with the columns."""
+    @property
+    def per(self) -> str:
+        """What a call scores, once it is started: "sample", "batch" or "group"."""
+        return str(self._form["per"])
+
+    @property
+    def takes(self) -> TakenColumns:
+        """Return its parameters that columns fill."""
+        if not self._form:
+            return TakenColumns()
+        return TakenColumns(
+            required=tuple(self._form["required"]),
+            optional=tuple(self._form["optional"]),
+            everything=self._form["everything"] or "columns" in self._form["values"],
+        )
+
+    async def start(self, columns: Sequence[str] | None) -> None:
+        """Import the function in all workers and compare its parameters with the columns; None: they are not known."""
         self._workers = RewardWorkers(self._task, count=self._section.workers)
         self._form = await self._workers.start()
         check_form(self._section, self._form, columns)

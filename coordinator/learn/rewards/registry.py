@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.data.scan import Scan
 from coordinator.learn.rewards.base import Reward, StoppedOnly
 from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.function import OwnFunction
@@ -11,6 +12,7 @@ from coordinator.learn.rewards.lengths import Length, Overlong
 from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import FormatMatch, RegexMatch
 from coordinator.learn.rewards.servers.remote import RemoteScores
+from coordinator.learn.rewards.taken import columns_of, rows_without
 from servicekit.life.tasks import cancel
 from servicekit.security.tls import Identity
 from tandem_config.checks.reward import entry_key
@@ -26,6 +28,7 @@ from tandem_config.sections.reward import (
 )
 from tandem_config.sections.rewards.base import FailureSection, RewardSection, StopSection
 from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
+from tandem_files.rows.problems import DataError
 
 # Part of grpo.max_new_tokens over which `overlong` falls, as in DAPO: 4,096 of 20,480.
 _CACHE_SHARE = 5
@@ -63,16 +66,21 @@ def build_rewards(config: RunConfig, identity: Identity | None = None) -> list[P
     return [_part(config, place, identity, is_accuracy=place == accuracy) for place in range(len(config.reward))]
 
 
-async def start_rewards(parts: Sequence[Part], columns: Sequence[str]) -> None:
-    """Start all rewards at the same time.
+async def start_rewards(parts: Sequence[Part], scans: Sequence[Scan]) -> None:
+    """Start all rewards at the same time, and compare what they take with the rows of the data.
 
     Args:
-        columns: the columns that rows of the data have.
-    Raises: ValueError: one cannot work, by its key; all are closed then. Cancelled, it closes them too.
+        scans: of all data that they will score.
+    Raises: ValueError: one cannot work, by its key, or rows lack a column that it takes; all are closed then.
+        Cancelled, it closes them too.
     """
+    columns = columns_of(scans)
     starting = [asyncio.create_task(_start(part, columns), name=f"reward {part.name}") for part in parts]
     try:
         await asyncio.gather(*starting)
+        problems = rows_without(scans, [(part.name, part.reward.takes) for part in parts])
+        if problems:
+            raise DataError(problems)
     except BaseException:
         await cancel(*starting)
         await close_rewards(parts)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.learn.evaluation import Evaluated
+from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.record.report import IterationRecord
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import Finished
@@ -26,6 +27,7 @@ class SampleSink:
 
     Attributes:
         truncated: grpo.truncated.
+        taken: the columns that the rewards take.
         before_write: called immediately before a file is written; raises if this coordinator no longer leads the run.
     """
 
@@ -33,6 +35,7 @@ class SampleSink:
     settings: SamplesSection
     codec: TextCodec
     truncated: Literal["keep", "mask"]
+    taken: ShownColumns = field(default_factory=ShownColumns)
     before_write: Callable[[], None] = no_check
     _sizes: dict[int, int] | None = field(default=None, init=False)
 
@@ -91,7 +94,7 @@ class SampleSink:
         )
 
     def _write(self, batch: Batch) -> int:
-        table = table_of_batch(batch, self.codec, token_ids=self.settings.token_ids)
+        table = table_of_batch(batch, self.codec, token_ids=self.settings.token_ids, taken=self.taken)
         return self.folder.write(batch.iteration, batch.kind, table, self.before_write)
 
 

@@ -13,8 +13,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from coordinator.flow import Completion, Generation, Group, Scored
+from coordinator.learn.rewards.taken import ShownColumns
 from tandem_files.samples.schema import SPAN, storable, table_of
 from tandem_files.tokenizer import TextCodec
+
+_TEXTS = pa.list_(pa.string())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,13 @@ class Batch:
     uses_PG: NDArray[np.str_]
 
 
-def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Table:
-    """Make the table. token_ids: with each completion's."""
+def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool, taken: ShownColumns) -> pa.Table:
+    """Make the table.
+
+    Args:
+        token_ids: with each completion's.
+        taken: the columns that rewards take.
+    """
     groups = batch.generation.groups
     completions = [completion for group in groups for completion in group.completions]
     size = len(completions)
@@ -60,6 +68,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool) -> pa.Tab
         completion=codec.decode_all(completion.token_ids for completion in completions),
         answer=of_group([storable(group.prompt.answer) for group in groups]),
         columns=of_group([_columns(group) for group in groups]),
+        reward_columns=pa.array([taken.within(group.prompt.columns) for group in groups], _TEXTS).take(owners),
         reward=pa.array(batch.scored.rewards_PG.ravel(), mask=~batch.scored.present_PG.ravel()),
         reward_parts=_parts(batch.scored.parts, size),
         errors=_errors(batch.scored.failures, size),

@@ -141,6 +141,7 @@ function drawGroup(found, group) {
   const source = make("span", `row ${group.row} of ${fileName(group.source) || group.kind}`, "dim");
   source.title = group.source;
   head.append(source);
+  for (const [name, text] of Object.entries(group.columns)) head.append(make("span", `${name}: ${text}`, "dim"));
   const cards = make("div", undefined, "cards");
   cards.append(...group.samples.map((sample) => drawCard(found, group, sample, null)));
   const texts = make("div", undefined, "texts");
@@ -202,7 +203,9 @@ function drawCard(found, group, sample, before) {
   card.append(make("h3", `#${sample.sample}`), figures);
   const parts = Object.entries(sample.reward_parts);
   const score = ([name, value]) => `${name} ${Object.hasOwn(sample.errors, name) ? "failed" : number(value)}`;
-  if (parts.length) card.append(make("p", parts.map(score).join(" · "), "parts"));
+  const sum = parts.reduce((total, [, value]) => total + (value || 0), 0);
+  const weighted = sample.reward !== null && Math.abs(sum - sample.reward) > 1e-6;
+  if (parts.length) card.append(make("p", (weighted ? "unweighted: " : "") + parts.map(score).join(" · "), "parts"));
   for (const [name, why] of Object.entries(sample.errors)) card.append(make("p", `${name} failed: ${why}`, "parts failed"));
   card.append(before === null ? completion(sample, versions) : difference(before, sample));
   if (sample.segments.some((segment) => segment.left_out)) card.append(whole(found, group, sample, card));

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordinator.data.formatting import PromptFormat, prompt_format
+from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
@@ -16,6 +16,7 @@ from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.rows.problems import DataError, RowProblem
+from tandem_files.rows.reading import Row
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
@@ -33,15 +34,24 @@ class CheckedData:
     Attributes:
         train: the passes over the sources of data.train, if all rows can be used.
         formats: which rendered and tokenized them.
-        columns: those of the rows; empty if none could be read.
+        scans: the passes over all sources, by the key that names them.
+        first: the first row that can be used, of data.train if it has one, and its prompt.
+        codec: the tokenizer, if it can be used.
         indices: where the rows lie, for the coordinator.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
     train: list[Scan] = field(default_factory=list)
     formats: PromptFormat | None = None
-    columns: list[str] = field(default_factory=list)
+    scans: dict[str, list[Scan]] = field(default_factory=dict)
+    codec: TextCodec | None = None
+    first: tuple[Row, PromptText] | None = None
     indices: list[RowIndex] = field(default_factory=list)
+
+    def keep_first(self, batch: Sequence[tuple[Row, PromptText]]) -> None:
+        """Keep the first row of all, those of data.train being read first."""
+        if self.first is None and batch:
+            self.first = batch[0]
 
 
 def check_data(
@@ -54,7 +64,7 @@ def check_data(
         spec: the model, for its position limit; None: not checked.
         codec: the tokenizer, for chat template and lengths in tokens; None: not checked.
     """
-    found = CheckedData()
+    found = CheckedData(codec=codec)
     if codec is not None and usable(*_FORMAT, *_LENGTHS, "model.path", "model.tokenizer_path"):
         try:
             found.formats = prompt_format(config.data, codec)
@@ -65,9 +75,9 @@ def check_data(
     for part in _PARTS:
         if getattr(config.data, part) is None or not usable(f"data.{part}", *_COLUMNS):
             continue
-        scans, problems = _check_part(config, part, found.formats, found.indices, read_answers=read_answers)
+        scans, problems = _check_part(config, part, found, read_answers=read_answers)
         found.problems += problems
-        found.columns += [name for scan in scans for name in scan.columns if name not in found.columns]
+        found.scans[f"data.{part}"] = scans
         longest = max([longest, *(scan.longest for scan in scans)])
         if part == "train" and usable("grpo.prompts_per_iteration"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
@@ -90,21 +100,21 @@ def check_data(
 
 
 def _check_part(
-    config: RunConfig, part: DataKey, formats: PromptFormat | None, indices: list[RowIndex], *, read_answers: bool
+    config: RunConfig, part: DataKey, found: CheckedData, *, read_answers: bool
 ) -> tuple[list[Scan], list[ConfigProblem]]:
-    """Read all rows of a part. Returns: what was found in each source, and the problems; `indices` get more."""
+    """Read all rows of a part. Returns: what was found in each source, and the problems; `found` gets the rest."""
     key = f"data.{part}"
     answers = AnswerSample()
-    plain = None if formats is None else PlainPrompts(formats)
+    plain = None if found.formats is None else PlainPrompts(found.formats)
     scanner = Scanner(
-        format=formats,
+        format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
-        watchers=[answers.add] if plain is None else [answers.add, plain.add],
+        watchers=[found.keep_first, answers.add] if plain is None else [found.keep_first, answers.add, plain.add],
         report=_report,
     )
     try:
         sources = find_sources(config.data, part)
-        scans = [_scan(config, scanner, source, indices) for source in sources]
+        scans = [_scan(config, scanner, source, found.indices) for source in sources]
     except DataError as error:
         return [], [_problem(key, problem) for problem in error.problems]
     except OSError as error:
@@ -139,7 +149,8 @@ def _check_set(
 ) -> list[ConfigProblem]:
     """Check the data of an evaluation set as data.heldout is checked, and that its completions fit."""
     own = config.model_copy(update={"data": config.data.model_copy(update={"heldout": sampled.data})})
-    scans, problems = _check_part(own, "heldout", found.formats, found.indices, read_answers=read_answers)
+    scans, problems = _check_part(own, "heldout", found, read_answers=read_answers)
+    found.scans.setdefault("evaluation.sets", []).extend(scans)
     renamed = [replace(problem, key="evaluation.sets") for problem in problems]
     return [*renamed, *check_set(config, sampled, spec, max((scan.longest for scan in scans), default=0))]
 

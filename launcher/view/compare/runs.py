@@ -1,9 +1,8 @@
-"""Reads the runs to compare: their rows, how they stand, and the settings in which they differ."""
+"""Reads the runs to compare: their rows, how they stand, and their settings."""
 
 import difflib
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -21,9 +20,6 @@ _LESS_IS_BETTER = (
     *("_s", "_share", "_errors", "_timeouts", "_answers", "_groups", "_calls", "truncated_ratio"),
     *("zero_variance_ratio", "loss", "kl_old", "logprob_abs_diff_max", "logprob_abs_diff_mean"),
 )
-# Settings that differ between any two runs.
-_OWN_SETTINGS = frozenset({"run.name", "run.output_dir"})
-_NO_VALUE = "-"
 # Of what a run records of its rewards (coordinator/record/resuming.py), that which its configuration does not say.
 _CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)
 
@@ -35,8 +31,9 @@ class RunCurves:
     Attributes:
         label: tells it apart from the others.
         total: run.iterations.
-        settings: its configuration, by dotted key.
-        code: digests of its own rewards' files, by a name for each; None: an older release has not recorded them.
+        settings: its configuration without the rewards, by dotted key.
+        rewards: the settings of each reward by dotted key, by the reward's name.
+        code: name and digest of each own reward's file, by the reward; None: an older release has not recorded them.
     """
 
     label: str
@@ -45,7 +42,8 @@ class RunCurves:
     total: int
     initial_accuracy: float | None
     settings: dict[str, Any]
-    code: dict[str, str] | None
+    rewards: dict[str, dict[str, Any]]
+    code: dict[str, tuple[str, str]] | None
     troubles: tuple[str, ...]
 
     def points(self, metric: str) -> list[tuple[int, float]]:
@@ -118,17 +116,6 @@ def curve_of(run: RunCurves, metric: str, last: int) -> Curve | None:
     return Curve(first=points[0][1], final=points[-1][1], best=best, best_at=best_at, mean=fmean(newest))
 
 
-def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Return the settings, and the files of rewards, in which the runs differ: by key, the value of each run."""
-    keys = sorted({key for run in runs for key in run.settings} - _OWN_SETTINGS)
-    values = {key: [_text(run.settings, key) for run in runs] for key in keys}
-    codes = [run.code for run in runs if run.code is not None]
-    if len(codes) == len(runs):
-        names = sorted({name for code in codes for name in code})
-        values |= {name: [code.get(name, _NO_VALUE) for code in codes] for name in names}
-    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
-
-
 def _read(folder: Path, label: str) -> RunCurves:
     try:
         config = yaml.safe_load((folder / RESOLVED_CONFIG).read_text(encoding="utf-8"))
@@ -138,6 +125,7 @@ def _read(folder: Path, label: str) -> RunCurves:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder / RESOLVED_CONFIG} cannot be read: {error}") from None
     rows, state = metrics_rows(folder), read_state(folder)
+    rewards = _rewards_of(config.pop("reward", None))
     settings = dict(_flat("", config))
     return RunCurves(
         label=label,
@@ -146,17 +134,29 @@ def _read(folder: Path, label: str) -> RunCurves:
         total=int(settings.get("run.iterations") or 0),
         initial_accuracy=state.get("initial_accuracy"),
         settings=settings,
+        rewards=rewards,
         code=_code_of(state.get("rewards")),
         troubles=tuple(map(str, state.get("troubles") or ())),
     )
 
 
-def _code_of(recorded: Any) -> dict[str, str] | None:
-    """Return the digest of each reward's file, by reward and the file's name; None if nothing is recorded."""
+def _rewards_of(section: Any) -> dict[str, dict[str, Any]]:
+    """Return the settings of each reward by its name, whether the configuration has one or a list of them."""
+    entries = [entry for entry in (section if isinstance(section, list) else [section]) if isinstance(entry, dict)]
+    return {_label(entry): dict(_flat("", entry)) for entry in entries}
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    """Return the name of a reward in metrics and messages (tandem_config/sections/reward.py)."""
+    return str(entry.get("name") or str(entry.get("function", "")).rpartition(":")[2] or entry.get("kind"))
+
+
+def _code_of(recorded: Any) -> dict[str, tuple[str, str]] | None:
+    """Return name and digest of each reward's file, by the reward; None if nothing is recorded."""
     if not isinstance(recorded, dict) or not recorded:
         return None
     found = {match: digest for key, digest in recorded.items() if (match := _CODE.fullmatch(key)) is not None}
-    return {f"{match['reward']}: {Path(match['place']).name}": str(digest) for match, digest in found.items()}
+    return {match["reward"]: (Path(match["place"]).name, str(digest)) for match, digest in found.items()}
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
@@ -165,10 +165,3 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
             pair for name, inner in value.items() for pair in _flat(f"{prefix}.{name}" if prefix else str(name), inner)
         ]
     return [(prefix, value)]
-
-
-def _text(settings: dict[str, Any], key: str) -> str:
-    if key not in settings:
-        return _NO_VALUE
-    value = settings[key]
-    return value if isinstance(value, str) else json.dumps(value)

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.view.compare.runs import RunCurves, curve_of, differing
+from launcher.view.compare.differences import REWARDS, differing
+from launcher.view.compare.runs import RunCurves, curve_of
 
 # Iterations whose mean is shown.
 LAST = 10
@@ -37,7 +38,7 @@ def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Seque
     if different:
         table = _table("settings that differ", *(run.label for run in runs))
         for key, texts in different.items():
-            table.add_row(key, *map(_short, texts))
+            table.add_row(key, *(texts if key == REWARDS else _shortened(texts)))
         console.print(table)
     else:
         console.print(Text("the settings of the runs do not differ"))
@@ -64,6 +65,12 @@ def _table(*titles: str) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _shortened(texts: Sequence[str]) -> Sequence[str]:
+    """Shorten values, unless they would look the same."""
+    short = [_short(text) for text in texts]
+    return short if len(set(short)) == len(set(texts)) else texts
 
 
 def _short(text: str) -> str:

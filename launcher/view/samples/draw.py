@@ -1,7 +1,7 @@
 """Prints samples: readable at 80 columns in a terminal, unwrapped lines elsewhere, JSON for programs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,11 +9,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from launcher.view.samples.choose import Chosen
-from tandem_files.samples.schema import StoredSample, plain
+from tandem_files.metrics_file import is_weighted
+from tandem_files.samples.schema import StoredSample, plain, taken_columns
 
 # Characters of a text that are shown without --full: the beginning and the end, where an answer is.
 _HEAD, _TAIL = 800, 400
 _INDENT = 4
+# Columns of the row in its line, and characters of each.
+_MOST_COLUMNS, _VALUE = 6, 40
 _USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
@@ -42,11 +45,14 @@ def draw_json(console: Console, chosen: Chosen) -> None:
 
 
 def overview(run_dir: Path, chosen: Chosen) -> str:
-    """Summarize the samples that were chosen from."""
+    """Say how many samples fit the filters, and summarize those that they were chosen from."""
     heads = chosen.heads
     rewards = [head.reward for head in heads if head.reward is not None]
     groups = len({head.group_id for head in heads})
-    text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: {len(heads)} samples of {groups} groups"
+    text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: "
+    if chosen.filters:
+        text += f"{chosen.fitting} of {len(heads)} samples fit {', '.join(chosen.filters)}; all "
+    text += f"{len(heads)} samples of {groups} groups"
     if heads:
         cut = sum(head.finish_reason == "length" for head in heads) / len(heads)
         tokens = sum(head.num_tokens for head in heads) / len(heads)
@@ -90,10 +96,29 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
         yield Text(f"  {visible(name)} failed: {shortened(visible(why), full=full)}", style="red")
     for title, text in (("prompt", sample.prompt), ("completion", sample.completion), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
+    columns = taken_columns(sample)
+    if columns:
+        yield "of the row, for rewards", _listed(columns, full=full)
+
+
+def _listed(columns: Mapping[str, str], *, full: bool) -> str:
+    """Return columns in one short line, unless `full`."""
+    found = [f"{visible(name)}: {visible(text) if full else _on_a_line(text)}" for name, text in columns.items()]
+    if full:
+        return "\n".join(found)
+    more = len(found) - _MOST_COLUMNS
+    return ", ".join(found[:_MOST_COLUMNS]) + (f" and {more} more (--full)" if more > 0 else "")
+
+
+def _on_a_line(text: str) -> str:
+    """Return the beginning of a text, in one line."""
+    line = visible(" ".join(text[: 2 * _VALUE].split()))
+    return line if len(line) <= _VALUE and len(text) <= 2 * _VALUE else f"{line[: _VALUE - 3]}..."
 
 
 def _figures(sample: StoredSample) -> str:
     parts = ", ".join(f"{visible(name)} {_score(sample, name)}" for name in sample.reward_parts)
+    parts = f"unweighted: {parts}" if is_weighted(sample.reward, sample.reward_parts.values()) and parts else parts
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
     figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:

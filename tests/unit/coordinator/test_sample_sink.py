@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.flow import Completion, Generation, Group, Prompt, Scored
 from coordinator.learn.evaluation import Evaluated
+from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.record.report import IterationRecord
 from coordinator.record.samples.sink import SampleSink, surplus
 from coordinator.record.sinks import Finished
@@ -78,6 +79,7 @@ def make_sink(tmp_path: Path) -> Any:
             settings=SamplesSection(**settings),
             codec=codec,
             truncated="mask",
+            taken=ShownColumns(named=("level", "hint")),
             before_write=before_write,
         )
 
@@ -99,6 +101,7 @@ def test_a_sample_has_all_that_there_is_to_tell(make_sink: Any, tmp_path: Path) 
     ]
     first = samples[0]
     assert (first.prompt, first.answer, first.columns, first.row) == ("1+2=", "3", '{"level": 3}', 7)
+    assert first.reward_columns == ("level",)
     assert (first.reward, first.reward_parts, first.advantage) == (2.0, {"math": 1.0}, 0.7)
     assert (first.num_tokens, first.prompt_tokens, first.policy_version, first.token_ids) == (2, 4, 4, None)
     assert (first.source, first.version_spans, first.sample_id) == ("train.jsonl", (), "i3.g0.row7#0")

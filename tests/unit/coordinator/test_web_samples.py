@@ -59,6 +59,16 @@ def test_groups_are_chosen_and_sorted(pages: SamplePages, query: dict[str, str],
     assert "".join(order(pages.groups(query))) == groups
 
 
+def test_a_group_has_the_columns_that_rewards_take(tmp_path: Path) -> None:
+    columns = {"level": 3, "hint": "x" * 300, "unused": 1}
+    folder = SampleFolder(tmp_path)
+    write_samples(folder, 1, "train", [stored(columns=json.dumps(columns), reward_columns=("level", "hint"))])
+    (group,) = SamplePages(folder).groups({})["groups"]
+    assert group["columns"]["level"] == "3"
+    assert "[... 100 characters ...]" in group["columns"]["hint"]
+    assert "unused" not in group["columns"]
+
+
 def test_an_answer_says_what_else_there_is(pages: SamplePages) -> None:
     found = pages.groups({})
     assert (found["iteration"], found["kind"], found["num_groups"]) == (9, "train", 3)

@@ -16,6 +16,7 @@ from tests.kit.samples import stored, write_samples
 FULL = stored(
     columns='{"level": 3}',
     reward_parts={"format": 0.5, "math": 1.0},
+    reward_columns=("level",),
     errors={"format": "KeyError: 'tag'"},
     version_spans=(TextSpan(end=1, text_end=1, policy_version=4), TextSpan(end=2, text_end=6, policy_version=5)),
     token_ids=[7, 1],
@@ -30,12 +31,12 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     assert folder.sizes() == {1: size}
 
 
-def test_a_file_of_a_release_without_errors_is_read(tmp_path: Path) -> None:
+def test_a_file_of_an_older_release_is_read(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
     write_samples(folder, 1, "train", [FULL])
     path = tmp_path / "samples" / "00000001.train.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["errors"]), path)
-    assert folder.load(1, "train", [0]) == [replace(FULL, errors={})]
+    pq.write_table(pq.read_table(path).drop_columns(["errors", "reward_columns"]), path)
+    assert folder.load(1, "train", [0]) == [replace(FULL, errors={}, reward_columns=())]
     assert [head.errors for head in folder.heads(1, "train")] == [{}]
 
 

@@ -2,18 +2,29 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from launcher.view.compare.command import compare_command
+from launcher.view.compare.differences import differing
 from launcher.view.compare.picture import smoothed
-from launcher.view.compare.runs import curve_of, differing, read_runs
+from launcher.view.compare.runs import curve_of, read_runs
+
+OWN: dict[str, Any] = {
+    "kind": "function",
+    "function": "/home/me/mine.py:score",
+    "args": {},
+    "name": None,
+    "weight": 1.0,
+}
+SHORT: dict[str, Any] = {"kind": "length", "name": "short", "full_tokens": 1, "weight": 0.5}
 
 
-def write_run(folder: Path, rewards: list[float], **trainer: float) -> Path:
+def write_run(folder: Path, rewards: list[float], reward: object = OWN, **trainer: float) -> Path:
     folder.mkdir(parents=True)
-    settings = {"run": {"name": folder.name, "iterations": 4}, "trainer": trainer, "trackers": []}
+    settings = {"run": {"name": folder.name, "iterations": 4}, "trainer": trainer, "trackers": [], "reward": reward}
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(settings))
     rows = [
         {
@@ -86,6 +97,43 @@ def test_a_changed_reward_is_a_difference(code: str, other: str | None, differ: 
         state = json.loads((folder / "state.json").read_text())
         (folder / "state.json").write_text(json.dumps(state | {"rewards": recorded if digest else {}}))
     assert differing(read_runs(folders)) == differ
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "differ"),
+    [
+        (OWN, [OWN], {}),
+        (OWN, [OWN, SHORT], {"rewards": ["score", "score + 0.5 short"]}),
+        ([SHORT, OWN], [OWN | {"weight": 2}, SHORT], {"rewards": ["0.5 short + score", "2 score + 0.5 short"]}),
+        (
+            [OWN, SHORT],
+            [OWN | {"args": {"scale": 2}}, SHORT | {"kind": "overlong"}],
+            {
+                "reward score: args": ["{}", "-"],
+                "reward score: args.scale": ["-", "2"],
+                "reward short: kind": ["length", "overlong"],
+            },
+        ),
+    ],
+)
+def test_rewards_are_compared_by_name(one: object, two: object, differ: object, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [0.1], reward) for name, reward in (("one", one), ("two", two))]
+    for folder in folders:
+        named = [name for name in ("score", "short") if name in (folder / "config.resolved.yaml").read_text()]
+        recorded = {f"reward {name}: code of /home/me/{name}.py": "f70d" for name in named}
+        (folder / "state.json").write_text(json.dumps({"rewards": recorded}))
+    assert differing(read_runs(folders)) == differ
+
+
+def test_what_differs_is_not_shortened_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = [SHORT | {"name": f"r{place}"} for place in range(9)]
+    tail = "/the/same/folder/of/tasks/for/all.py:score"
+    mine, theirs = (OWN | {"function": f"/{who}{tail}"} for who in ("mine", "theirs"))
+    assert command(write_run(tmp_path / "one", [0.1], several), write_run(tmp_path / "two", [0.1], mine)) == 0
+    printed = capsys.readouterr().out
+    assert all(f"0.5 r{place}" in printed for place in range(9))
+    assert command(write_run(tmp_path / "a", [0.1], mine), write_run(tmp_path / "b", [0.1], theirs)) == 0
+    assert "/theirs" in capsys.readouterr().out
 
 
 def test_of_a_loss_the_least_is_best(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from time import time
 from typing import Any
 
 import httpx
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import Environment, StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, TakenColumns
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from tandem_config.sections.rewards.servers import JudgeReward
 
@@ -40,6 +40,11 @@ class JudgedScores(Reward):
         self._scores = {text.casefold(): score for text, score in (section.scores or {}).items()}
         self._key = ""
         self._client: httpx.AsyncClient | None = None
+
+    @property
+    def takes(self) -> TakenColumns:
+        """The columns that the prompt names."""
+        return columns_in(self._section.prompt)
 
     async def start(self, columns: Sequence[str]) -> None:
         """Read the key, and wait until the endpoint answers."""
@@ -178,6 +183,23 @@ class JudgedScores(Reward):
     def _hidden(self, text: str) -> str:
         """Return a text without the key, which some endpoints repeat when they refuse it."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def columns_in(prompt: str) -> TakenColumns:
+    """Return the columns that a template names.
+
+    >>> columns_in("{{ columns.level }} {{ columns['hint'] }} {{ answer }}").optional
+    ('level', 'hint')
+    >>> columns_in("{{ columns | tojson }}").everything
+    True
+    """
+    tree = Environment(autoescape=False).parse(prompt)
+    names: dict[int, object] = {id(access.node): access.attr for access in tree.find_all(nodes.Getattr)}
+    names |= {id(access.node): getattr(access.arg, "value", None) for access in tree.find_all(nodes.Getitem)}
+    taken = [names.get(id(name)) for name in tree.find_all(nodes.Name) if name.name == "columns"]
+    # Of a name that a dict has, as `items`, the template gets the method.
+    found = tuple(name for name in taken if isinstance(name, str) and not hasattr(dict, name))
+    return TakenColumns(optional=found, everything=len(found) < len(taken))
 
 
 def _passing(status: int) -> bool:

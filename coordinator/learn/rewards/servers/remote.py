@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME, Reward, ScoredText, Scores, parts_of
+from coordinator.learn.rewards.base import (
+    MOST_PARTS,
+    PART_NAME,
+    Reward,
+    ScoredText,
+    Scores,
+    TakenColumns,
+    parts_of,
+)
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from coordinator.learn.rewards.servers.samples import batched, to_sample
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
@@ -43,6 +51,11 @@ class RemoteScores(Reward):
         self._needs = reward_pb2.DescribeResponse()
         self._channel: DeadlineChannel | None = None
         self._stub: reward_pb2_grpc.RewardServiceStub | None = None
+
+    @property
+    def takes(self) -> TakenColumns:
+        """All columns are sent; the server says which it cannot do without."""
+        return TakenColumns(required=tuple(self._needs.required_columns), everything=True)
 
     async def start(self, columns: Sequence[str]) -> None:
         """Wait until the server serves, and compare what it needs with the data."""

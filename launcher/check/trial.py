@@ -1,0 +1,117 @@
+"""Tries a user's own reward function before a run: imports it in a worker as the run will, and lets it score once.
+
+What the call raises is a warning: a function may rightly refuse the completion that it is tried with, or need what only
+the run has.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.data.formatting import PromptText
+from coordinator.learn.rewards.base import ScoredText, TakenColumns
+from coordinator.learn.rewards.function import OwnFunction
+from tandem_config.problems import ConfigProblem
+from tandem_config.sections.reward import FunctionReward
+from tandem_files.rows.reading import Row
+from tandem_files.tokenizer import TextCodec
+
+# A call may be allowed an hour; a check does not wait for that.
+MOST_S = 30.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a function is tried on: a row, with its answer as the completion.
+
+    Attributes:
+        group_size: completions that a function of a group gets.
+    """
+
+    row: Row
+    prompt: PromptText
+    codec: TextCodec | None
+    group_size: int
+
+    @property
+    def text(self) -> str:
+        """What is tried, for messages."""
+        completion = "with its answer as the completion" if self.row.answer else "with an empty completion"
+        return f"{self.row.file}:{self.row.number}, {completion}"
+
+    def items(self, per: str) -> list[ScoredText]:
+        """Return the completions of one call."""
+        ids = [] if self.codec is None else self.codec.encode_rendered([self.row.answer])[0]
+        return [
+            ScoredText(
+                completion=self.row.answer,
+                answer=self.row.answer,
+                truncated=False,
+                num_tokens=len(ids) + 1,
+                prompt=self.prompt.text,
+                columns=self.row.columns,
+                sample_id=f"check.g0.row{self.row.number}#{index}",
+            )
+            for index in range(self.group_size if per == "group" else 1)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What trying a function has shown.
+
+    Attributes:
+        takes: the columns that it takes.
+        error: why it cannot be used; "": it can.
+        failure: why it could not score the trial; "": it could, or was not called.
+    """
+
+    section: FunctionReward
+    takes: TakenColumns = field(default_factory=TakenColumns)
+    error: str = ""
+    failure: str = ""
+
+    @classmethod
+    async def of(cls, section: FunctionReward, columns: Sequence[str] | None, trial: Trial | None) -> "Tried":
+        """Try a function in one worker.
+
+        Args:
+            columns: the columns that rows of the data have; None: not known, so not compared.
+            trial: None: it is only imported.
+        """
+        reward = OwnFunction(section.model_copy(update={"workers": 1}), output=False)
+        try:
+            await reward.start(columns)
+            takes = reward.takes
+            possible = trial is not None and section.trial and all(name in trial.row.columns for name in takes.required)
+            failure = await _failure(reward, section, trial) if trial is not None and possible else ""
+            return cls(section=section, takes=takes, failure=failure)
+        except ValueError as error:
+            return cls(section=section, error=str(error))
+        finally:
+            await reward.close()
+
+    def problems(self, key: str) -> Iterator[ConfigProblem]:
+        """Yield the error or warning. key: the reward's key in the configuration."""
+        if self.error:
+            yield ConfigProblem(key=f"{key}.function", value=self.section.function, message=self.error)
+        if self.failure:
+            yield ConfigProblem(
+                key=f"{key}.function",
+                value=self.section.function,
+                message=self.failure,
+                suggestion="correct it, or set trial: false if it can work in the run only",
+                severity="warning",
+            )
+
+
+async def _failure(reward: OwnFunction, section: FunctionReward, trial: Trial) -> str:
+    """Let a started function score; return why it cannot."""
+    try:
+        async with asyncio.timeout(MOST_S):
+            scores = await reward.score(trial.items(reward.per))
+    except TimeoutError:
+        why = f"no score after {MOST_S:g} s; the whole timeout_s = {section.timeout_s:g} s was not waited for"
+    else:
+        why = next(iter(scores.errors.values()), "")
+    return f"tried on {trial.text}, it failed: {why}" if why else ""
