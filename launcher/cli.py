@@ -34,6 +34,7 @@ app = typer.Typer(
     tandem logs                      the logs of all services of a run
     tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem checkpoints runs/<name>   what its checkpoints hold, and whether they are undamaged
     tandem samples                   prompts, completions and rewards of a run
     tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
@@ -251,7 +252,15 @@ def top(
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")
+    ] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            "--test", metavar="DIR", help="Write nothing: compare names, shapes and numbers with this folder."
+        ),
+    ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -270,11 +279,31 @@ def export(
     Examples:
         tandem export runs/my-run --out my-model
         tandem export runs/my-run --checkpoint 40 --out at-40
+        tandem export runs/my-run --test my-model
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
     from launcher.export import export_command
 
-    raise typer.Exit(export_command(run_dir, checkpoint, out, config, overrides or []))
+    raise typer.Exit(export_command(run_dir, checkpoint, out, test, config, overrides or []))
+
+
+@app.command()
+def checkpoints(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Do not read the shards to compare their digests.")] = False,
+) -> None:
+    """List a run's checkpoints: what each holds, which layout wrote it, and whether its files are as they were written.
+
+    The exit code is 1 if a complete one is damaged; what is damaged is named by file and tensor.
+
+    \b
+    Examples:
+        tandem checkpoints runs/my-run
+        tandem checkpoints runs/my-run --quick
+    """
+    from launcher.checkpoints import checkpoints_command
+
+    raise typer.Exit(checkpoints_command(run_dir, deep=not quick))
 
 
 @app.command()

@@ -15,17 +15,27 @@ from tandem_config.problems import ConfigErrors
 _ELSEWHERE = "run this where Tandem is installed whole, or in the trainer's image: python -m trainer_service.export"
 
 
-def export_command(run_dir: Path, which: str, out: Path, config: Path | None, overrides: Sequence[str]) -> int:
+def export_command(
+    run_dir: Path, which: str, out: Path | None, test: Path | None, config: Path | None, overrides: Sequence[str]
+) -> int:
     """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
 
     def warn(text: str) -> None:
         complaints.print(Text(text, style="bold yellow"))
 
+    if (out is None) == (test is None):
+        complaints.print(Text("not exported: give --out DIR to write, or --test DIR to compare", style="bold red"))
+        return EXIT_BAD_CONFIG
     try:
-        from trainer_service.export import export
+        from trainer_service.export import compare_export, export
 
-        console.print(Text(export(run_dir, which, out, config, overrides, warn), style="bold green"))
+        if test is not None:
+            same, text = compare_export(run_dir, which, test, config, overrides, warn)
+            console.print(Text(text, style="bold green" if same else "bold red"))
+            return EXIT_OK if same else EXIT_FAILED
+        if out is not None:
+            console.print(Text(export(run_dir, which, out, config, overrides, warn), style="bold green"))
     except ConfigErrors as errors:
         print_problems(complaints, errors.problems)
         return EXIT_BAD_CONFIG
@@ -36,6 +46,7 @@ def export_command(run_dir: Path, which: str, out: Path, config: Path | None, ov
         complaints.print(Text(f"not exported: {error}: {_ELSEWHERE}", style="bold red"))
         return EXIT_BAD_CONFIG
     except OSError as error:
-        complaints.print(Text(f"failed: cannot write {out}: {error}", style="bold red"))
+        what = f"write {out}" if out is not None else f"compare with {test}"
+        complaints.print(Text(f"failed: cannot {what}: {error}", style="bold red"))
         return EXIT_FAILED
     return EXIT_OK

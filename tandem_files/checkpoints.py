@@ -153,7 +153,7 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
     Raises: DamagedCheckpoint: all complete ones are damaged; names each.
     """
     skipped: list[Damage] = []
-    for iteration, folder in reversed(_list_all(run_dir)):
+    for iteration, folder in reversed(list_all(run_dir)):
         damage = _damage(iteration, folder, deep=deep)
         if damage is None:
             return Sound(iteration=iteration, folder=folder, skipped=skipped)
@@ -206,7 +206,7 @@ def usable(run_dir: Path) -> tuple[list[tuple[int, Path]], list[Damage]]:
     """
     found: list[tuple[int, Path]] = []
     unusable: list[Damage] = []
-    for iteration, folder in reversed(_list_all(run_dir)):
+    for iteration, folder in reversed(list_all(run_dir)):
         damage = _damage(iteration, folder, deep=False)
         if damage is None:
             found.append((iteration, folder))
@@ -261,7 +261,7 @@ def set_aside(damage: Damage) -> Path | None:
 
 def list_complete(run_dir: Path) -> list[tuple[int, Path]]:
     """List every complete checkpoint as (iteration, folder), oldest first."""
-    return [(iteration, folder) for iteration, folder in _list_all(run_dir) if (folder / COMPLETE).is_file()]
+    return [(iteration, folder) for iteration, folder in list_all(run_dir) if (folder / COMPLETE).is_file()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
     kept |= {folder for _, folder in complete[-keep:]}
     newest = complete[-1][0]
-    removed = [folder for iteration, folder in _list_all(run_dir) if iteration <= newest and folder not in kept]
+    removed = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
     for folder in removed:
         # The mark first, so that a crash in between leaves no partial checkpoint that counts as complete.
         (folder / COMPLETE).unlink(missing_ok=True)
@@ -324,7 +324,8 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _list_all(run_dir: Path) -> list[tuple[int, Path]]:
+def list_all(run_dir: Path) -> list[tuple[int, Path]]:
+    """List every checkpoint as (iteration, folder), oldest first, unfinished ones too."""
     root = run_dir / FOLDER
     if not root.is_dir():
         return []

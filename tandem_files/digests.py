@@ -1,7 +1,8 @@
 """Digests of files, with which a reader finds out whether it reads the bytes that were written.
 
 A folder's manifest, `digests.json`, holds {path of a file below the folder: {"bytes": n, "xxh3_128": hex}}. It detects
-accidents: torn writes, bad memory, bad disks. It is not a signature.
+accidents: torn writes, bad memory, bad disks. It is not a signature. The safetensors files of a trainer checkpoint have
+digests of their tensors in their metadata, so that a damaged tensor can be named.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from tandem_files.atomic import write_json_atomic
+from tandem_files.model.safetensors_header import TensorInfo, read_header, read_metadata
 
 MANIFEST = "digests.json"
 # Of a file: its size in "bytes", and "xxh3_128" in hex.
@@ -69,9 +71,35 @@ def _damage(folder: Path, name: str, digest: Digest) -> str:
         if size != digest.get("bytes"):
             return f"{name} has {size} bytes, {digest.get('bytes')} were written"
         if file_digest(folder / name) != digest:
-            return f"{name} has other bytes than were written"
+            return f"{name} has other bytes than were written{_in_tensors(folder / name)}"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return ""
+
+
+def _in_tensors(path: Path) -> str:
+    """Name the tensors of a file that are not as they were written; "" if the file has no digests of its tensors."""
+    if path.suffix != ".safetensors":
+        return ""
+    try:
+        tensors, written = read_header(path), read_metadata(path)
+    except ValueError as error:
+        return f", in its header ({error})"
+    wrong = [
+        name for name, info in tensors.items() if name in written and not _is_as_written(path, info, written[name])
+    ]
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f", in {wrong[0]}{more}" if wrong else ""
+
+
+def _is_as_written(path: Path, info: TensorInfo, checksum: str) -> bool:
+    """Whether a tensor's bytes have the digest with which its checksum ends (weightsync/transfer/tensors.py)."""
+    state, left = xxhash.xxh3_128(), info.end - info.begin
+    with path.open("rb", buffering=0) as file:
+        file.seek(info.begin)
+        while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            state.update(chunk)
+            left -= len(chunk)
+    return checksum.endswith(state.hexdigest())

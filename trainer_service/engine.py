@@ -67,10 +67,10 @@ class TrainerEngine(Protocol):
         """Check a checkpoint, changing nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load weights, optimizer and random states from a folder.
+        """Load weights, optimizer and random states from a folder, whatever parallel sizes wrote it.
 
         Raises, the same on every rank:
-            ConfigError: the folder is from another model, or another parallel layout.
+            ConfigError: the folder is from another model or of another dtype; nothing has changed here.
             DamagedCheckpoint: its files are not as they were written; nothing has changed here.
         """
 

@@ -44,13 +44,41 @@ def export(
     return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({_size(written)} of weights)"
 
 
+def compare_export(
+    run_dir: Path,
+    which: str,
+    reference: Path,
+    config: Path | None,
+    overrides: Sequence[str],
+    warn: Callable[[str], None],
+) -> tuple[bool, str]:
+    """Compare a checkpoint of a run with a Hugging Face folder; arguments as those of `export`, nothing is written.
+
+    Returns: whether both have the same tensors; how they differ, as a sentence.
+    Raises: ConfigErrors, ConfigError.
+    """
+    model = load_config(_config_of(run_dir) if config is None else config, overrides).model
+    checkpoint = choose(run_dir, which)
+    for damage in checkpoint.skipped:
+        warn(f"warning: {damage}")
+    from trainer_service.saved.compare import compare
+    from trainer_service.saved.policy import SavedPolicy
+
+    with ExitStack() as stack:
+        policy = SavedPolicy(checkpoint.folder / TRAINER_FOLDER, _spec_of(model), stack)
+        found = compare(policy, reference)
+    return not found.faults, f"iteration {checkpoint.iteration} of {run_dir} against {reference}: {found}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns: the exit code, as `tandem export`."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer_service.export", description="A Hugging Face folder from a checkpoint of a run."
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; an earlier export is replaced")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="folder to write; an earlier export is replaced")
+    what.add_argument("--test", type=Path, metavar="DIR", help="write nothing, compare with this Hugging Face folder")
     parser.add_argument("--checkpoint", default="last", help="last (default), best, or the number of an iteration")
     parser.add_argument("--config", "-c", type=Path, help="the run's configuration; default: the one in its folder")
     parser.add_argument("--set", "-s", action="append", default=[], metavar="KEY=VALUE", help="override one key")
@@ -60,6 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, file=sys.stderr)
 
     try:
+        if options.test is not None:
+            same, text = compare_export(
+                options.run_dir, options.checkpoint, options.test, options.config, options.set, warn
+            )
+            print(text)
+            return EXIT_OK if same else EXIT_FAILED
         print(export(options.run_dir, options.checkpoint, options.out, options.config, options.set, warn))
     except (ConfigErrors, ConfigError) as error:
         warn(f"not exported: {error}")
@@ -96,15 +130,12 @@ def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | No
     # Not above: torch takes seconds to import, and other mistakes are found without it.
     from safetensors import SafetensorError
 
-    from trainer_service.saved_policy import SavedPolicy
+    from trainer_service.saved.policy import SavedPolicy
     from weightsync.transfer.hf_files import write_folder
 
-    if not (model.path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path {model.path} has no config.json: --set model.path=DIR says where the model is now"
-        )
+    spec = _spec_of(model)
     with ExitStack() as stack:
-        policy = SavedPolicy(checkpoint.folder / TRAINER_FOLDER, ModelSpec.from_folder(model.path), stack)
+        policy = SavedPolicy(checkpoint.folder / TRAINER_FOLDER, spec, stack)
         num_bytes = policy.num_bytes()
         _check_room(out, sum(num_bytes.values()))
         about = {"iteration": checkpoint.iteration, "policy_version": policy.policy_version}
@@ -120,6 +151,15 @@ def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | No
             )
         except SafetensorError as error:  # how safetensors reports a failed write
             raise OSError(str(error)) from error
+
+
+def _spec_of(model: ModelSection) -> ModelSpec:
+    """Read the model's sizes. Raises: ConfigError: its folder is not there."""
+    if not (model.path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {model.path} has no config.json: --set model.path=DIR says where the model is now"
+        )
+    return ModelSpec.from_folder(model.path)
 
 
 def _size(num_bytes: int) -> str:

@@ -1,39 +1,30 @@
 """The properties that a trainer checkpoint and the run that resumes from it must share. Pure.
 
-Shards are of one model, one parallel layout and one dtype: a trainer with others cannot read them. All else may change.
+They are of one model and one dtype. All else may change, parallel sizes too.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from tandem_config.schema import RunConfig
-from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
-_SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor")
-_OTHERS = ("virtual_pipeline", "first_stage_layers", "last_stage_layers", "embedding_counts", "loss_counts")
 # By key of meta.json, the key of the configuration.
-_KEYS = {
-    "dtype": "model.dtype",
-    **{f"parallel.{name}": f"trainer.{name}_parallel" for name in _SIZES},
-    **{f"parallel.{name}": f"trainer.{name}" for name in _OTHERS},
-}
+_KEYS = {"dtype": "model.dtype"}
 
 
 def identity(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
-    """Return what meta.json stores of a run as JSON values: model, parallel sizes, dtype."""
-    parallel = asdict(Parallel(**config.trainer.parallel_sizes))
+    """Return what meta.json stores of a run as JSON values: model, dtype."""
     # as JSON reads it back: lists, not tuples
-    return {"model": json.loads(spec.fingerprint()), "parallel": parallel, "dtype": config.model.dtype}
+    return {"model": json.loads(spec.fingerprint()), "dtype": config.model.dtype}
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """List, as text, all differences of a checkpoint's meta.json from a run, by the keys of the configuration.
 
-    >>> differences({"dtype": "float32", "parallel": {"tensor": 1}}, {"dtype": "float32", "parallel": {"tensor": 2}})
-    ['trainer.tensor_parallel: 1 in the checkpoint, 2 in the run']
+    >>> differences({"dtype": "float32", "model": {"tied": True}}, {"dtype": "bfloat16", "model": {"tied": True}})
+    ['model.dtype: float32 in the checkpoint, bfloat16 in the run']
     """
     in_checkpoint, in_run = _flat(saved), _flat(own)
     keys = [key for key in in_run | in_checkpoint if key.partition(".")[0] in own]

@@ -142,7 +142,7 @@ class Worker:
     def _restore(self, engine: TrainerEngine, store: dist.Store) -> Path | None:
         """Load the newest undamaged checkpoint. Returns: its folder; None: the run has no checkpoint yet.
 
-        Raises: ConfigError: all are damaged, or the newest is of another model or layout.
+        Raises: ConfigError: all are damaged, or the newest is of another model or type.
         """
         run_dir, damaged = self._settings.environment.run_dir, []
         candidates = self._checkpoints(store)

@@ -115,6 +115,14 @@ class TrainerSection(Section):
         description="Seconds until a trainer collective fails because a peer does not take part.",
         json_schema_extra=about("longer than any work between two collectives", unit="s"),
     )
+    checkpoint_optimizer: bool = Field(
+        True,
+        description=(
+            "Keep AdamW's state and float32 masters in checkpoints. false: a checkpoint is a third of the size "
+            "(bfloat16: a seventh), and a resume starts AdamW anew."
+        ),
+        json_schema_extra=about("a resume then equals the undisturbed run"),
+    )
 
     @property
     def world_size(self) -> int:

@@ -42,6 +42,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         return parse_header(file, path.stat().st_size)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that were written along with a file's tensors. Raises: OSError, ValueError."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)))
+    return dict(header.get("__metadata__", {}))
+
+
 def parse_header(file: BinaryIO, size: int) -> dict[str, TensorInfo]:
     """Read the tensors of an open file, from its start, by name. size: bytes of the file. Raises: DamagedFile."""
     header_bytes = int.from_bytes(file.read(8), "little") if size >= 8 else 0

@@ -78,7 +78,7 @@ def same(got: Tensors, expected: Tensors) -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     """Return the tensor's bytes, in its shape: -0.0 is not 0.0, and a NaN is itself."""
-    bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.uint8).numpy()
+    bits: np.ndarray[Any, Any] = torch.atleast_1d(tensor).contiguous().view(torch.uint8).numpy()
     return bits
 
 

@@ -32,8 +32,18 @@ def together(what: str, device: torch.device, action: Callable[[], int] | None) 
     return int(result[0])
 
 
-def any_rank(value: bool, device: torch.device) -> bool:
-    """Whether a condition holds on any rank; every rank must call this."""
-    result = torch.tensor([int(value)], dtype=torch.int64, device=device)
-    dist.all_reduce(result)
-    return bool(result)
+def first_text(text: str, device: torch.device) -> str:
+    """Share a text with all ranks; every rank must call this. Returns: that of the first rank whose text is not ""."""
+    rank, content = dist.get_rank(), text.encode()
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    lengths[rank] = len(content)
+    dist.all_reduce(lengths)
+    found = [(first, length) for first, length in enumerate(map(int, lengths)) if length > 0]
+    if not found:
+        return ""
+    first, length = found[0]
+    shared = torch.zeros(length, dtype=torch.int64, device=device)
+    if rank == first:
+        shared.copy_(torch.tensor(list(content)))
+    dist.all_reduce(shared)
+    return bytes(shared.tolist()).decode()

@@ -17,7 +17,7 @@ from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.megatron_engine.layer_spec import decoder_spec
-from trainer_service.shard_files import EXPERTS
+from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.rope import RopeScaling

@@ -1,13 +1,15 @@
 """Checkpoints of the trainer: safetensors files of model shards and a meta.json, published by one rename.
 
-trainer_service/shard_files.py says what is in which file. Of ranks with equal state, the first one writes, and all
-read. A rank compares files with their digests before it changes anything.
+trainer_service/saved/files.py says what is in which file. Of ranks with equal state, the first one writes, and all
+read. The reading trainer may have any other layout: a rank reads the blocks that it holds, from whichever files have
+them (trainer_service/saved/states.py). All files are compared with their digests before any rank changes anything.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servicekit.errors import ConfigError, Internal
+from servicekit.errors import ConfigError, Internal, TandemError
+from servicekit.logs import get_logger
 from tandem_files.atomic import replace_folder, write_json_atomic
 from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
 from trainer_service.identity import differences
-from trainer_service.megatron_engine.agree import any_rank, together
-from trainer_service.shard_files import EXPERTS, FORMAT, META, experts_file, read_meta, shard_file
+from trainer_service.megatron_engine.agree import first_text, together
+from trainer_service.saved.files import (
+    EXPERTS,
+    FORMAT,
+    META,
+    experts_file,
+    has_optimizer,
+    parallel_of,
+    read_meta,
+    shard_file,
+)
+from trainer_service.saved.shards import SavedShards
+from trainer_service.saved.states import SavedStates
+from weightsync.layouts.layout import Layout, Parallel
+from weightsync.model.spec import ModelSpec
+from weightsync.transfer.tensors import tensor_checksums
 
 _NOTE = ".digest"
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
     shard = _File(
-        name=shard_file(parallel_state.get_tensor_model_parallel_rank(), pipeline),
+        name=_own_shard(),
         tensors={name: tensor for name, tensor in tensors.items() if name not in experts},
         writes=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
     )
@@ -66,7 +85,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: entries that must be equal when the folder is loaded, and policy_version and steps_done.
+        meta: entries that must be equal when the folder is loaded, parallel sizes, policy_version and steps_done.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write.
     """
@@ -96,7 +115,8 @@ def _prepare(partial: Path) -> int:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(held, path, metadata=tensor_checksums(held))  # by which a damaged tensor is found
     with path.open("rb") as file:
         os.fsync(file.fileno())
     digest = file_digest(path)
@@ -120,74 +140,92 @@ def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
     return 0
 
 
-def check(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Check what load() checks before it changes anything; arguments, result and errors are those of load()."""
-    files = _files(tensors)
-    damage = "; ".join(_damages(folder, [META, *(file.name for file in files)]))
-    if any_rank(damage != "", device):
-        why = damage or "another trainer rank found damage; its log says it"
-        raise DamagedCheckpoint(f"checkpoint {folder}: {why}")
-    saved = read_meta(folder)
-    different = differences(saved, meta)
-    if different:
-        raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
-    for file in files:
-        _check_file(folder / file.name, file.tensors)
-    return saved
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """The rank that reads a checkpoint, and the run that it must be of.
 
-
-def load(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Fill this rank's tensors and random states; every rank must call this.
-
-    Args:
-        meta: entries that the checkpoint must have.
-    Returns: the checkpoint's own meta.
-    Raises, on every rank alike and with nothing changed:
-        ConfigError: another model, layout or dtype, or a shard that lacks tensors; all that differs is named.
-        DamagedCheckpoint: a rank's files are not what was written.
+    Attributes:
+        layout: megatron_layout of `spec` and `parallel`.
+        meta: entries that the checkpoint's meta.json must have.
     """
-    saved = check(folder, tensors, meta, device)
-    for file in _files(tensors):
-        states = _read(folder / file.name, file.tensors)
-        if states:
-            _restore_rng(states, device)
-    return saved
+
+    spec: ModelSpec
+    parallel: Parallel
+    layout: Layout
+    rank: int
+    meta: Mapping[str, Any]
+    device: torch.device
+
+    def check(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Check what load() checks before it changes anything; arguments and errors are those of load()."""
+        with ExitStack() as stack:
+            self._find(folder, tensors, stack)
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Fill this rank's tensors and random states; every rank must call this.
+
+        The trainer that wrote the checkpoint may have had other parallel sizes. Random states are those of a rank of
+        the same place: with other sizes they stay as they are.
+
+        Returns: the checkpoint's own meta.
+        Raises, on every rank alike, with the first rank's finding and with nothing changed:
+            ConfigError: another model or dtype, or a shard that lacks tensors; all that differs is named.
+            DamagedCheckpoint: a file is not what was written.
+        """
+        with ExitStack() as stack:
+            states = self._find(folder, tensors, stack)
+            states.fill()
+        saved = read_meta(folder)
+        if not has_optimizer(saved):
+            log.warning("checkpoint without optimizer: AdamW starts anew", folder=str(folder))
+        if parallel_of(folder, saved) == self.parallel:
+            _restore_rng(folder / _own_shard(), self.device)
+        else:
+            log.info("checkpoint of another layout read", folder=str(folder), bytes=states.num_bytes())
+        return saved
+
+    def _find(self, folder: Path, tensors: Mapping[str, Tensor], stack: ExitStack) -> SavedStates:
+        """Look for all that this rank reads; each file is compared with its digest by one rank."""
+        damage = first_text("; ".join(_damages(folder, self.rank)), self.device)
+        if damage:
+            raise DamagedCheckpoint(
+                f"checkpoint {folder}: {damage}: restore the file from a copy, or choose another checkpoint"
+            )
+        states, complaint = None, ""
+        try:
+            meta = read_meta(folder)
+            different = differences(meta, self.meta)
+            if different:
+                raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
+            states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
+        except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
+            complaint = str(error)
+        complaint = first_text(complaint, self.device)
+        if complaint or states is None:
+            raise ConfigError(complaint)
+        return states
 
 
-def _damages(folder: Path, names: list[str]) -> list[str]:
+def _damages(folder: Path, rank: int) -> list[str]:
+    """Compare this rank's share of the files with their digests: each file is read by one rank."""
     if not folder.is_dir():
         return ["there is no such folder"]
     try:
         digests = read_manifest(folder)
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
-    unknown = [f"{name} is not in {MANIFEST}" for name in names if name not in digests and (folder / name).exists()]
-    return unknown + damages(folder, {name: digests[name] for name in names if name in digests})
+    unknown = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in digests]
+    mine = sorted(digests)[rank :: dist.get_world_size()]
+    return [f"{name} is not in {MANIFEST}" for name in unknown] + damages(
+        folder, {name: digests[name] for name in mine}
+    )
 
 
-def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    if not path.is_file():
-        raise ConfigError(f"checkpoint {path.parent} has no {path.name}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in set(file.keys())}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    missing = sorted(set(tensors) - set(shapes))
-    if missing:
-        raise ConfigError(f"{path} lacks {len(missing)} tensors, {missing[0]} first")
-    for name, tensor in tensors.items():
-        if shapes[name] != tuple(tensor.shape):
-            raise ConfigError(f"{path}: {name} has shape {shapes[name]}, the run's has {tuple(tensor.shape)}")
-
-
-def _read(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fill the tensors from a file. Returns: the file's random states."""
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        held = set(file.keys())
-        for name, tensor in tensors.items():
-            tensor.copy_(file.get_tensor(name))
-        return {name: file.get_tensor(name) for name in held if name.startswith("rng/")}
+def _own_shard() -> str:
+    """Return the file of this rank's parameters that are not experts'."""
+    return shard_file(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    )
 
 
 def _rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -198,7 +236,9 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
     return out
 
 
-def _restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+def _restore_rng(path: Path, device: torch.device) -> None:
+    with safe_open(path, framework="pt") as file:
+        states = {name: file.get_tensor(name) for name in set(file.keys()) if name.startswith("rng/")}
     torch.set_rng_state(states["rng/cpu"])
     if device.type == "cuda" and "rng/device" in states:
         torch.cuda.set_rng_state(states["rng/device"], device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from trainer_service.megatron_engine.reference import ReferencePolicy, check_ref
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
-from trainer_service.shard_files import read_meta
+from trainer_service.saved.files import OPTIMIZER, has_optimizer, read_meta, weights_only
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -50,11 +51,18 @@ class MegatronEngine:
         self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
         self._skipped_updates = 0  # over the run: grpo.non_finite_budget
         self._spec = ModelSpec.from_folder(config.model.path)
-        self._identity = identity(config, self._spec)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         check_reference(config, self._spec)
+        self._reader = checkpoint.Reader(
+            spec=self._spec,
+            parallel=self._parallel,
+            layout=self._layout,
+            rank=dist.get_rank(),
+            meta=identity(config, self._spec),
+            device=device,
+        )
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
@@ -181,27 +189,34 @@ class MegatronEngine:
         """Save weights, AdamW's state, random states, and a reference policy that is not as it began."""
         about = {"policy_version": self._version, "steps_done": self._steps_done}
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
-        return checkpoint.save(folder, self._tensors_in(about), self._identity | about, self._device)
+        about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
+        meta = {**self._reader.meta, "parallel": asdict(self._parallel), **about}
+        return checkpoint.save(folder, self._tensors_in(about), meta, self._device)
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
         tensors = self._adam.tensors()
+        if not has_optimizer(about):
+            tensors = weights_only(tensors)
         if self._reference is not None and self._refreshes and about.get("reference"):
             tensors |= self._reference.tensors()
         return tensors
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        checkpoint.check(folder, self._tensors_in(_about(folder)), self._identity, self._device)
+        self._reader.check(folder, self._tensors_in(_about(folder)))
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load what `save` has saved, with the same layout.
+        """Load what `save` has saved, at this or any other layout.
 
         A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
         """
-        about = _about(folder)
-        saved = checkpoint.load(folder, self._tensors_in(about), self._identity, self._device)
-        self._adam.written()
+        saved = self._reader.load(folder, self._tensors_in(_about(folder)))
+        if has_optimizer(saved):
+            self._adam.written()
+        else:
+            masters_from_weights(self._parameters)
+            self._adam.forget()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))
         self._skipped_updates = int(saved.get("skipped_updates", 0))

@@ -5,7 +5,7 @@ and the block of a rank's parameter, of the same size, that holds it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,11 @@ class Layout:
         """Count the elements of canonical tensors (no padding) that one rank holds."""
         mine = self.shards[self.shards["rank"] == rank]
         return int((mine["rows"] * mine["cols"]).sum())
+
+    def only(self, rank: int) -> "Layout":
+        """Return the layout with the shards of one rank; all ids stay, and the other ranks hold nothing."""
+        mine = self.rank_params[:, 0] == rank
+        return replace(self, shards=self.shards[self.shards["rank"] == rank], rank_params=self.rank_params[mine])
 
 
 @dataclass(frozen=True, kw_only=True)

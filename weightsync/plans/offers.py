@@ -1,10 +1,10 @@
 """Chooses senders: distinct source boxes, the ranks that hold each, and equal shares of the bytes for these ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightsync.layouts.layout import Ids, ShardArray
+from weightsync.layouts.layout import Ids, Layout, ShardArray
 from weightsync.plans.ops import OpArray, cut_rows, elements
 
 BOX = ("tensor", "row", "rows", "col", "cols")
@@ -32,11 +32,7 @@ class Offers:
     def of(cls, shards: ShardArray) -> "Offers":
         """Group shards by box."""
         ordered = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(BOX))])]
-        change = np.zeros(len(ordered), dtype=bool)
-        change[:1] = True
-        for name in BOX:
-            change[1:] |= ordered[name][1:] != ordered[name][:-1]
-        first = np.flatnonzero(change)
+        first = _first_of_boxes(ordered)
         count = np.diff(np.append(first, len(ordered)))
         ranks = np.ascontiguousarray(ordered["rank"])
         # A set of ranks is identified by the sum of its members' 64-bit codes, which are drawn from a fixed seed.
@@ -44,6 +40,27 @@ class Offers:
         sums = np.add.reduceat(codes[ranks], first) if len(first) > 0 else np.zeros(0, dtype=np.uint64)
         holder_set = np.unique(sums, return_inverse=True)[1].astype(np.int64)
         return cls(boxes=ordered[first], ranks=ranks, first=first, count=count, holder_set=holder_set)
+
+
+def one_copy(source: Layout, near: int) -> Layout:
+    """Return a layout with one holder of each box, for readers of files, among which no load needs to be shared.
+
+    Args:
+        near: the rank that holds a box if it has a copy; of the others the first one does.
+    """
+    shards = source.shards[~source.shards["alias"]]
+    far = shards["rank"] != near
+    ordered = shards[np.lexsort([shards["rank"], far, *(shards[name] for name in reversed(BOX))])]
+    return replace(source, shards=ordered[_first_of_boxes(ordered)])
+
+
+def _first_of_boxes(ordered: ShardArray) -> Ids:
+    """Return the indices at which another box begins, of shards in the order of their boxes."""
+    change = np.zeros(len(ordered), dtype=bool)
+    change[:1] = True
+    for name in BOX:
+        change[1:] |= ordered[name][1:] != ordered[name][:-1]
+    return np.flatnonzero(change)
 
 
 def share_load(ops: OpArray, offer: Ids, offers: Offers) -> OpArray:

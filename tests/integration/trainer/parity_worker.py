@@ -70,16 +70,17 @@ def refusal(action: Callable[[], object]) -> str:
     return ""
 
 
-def main() -> None:
+def run_all(run: Callable[[dict[str, Any], Path], None]) -> None:
+    """Run the cases of the command line."""
     rank, world_size, store, cases, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     for case in json.loads(Path(cases).read_text()):
         start = time.perf_counter()
-        run_case(case, Path(out) / case["name"])
+        run(case, Path(out) / case["name"])
         print(case["name"], f"{time.perf_counter() - start:.2f} s", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_all(run_case)

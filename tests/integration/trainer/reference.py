@@ -115,9 +115,9 @@ def token_logprobs(model: Any, samples: Samples, rows: Any, temperature: float) 
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def launch(size: int, folder: Path) -> None:
+def launch(size: int, folder: Path, worker: str = "tests.integration.trainer.parity_worker") -> None:
     """Raises: RuntimeError: with the last output of the rank that failed."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.trainer.parity_worker"]
+    command = [sys.executable, "-W", "ignore", "-m", worker]
     # Another group's processes have met at a store of their own, which would send these to them.
     files = [str(folder / f"store-{uuid.uuid4().hex}"), str(folder / f"cases-{size}.json"), str(folder)]
     logs = [folder / f"world{size}-rank{rank}.log" for rank in range(size)]

@@ -29,7 +29,7 @@ from tests.integration.trainer.reference import (
 from tests.kit.models import ROPE, save_model, trained_model
 from trainer_service.batch.chunks import CHUNK_BYTES
 from trainer_service.batch.samples import FloatArray, Samples
-from trainer_service.saved_policy import SavedPolicy
+from trainer_service.saved.policy import SavedPolicy
 from weightsync.model.spec import ModelSpec
 
 # The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.
@@ -216,7 +216,7 @@ def run(cases: list[Case], folder: Path) -> None:
 def _before(case: Case, cases: list[Case]) -> str:
     """Name of an earlier case whose checkpoint does not fit this one; for the first case there is none."""
     earlier = cases[: cases.index(case)]
-    others = [each for each in earlier if (each.kind, each.layout, each.dtype) != (case.kind, case.layout, case.dtype)]
+    others = [each for each in earlier if (each.kind, each.dtype) != (case.kind, case.dtype)]
     return others[-1].name if others else "none"
 
 

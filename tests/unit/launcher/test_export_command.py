@@ -9,7 +9,8 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.cli import app
@@ -48,6 +49,12 @@ def run_dir(tmp_path: Path) -> Path:
 def export(run_dir: Path, out: Path, *options: str) -> tuple[int, str]:
     """Runs the command. Returns: its exit code, and what it printed."""
     result = CliRunner().invoke(app, ["export", str(run_dir), "--out", str(out), *options])
+    return result.exit_code, result.output
+
+
+def against(run_dir: Path, reference: Path, *options: str) -> tuple[int, str]:
+    """Compares. Returns: the exit code, and what was printed."""
+    result = CliRunner().invoke(app, ["export", str(run_dir), "--test", str(reference), *options])
     return result.exit_code, result.output
 
 
@@ -164,3 +171,41 @@ def test_a_disk_that_fills_up_fails_and_leaves_nothing(
     code, output = export(run_dir, tmp_path / "out")
     assert (code, "cannot write" in output, "No space left on device" in output) == (1, True, True)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_export_equals_its_checkpoint_and_differs_from_another(run_dir: Path, tmp_path: Path) -> None:
+    assert export(run_dir, tmp_path / "out", "--checkpoint", "4")[0] == 0
+    files = sorted(path.name for path in tmp_path.iterdir())
+    code, output = against(run_dir, tmp_path / "out", "--checkpoint", "4")
+    assert code == 0
+    assert output.startswith(f"iteration 4 of {run_dir} against {tmp_path / 'out'}: ")
+    assert output.rstrip().endswith(" tensors, all bitwise equal")
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    path = tmp_path / "out" / "model.safetensors"
+    held = load_file(path)
+    held["model.norm.weight"][3] += 0.5
+    save_file(held, path)
+    code, output = against(run_dir, tmp_path / "out", "--checkpoint", "4")
+    assert (code, "; the largest absolute difference is 0.5, in model.norm.weight" in output) == (0, True)
+    assert f"{len(held)} tensors with the same names and shapes, {len(held) - 1} bitwise equal" in output
+
+
+def test_other_tensors_are_named(run_dir: Path, tmp_path: Path) -> None:
+    assert export(run_dir, tmp_path / "out")[0] == 0
+    path = tmp_path / "out" / "model.safetensors"
+    held = load_file(path) | {"model.norm.weight": torch.zeros(3), "more": torch.zeros(1)}
+    del held["model.embed_tokens.weight"]
+    save_file(held, path)
+    code, output = against(run_dir, tmp_path / "out")
+    assert code == 1
+    for part in ("model.embed_tokens.weight is not in", "more is in", "model.norm.weight has shape ["):
+        assert part in output
+    path.unlink()
+    code, output = against(run_dir, tmp_path / "out")
+    assert (code, "has no *.safetensors file to compare with" in output) == (2, True)
+
+
+def test_either_a_folder_to_write_or_one_to_compare_with_is_given(run_dir: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(run_dir)])
+    assert (result.exit_code, "give --out DIR to write, or --test DIR to compare" in result.output) == (2, True)
+    assert export(run_dir, tmp_path / "out", "--test", str(tmp_path))[0] == 2

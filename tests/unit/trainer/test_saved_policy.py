@@ -13,8 +13,8 @@ from servicekit.errors import ConfigError
 from tests.kit.checkpoints import write_trainer_checkpoint
 from tests.kit.stores import canonical_tensors, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
-from trainer_service.saved_policy import SavedPolicy
-from trainer_service.shard_files import META
+from trainer_service.saved.files import META
+from trainer_service.saved.policy import SavedPolicy
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
@@ -54,15 +54,17 @@ def saved(tmp_path: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize(("fault", "says"), [("lacks", "lacks"), ("shape", r"has with shape \[9\]")])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("lacks", "lacks weights/{}"), ("shape", r"has weights/{} as F32 \[9, 9\], this run needs F32 \[16, 12\]")],
+)
 def test_a_shard_with_other_parameters_is_named(saved: Path, fault: str, says: str) -> None:
-    path, name = saved / "shard-tp01-pp00.safetensors", "decoder.final_layernorm.weight"
-    held = load_file(path) | {f"weights/{name}": torch.zeros(9)}
+    path, name = saved / "shard-tp01-pp00.safetensors", "decoder.layers.3.mlp.linear_fc2.weight"
+    held = load_file(path) | {f"weights/{name}": torch.zeros(9, 9)}
     if fault == "lacks":
         del held[f"weights/{name}"]
     save_file(held, path)
-    # Copies share the work: this rank is the source of half of the norm.
-    with pytest.raises(ConfigError, match=rf"shard-tp01-pp00\.safetensors {says} .*{name} of shape \[16\]"):
+    with pytest.raises(ConfigError, match=rf"shard-tp01-pp00\.safetensors {says.format(name)}"):
         read(saved, tiny_spec())
 
 
@@ -84,10 +86,15 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path) -> None:
         read(saved, tiny_spec(vocab_size=34))
 
 
-@pytest.mark.parametrize("meta", [None, "{", "[]", json.dumps({"format": 99})])
+WHY_NOT = (
+    r"has no meta\.json|cannot be read|checkpoint format (99|'list')|lacks dtype, parallel, policy_version: restore"
+)
+
+
+@pytest.mark.parametrize("meta", [None, "{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1, "model": {}})])
 def test_what_is_no_checkpoint_is_refused(saved: Path, meta: Any) -> None:
     (saved / META).unlink()
     if meta is not None:
         (saved / META).write_text(meta)
-    with pytest.raises(ConfigError, match=r"has no meta\.json|cannot be read|checkpoint format (99|'list')"):
+    with pytest.raises(ConfigError, match=WHY_NOT):
         read(saved, tiny_spec())

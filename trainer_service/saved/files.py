@@ -1,6 +1,6 @@
 """Where a trainer checkpoint has which tensors: names of its files by rank, and its meta.json. Needs no torch.
 
-meta.json                        format, policy_version, steps_done, model, parallel sizes, dtype
+meta.json                        format, optimizer, policy_version, steps_done, model, dtype, parallel sizes
 shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                  rng/cpu, rng/device (CUDA only), rng/tracker/NAME; where meta.json says
                                  "reference": true (grpo.reference_refresh_every) also reference/NAME
@@ -9,16 +9,21 @@ digests.json                     of all of these (tandem_files/digests.py)
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from servicekit.errors import ConfigError
 from weightsync.layouts.layout import Parallel
 
+Value = TypeVar("Value")
+
 FORMAT = 1
 META = "meta.json"
-# Prefix of the parameters' values.
-WEIGHTS = "weights/"
+# Kind of the parameters' values.
+WEIGHTS = "weights"
+# In meta.json: whether there is more than weights (trainer.checkpoint_optimizer).
+OPTIMIZER = "optimizer"
 # Part of the name of an expert's parameter.
 EXPERTS = ".local_experts."
 
@@ -64,4 +69,28 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
         raise ConfigError(f"{folder} has checkpoint format {found!r}; this trainer reads {FORMAT}")
+    lacks = [name for name in ("model", "dtype", "parallel", "policy_version") if name not in meta]
+    if lacks:
+        raise ConfigError(f"{folder / META} lacks {', '.join(lacks)}: restore it from a copy")
     return meta
+
+
+def has_optimizer(meta: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds AdamW's state; older ones, which do not say it, do."""
+    return bool(meta.get(OPTIMIZER, True))
+
+
+def weights_only(tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the parameters' values among the tensors of a rank, by "kind/parameter"."""
+    return {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] == WEIGHTS}
+
+
+def parallel_of(folder: Path, meta: dict[str, Any]) -> Parallel:
+    """Return the parallel sizes of the trainer that wrote a checkpoint. Raises: ConfigError: meta.json has none."""
+    try:
+        return Parallel(**meta["parallel"])
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{folder / META} has no usable parallel sizes ({meta.get('parallel')!r}): it was not written by this "
+            "release, or was changed; restore it from a copy"
+        ) from None

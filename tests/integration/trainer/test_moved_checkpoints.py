@@ -1,0 +1,140 @@
+"""A trainer of another layout reads a checkpoint: all of its state bitwise, and the next steps are the same."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem_config.schema import TrainerSection
+from tandem_files.model.safetensors_header import read_header
+from tests.integration.trainer.reference import TIMEOUT_S, launch
+from tests.integration.trainer.test_parity import LAYOUTS
+from tests.kit.checkpoints import read_rank, unread
+from tests.kit.models import save_model
+from tests.kit.stores import Tensors, same
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
+TOLERANCE = 1e-6
+DAMAGED = re.compile(r"exp_avg/.*decoder\.final_layernorm\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """From the layout that writes to the one that reads."""
+
+    kind: str
+    source: str
+    target: str
+    dtype: str = "float32"
+
+    @property
+    def written(self) -> str:
+        return f"{self.kind}-{self.source}-{self.dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.written}-to-{self.target}"
+
+
+MOVES = [
+    Move(kind="qwen3", source="tp2", target="tp1"),
+    Move(kind="qwen3", source="tp1", target="tp2-sequence"),
+    Move(kind="qwen3", source="tp2", target="tp2-pp2"),
+    Move(kind="qwen3", source="tp2-pp2", target="pp2-virtual"),
+    Move(kind="qwen3", source="dp2", target="tp1"),
+    Move(kind="qwen3", source="tp2", target="pp2", dtype="bfloat16"),
+    Move(kind="qwen2-tied", source="pp2-virtual", target="tp2"),
+    Move(kind="qwen2-tied", source="tp1", target="tp2-pp2"),
+    Move(kind="qwen3-moe", source="ep2", target="tp1"),
+    Move(kind="qwen3-moe", source="tp1", target="etp2"),
+    Move(kind="qwen3-moe", source="ep2", target="tp2-ep2"),
+]
+
+
+def run(cases: list[dict[str, Any]], folder: Path) -> None:
+    sizes = [TrainerSection.model_validate(each["layout"]).world_size for each in cases]
+    for size in sorted(set(sizes)):
+        of_size = [each for each, its_size in zip(cases, sizes, strict=True) if its_size == size]
+        (folder / f"cases-{size}.json").write_text(json.dumps(of_size))
+        launch(size, folder, "tests.integration.trainer.moving_worker")
+
+
+def case(folder: Path, name: str, move: Move, layout: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "model": str(folder / move.kind), "layout": LAYOUTS[layout], "dtype": move.dtype} | more
+
+
+def spoiled(checkpoint: Path, out: Path) -> Path:
+    """A copy with one number of one tensor changed, in the last shard."""
+    shutil.copytree(checkpoint, out)
+    found = [(path, name, info) for path in out.glob("*.safetensors") for name, info in read_header(path).items()]
+    path, _, damaged = max((each for each in found if DAMAGED.fullmatch(each[1])), key=lambda each: each[0])
+    content = bytearray(path.read_bytes())
+    content[damaged.begin] ^= 1
+    path.write_bytes(content)
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moves")
+    for kind in {move.kind for move in MOVES}:
+        save_model(kind, folder / kind)
+    writes = {move.written: move for move in MOVES}
+    run([case(folder, name, move, move.source, source=None) for name, move in writes.items()], folder)
+    moves = []
+    for move in MOVES:
+        checkpoint = folder / move.written / "checkpoint"
+        foreign = spoiled(checkpoint, folder / f"{move.name}-spoiled")
+        more = {"source": str(checkpoint), "foreign": str(foreign)}
+        moves.append(case(folder, move.name, move, move.target, **more))
+    run(moves, folder)
+    return folder
+
+
+def everything(folder: Path, model: Path, dtype: torch.dtype) -> Tensors:
+    """All state of a checkpoint, as a single rank would hold it."""
+    spec = ModelSpec.from_folder(model)
+    return read_rank(folder, spec, Parallel(), 0, unread(spec, Parallel(), 0, dtype))
+
+
+every_move = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
+
+
+@every_move
+def test_all_state_is_moved_bitwise(results: Path, move: Move) -> None:
+    model, dtype = results / move.kind, getattr(torch, move.dtype)
+    written = everything(results / move.written / "checkpoint", model, dtype)
+    moved = everything(results / move.name / "checkpoint", model, dtype)
+    assert same(moved, written) == []
+    assert {float(t) for name, t in written.items() if name.startswith("step/")} == {2.0}
+    zero = [name for name, tensor in written.items() if not tensor.any()]
+    assert zero == []
+
+
+@every_move
+def test_the_next_steps_equal_the_undisturbed_ones(results: Path, move: Move) -> None:
+    """The moved trainer has also refused a damaged checkpoint, after its first step."""
+    got, expected = (json.loads((results / n / "report.json").read_text()) for n in (move.name, move.written))
+    tolerance = TOLERANCE if move.dtype == "float32" else 0.1
+    for mine, theirs in zip(got["steps"], expected["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance, abs=tolerance)
+    after = [load_file(results / name / "after" / "model.safetensors") for name in (move.name, move.written)]
+    largest = max(float((after[0][name] - after[1][name]).abs().max()) for name in after[1])
+    assert largest <= (TOLERANCE if move.dtype == "float32" else 0.05)
+
+
+@every_move
+def test_a_damaged_checkpoint_is_refused_by_file(results: Path, move: Move) -> None:
+    refused = json.loads((results / move.name / "report.json").read_text())["refused"]
+    assert refused.startswith("DamagedCheckpoint: checkpoint ")
+    assert re.search(rf"\.safetensors has other bytes than were written, in {DAMAGED.pattern}: ", refused)
+    assert refused.endswith("restore the file from a copy, or choose another checkpoint")

@@ -1,0 +1,122 @@
+"""A trainer of one rank continues from shards of four ranks, and from what it had when it refuses them."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
+from tandem_files.digests import file_digest, write_manifest
+from tests.kit.checkpoints import read_rank, unread
+from tests.kit.models import save_model
+from tests.kit.stores import Tensors, same
+from tests.unit.trainer.batches import random_samples
+from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.saved.files import META, file_of, read_meta
+from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
+
+# it builds real engines
+pytestmark = pytest.mark.timeout(120)
+FOUR = Parallel(tensor=2, pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("qwen2-tied", folder)
+    return folder
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[MegatronEngine]:
+    """An engine that has done two updates."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    made = MegatronEngine(run_config(model), torch.device("cpu"))
+    made.load(model)
+    step(made)
+    yield made
+    made.close()
+    torch.distributed.destroy_process_group()
+
+
+def run_config(model: Path, **trainer: object) -> RunConfig:
+    sections = {"model": {"path": model, "dtype": "float32"}, "data": {"train": "none.jsonl"}, "trainer": trainer}
+    return RunConfig.model_validate(sections)
+
+
+def step(engine: MegatronEngine) -> dict[str, float]:
+    return dict(engine.train_step(random_samples(), 2).metrics)
+
+
+def at_four_ranks(folder: Path, spec: ModelSpec, out: Path) -> Path:
+    """The same checkpoint as a trainer of TP2 x PP2 would have written it."""
+    out.mkdir()
+    files: dict[str, Tensors] = {}
+    for rank in range(FOUR.world_size):
+        tensors = unread(spec, FOUR, rank, torch.float32)
+        for key, tensor in read_rank(folder, spec, FOUR, rank, tensors).items():
+            files.setdefault(file_of(key.partition("/")[2], rank, FOUR), {})[key] = tensor
+    for name, held in files.items():
+        save_file(held, out / name)
+    (out / META).write_text(json.dumps(read_meta(folder) | {"parallel": asdict(FOUR)}))
+    write_manifest(out, {path.name: file_digest(path) for path in out.iterdir()})
+    return out
+
+
+def test_training_goes_on_from_shards_of_four_ranks(engine: MegatronEngine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "one")
+    four = at_four_ranks(tmp_path / "one", engine.spec, tmp_path / "four")
+    expected = [step(engine) for _ in range(3)]
+    engine.load_checkpoint(four)
+    assert engine.policy_version == 1
+    assert [step(engine) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("fault", ["damage", "model", "missing"])
+def test_a_refused_checkpoint_changes_nothing(engine: MegatronEngine, tmp_path: Path, fault: str) -> None:
+    engine.save(tmp_path / "one")
+    four = at_four_ranks(tmp_path / "one", engine.spec, tmp_path / "four")
+    step(engine)
+    engine.save(tmp_path / "two")
+    expected = step(engine)
+    engine.load_checkpoint(tmp_path / "two")
+    shard = four / "shard-tp01-pp01.safetensors"
+    if fault == "damage":
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        says = r"DamagedCheckpoint: .*shard-tp01-pp01\.safetensors has other bytes"
+    elif fault == "missing":
+        shard.unlink()
+        says = r"DamagedCheckpoint: .*shard-tp01-pp01\.safetensors is missing"
+    else:
+        meta = read_meta(four)
+        (four / META).write_text(json.dumps(meta | {"model": meta["model"] | {"num_layers": 99}}))
+        write_manifest(four, {path.name: file_digest(path) for path in four.iterdir() if path.name != "digests.json"})
+        says = r"ConfigError: .* of another run than this: .*num_layers: 99 in the checkpoint, 4 in the run"
+    with pytest.raises(ConfigError) as refused:
+        engine.load_checkpoint(four)
+    assert re.search(says, f"{type(refused.value).__name__}: {refused.value}")
+    assert step(engine) == expected
+
+
+def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
+    engine: MegatronEngine, model: Path, tmp_path: Path
+) -> None:
+    engine._config = run_config(model, checkpoint_optimizer=False)
+    engine.save(tmp_path / "weights")
+    engine._config = run_config(model)
+    saved = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    assert engine.save(tmp_path / "full") > 2.5 * sum(path.stat().st_size for path in (tmp_path / "weights").iterdir())
+    step(engine)
+    engine.load_checkpoint(tmp_path / "weights")
+    assert same(dict(engine.tensors()), saved) == []
+    assert engine.policy_version == 1
+    assert all(not t.any() for name, t in engine._adam.tensors().items() if not name.startswith("weights/"))
