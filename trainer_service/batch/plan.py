@@ -98,17 +98,17 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
     first = _cut(samples, measured, owner, ranks)
     others = _cut_updates(samples, num_updates, grpo, ranks)
-    computed = sum(found.computed for found in (first, *others))
+    computed = sum(cut_pass.computed for cut_pass in (first, *others))
     return StepPlan(
         measured=_micro_batches(samples, first, ranks),
-        updates=[_micro_batches(samples, found, ranks) for found in others],
-        packing_efficiency=sum(found.true for found in (first, *others)) / computed if computed else 1.0,
+        updates=[_micro_batches(samples, cut_pass, ranks) for cut_pass in others],
+        packing_efficiency=sum(cut_pass.true for cut_pass in (first, *others)) / computed if computed else 1.0,
     )
 
 
 def plan_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[list[Packed]]:
     """Plan the updates of one pass over the samples, as `StepPlan.updates`."""
-    return [_micro_batches(samples, found, ranks) for found in _cut_updates(samples, num_updates, grpo, ranks)]
+    return [_micro_batches(samples, cut_pass, ranks) for cut_pass in _cut_updates(samples, num_updates, grpo, ranks)]
 
 
 def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
