@@ -10,16 +10,18 @@ from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine import host
 from tandem_config.schema import RunConfig
 from tests.kit.models import make_model
+from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_the_ranks_own_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "model")
+    spec = ModelSpec.from_folder(folder)
     entries = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu"}
     (folder / "config.json").write_text(json.dumps(entries))
     # The gate before it would refuse this model.
-    monkeypatch.setattr(host, "_check_model", lambda config: None)
+    monkeypatch.setattr(host, "_read_model", lambda config: spec)
     config = RunConfig.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "data": {"train": "t"}})
 
     async def start() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.integration.trainer.reference import CONFIG, TIMEOUT_S, launch, make_samples, token_logprobs, write_samples
 from tests.kit.models import ROPE, as_sglang_scales, load, save_model
+from trainer_service.batch.chunks import CHUNK_BYTES
 from trainer_service.batch.samples import Samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
@@ -93,6 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "samples": str(folder / "samples.npz"),
             "layout": {},
             "trainer": {},
+            "chunk_bytes": CHUNK_BYTES,
             "grpo": CONFIG["grpo"],
         }
         for name in CASES

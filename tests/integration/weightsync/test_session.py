@@ -143,7 +143,7 @@ def test_a_pair_that_does_not_connect_is_named_in_prepare_and_the_next_round_wor
             connect(self, *args)
 
     monkeypatch.setattr(Communicator, "connect", or_not)
-    outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1, formation_timeout_s=1))
+    outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1, formation_timeout_s=5))
     assert isinstance(outcome["rollout-0/0"], PeerLost)
     assert "rollout-0/0 and rollout-1/0 did not connect" in str(outcome["rollout-0/0"])
     them.run(pb.ROUND_PHASE_ABORT, them.round(1))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.kit.live_bytes import LiveBytes
+from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.batch import chunks
 from trainer_service.batch.chunks import chunk_tokens
 from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
