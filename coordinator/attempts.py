@@ -101,8 +101,10 @@ async def _attempt(app: App) -> bool:
         try:
             await run.execute()
         except TandemError as error:
+            app.leaving.saves = False  # the trainer is ahead of the run's state, or lost
             if guard is None:
                 await services.raise_if_trainer_lost(error)
+            if guard is None or app.leaving.asked.is_set():
                 raise
             await guard.wait_for_return(error)
             return False

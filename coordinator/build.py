@@ -100,6 +100,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         incarnation=uuid.uuid4().hex[:8],
         seed=_seed(config),
         rng=inputs.rng,
+        ending=app.leaving.asked,
     )
     return Run(
         settings=config.run,
@@ -185,6 +186,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         observed=app.observed,
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
+        ending=app.leaving.asked,
     )
 
 

@@ -7,7 +7,10 @@ starting                         it is cancelled immediately: nothing is unsaved
 generating, scoring, paused      it is cancelled; a checkpoint of the last finished iteration, if it has none yet
 training, syncing, saving,       the iteration is finished, without its evaluation; then the same
   exporting
+syncing, and a round fails or    the same, without the sync: no iteration will need it
+  replicas are awaited
 exporting, after the last one    the export is finished
+failed, and waits for a trainer  it is cancelled immediately: what was not saved is lost
 
 all within run.stop_timeout_s; after that the run is cancelled wherever it is, and a resume uses an older checkpoint.
 """
@@ -35,7 +38,7 @@ class Leaving:
     Attributes:
         asked: the run is to end; set by `leave`.
         settled: the trainer's state matches the run's, and no further iteration has changed it; set by the run.
-        saves: the run has begun, so may have something to save; set by the run.
+        saves: the run has begun and not failed, so may have something to save; set by the run.
         left: the run has ended because it was asked to.
     """
 

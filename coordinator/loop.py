@@ -5,6 +5,7 @@ implemented in the module that it calls. Steps are numbered as in ARCHITECTURE.m
 Legend: P prompts, G completions per prompt, S samples.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +23,18 @@ from coordinator.learn.batches import make_batch, select_samples
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
 from coordinator.record.report import IterationRecord
-from coordinator.sync.weights import WeightSync
-from servicekit.errors import WrongVersion
+from coordinator.sync.weights import WeightSync, is_retriable
+from servicekit.errors import TandemError, WrongVersion
 from servicekit.life.meanwhile import Meanwhile
+from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
 NOTHING: Meanwhile[Any] = Meanwhile()
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,8 @@ class GrpoLoop:
     seed: int | None = None
     # Shuffles samples into updates; its state is saved with the run's.
     rng: np.random.Generator = field(repr=False)
+    # Set when the run is to end.
+    ending: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     async def iterate(
         self, number: int, policy_version: int, watch: Stopwatch, meanwhile: Meanwhile[Any] = NOTHING
@@ -163,5 +169,17 @@ class GrpoLoop:
         return None if batch is None else await self.trainer.train_step(batch)
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
-        """Bring the new weights to the replicas; None without a step: they have them already."""
-        return None if step is None else await self.weights.publish(step.policy_version)
+        """Bring the new weights to the replicas.
+
+        Returns: None without a step: they have them already; and if this failed while the run is to end: a lost
+            replica must not cost the finished step, and no iteration needs the weights.
+        """
+        if step is None:
+            return None
+        try:
+            return await self.weights.publish(step.policy_version)
+        except TandemError as error:
+            if not self.ending.is_set() or not is_retriable(error):
+                raise
+            log.warning("weight sync left out at the end of the run", error=str(error))
+            return None

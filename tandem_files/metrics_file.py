@@ -1,9 +1,10 @@
 """metrics.jsonl: a row per iteration, written by the coordinator, read by launcher and tools."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from tandem_files.atomic import naming, no_check, write_bytes_atomic
@@ -72,3 +73,12 @@ def reward_means(row: Mapping[str, float | None]) -> dict[str, float | None]:
     """
     means = {found[1]: row[name] for name in sorted(row) if (found := REWARD_MEAN.fullmatch(name))}
     return means if len(means) > 1 else {}
+
+
+def is_weighted(reward: float | None, scores: Iterable[float | None]) -> bool:
+    """Whether a reward is another number than the sum of its scores, which have no weights then.
+
+    >>> is_weighted(0.09, [0.0, 0.3]), is_weighted(0.3, [0.0, 0.3]), is_weighted(None, [0.3])
+    (True, False, False)
+    """
+    return reward is not None and not math.isclose(reward, sum(score or 0.0 for score in scores), abs_tol=1e-6)

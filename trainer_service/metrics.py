@@ -22,6 +22,10 @@ ENTROPY = Gauge("tandem_entropy", "Mean entropy per completion token at the star
 KL_OLD = Gauge("tandem_kl_old", "k3 estimate of KL(old || new) per trained token of the last step.")
 CLIP_FRACTION = Gauge("tandem_clip_fraction", "Share of trained tokens whose ratio was clipped, by bound.", ["bound"])
 LOGPROB_DIFF = Gauge("tandem_logprob_abs_diff", "|log pi_trainer - log pi_engine| of the last step.", ["statistic"])
+PACKING_EFFICIENCY = Gauge(
+    "tandem_packing_efficiency_ratio",
+    "Tokens of the samples per token that went through the model in the last step, on all ranks.",
+)
 PUBLISH_SECONDS = Histogram(
     "tandem_trainer_publish_seconds",
     "Wall seconds of a weight-sync phase on the trainer.",
@@ -66,3 +70,4 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     CLIP_FRACTION.labels(bound="high").set(metrics["clip_fraction_high"])
     LOGPROB_DIFF.labels(statistic="mean").set(metrics["logprob_abs_diff_mean"])
     LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])
+    PACKING_EFFICIENCY.set(metrics["packing_efficiency"])

@@ -66,6 +66,11 @@ class _Curves:
         """Number of iterations that are averaged."""
         return min(_LONGEST, max(_SHORTEST, len(self.rows) // 3))
 
+    @property
+    def lately(self) -> str:
+        """Name the iterations that `recent` averages."""
+        return f"the last {self.window} iterations"
+
     def recent(self, field: str) -> float | None:
         """Return the field's mean over the newest iterations; None if there are too few."""
         return _mean(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
@@ -125,11 +130,8 @@ def _accuracy(now: _Curves) -> Iterator[Trouble]:
 def _reward(now: _Curves) -> Iterator[Trouble]:
     recent, best = now.recent("reward_mean"), now.best("reward_mean")
     if recent is not None and best is not None and recent < REWARD_COLLAPSED * best:
-        yield Trouble(
-            kind="reward",
-            name="TandemRewardCollapsed",
-            text=f"The mean reward is {recent:.3g}; it has been {best:.3g}.",
-        )
+        text = f"The mean reward of {now.lately} is {recent:.3g}; its best over {now.window} was {best:.3g}."
+        yield Trouble(kind="reward", name="TandemRewardCollapsed", text=text)
 
 
 def _truncated(now: _Curves) -> Iterator[Trouble]:
@@ -138,46 +140,51 @@ def _truncated(now: _Curves) -> Iterator[Trouble]:
         yield Trouble(
             kind="truncated",
             name="TandemCompletionsTruncated",
-            text=f"{share:.0%} of the completions are cut off by grpo.max_new_tokens before they end: raise it, or "
-            "find out why they do not end (tandem samples). A reward with require_stop gives them 0.",
+            text=f"{share:.0%} of the completions of {now.lately} are cut off by grpo.max_new_tokens before they end: "
+            "raise it, or find out why they do not end (tandem samples). A reward with require_stop gives them 0.",
         )
 
 
 def _kl(now: _Curves) -> Iterator[Trouble]:
     kl = now.recent("kl_old")
     if kl is not None and kl > KL_HIGH:
-        yield Trouble(kind="kl", name="TandemKLHigh", text=f"KL(old || new) averages {kl:.3g} per token.")
+        text = f"KL(old || new) averages {kl:.3g} per token over {now.lately}."
+        yield Trouble(kind="kl", name="TandemKLHigh", text=text)
 
 
 def _entropy(now: _Curves) -> Iterator[Trouble]:
     entropy = now.recent("entropy")
     if entropy is not None and entropy < ENTROPY_COLLAPSED and not now.solved:
-        yield Trouble(kind="entropy", name="TandemEntropyCollapsed", text=f"Token entropy averages {entropy:.3g} nats.")
+        text = f"Token entropy averages {entropy:.3g} nats over {now.lately}."
+        yield Trouble(kind="entropy", name="TandemEntropyCollapsed", text=text)
 
 
 def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
     equal, spread = now.recent("zero_variance_ratio"), now.recent("reward_std")
     if equal is None or equal <= NOTHING_TO_LEARN or now.solved:
         return
-    text = f"{equal:.0%} of the groups have equal rewards."
+    text = f"{equal:.0%} of the groups of {now.lately} have equal rewards."
     if equal == 1.0 and spread == 0.0:
         reward = now.rows[-1].get("reward_mean", 0.0)
         text = (
-            f"Every completion of the last {now.window} iterations got the reward {reward:g}, so the policy does "
+            f"Every completion of {now.lately} got the reward {reward:g}, so the policy does "
             "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."
         )
     yield Trouble(kind="equal_rewards", name="TandemNothingToLearn", text=text)
 
 
 def _scoring(now: _Curves) -> Iterator[Trouble]:
-    for prefix, value, whose in (("", now.recent, "the"), ("heldout_", now.last, "the held-out")):
+    for prefix, value, which in (
+        ("", now.recent, f"the completions of {now.lately}"),
+        ("heldout_", now.last, "the completions of the last held-out evaluation"),
+    ):
         for field, limit, name, why in (
             ("reward_errors", REWARD_ERRORS, "TandemRewardErrors", "could not be scored"),
             ("reward_timeouts", REWARD_TIMEOUTS, "TandemRewardTimeouts", "took longer than reward.timeout_s to score"),
         ):
             failed, scored = value(prefix + field), value(prefix + "scored_completions")
             if failed is not None and scored and failed > limit * scored:
-                text = f"{failed / scored:.1%} of {whose} completions {why}."
+                text = f"{failed / scored:.1%} of {which} {why}."
                 yield Trouble(kind=prefix + field, name=name, text=text)
 
 

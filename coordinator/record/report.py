@@ -30,6 +30,7 @@ _TRAINER_FIELDS = (
     "correction_weight_mean",
     "correction_outside_fraction",
     "learning_rate",
+    "packing_efficiency",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")

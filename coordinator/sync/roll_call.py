@@ -83,6 +83,7 @@ class RollCall:
         probe_timeout_s: a service whose status does not arrive in this time is absent.
         slots_timeout_s: a service with a rank without its slot for so long is absent.
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
+        ending: once it is set, since the run is to end, no service is waited for.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class RollCall:
         probe_timeout_s: float,
         slots_timeout_s: float,
         timeout_s: float,
+        ending: asyncio.Event,
     ) -> None:
         self._trainer, self._fleet, self._group = trainer, fleet, group
+        self._ending = ending
         self._min_replicas = min_replicas
         self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
 
@@ -129,8 +132,9 @@ class RollCall:
                 return present
             trainer_is_present = look.trainer is not None and self._trainer.name not in look.absent
             timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_present else 0.0)
-            if time.monotonic() - start_s >= timeout_s:
-                raise DeadlineExceeded(self._timeout_message(look, timeout_s))
+            waited_s = time.monotonic() - start_s
+            if waited_s >= timeout_s or self._ending.is_set():
+                raise DeadlineExceeded(self._timeout_message(look, min(timeout_s, waited_s)))
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _look(self) -> _Look:
@@ -181,21 +185,21 @@ class RollCall:
         return Present(epoch=group.epoch, trainer=look.trainer, replicas=replicas)
 
     async def _settle(self, slots: Sequence[str], left_s: float) -> SettledGroup:
-        """Return the group once all slots are held, or once slots_timeout_s or `left_s` is over."""
+        """Return the group once all slots are held, slots_timeout_s or `left_s` is over, or the run is to end."""
         deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
         while True:
             # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
             slice_s = max(0.0, min(deadline_s - time.monotonic(), _WAIT_SLICE_S))
             group = await asyncio.to_thread(self._group.settle, slots, slice_s)
-            if set(slots) <= set(group.members) or time.monotonic() >= deadline_s:
+            if set(slots) <= set(group.members) or time.monotonic() >= deadline_s or self._ending.is_set():
                 return group
 
-    def _timeout_message(self, look: _Look, timeout_s: float) -> str:
+    def _timeout_message(self, look: _Look, waited_s: float) -> str:
         absent = "; ".join(f"{name}: {why}" for name, why in look.absent.items()) or "no other service is announced"
         present = ", ".join(replica.name for replica in look.replicas if replica.name not in look.absent) or "none"
         return (
-            f"waited {timeout_s:g} s for the trainer and {self._min_replicas} replicas (rollout.min_replicas); "
-            f"replicas present: {present}; {absent}"
+            f"waited {round(waited_s, 2):g} s for the trainer and {self._min_replicas} replicas "
+            f"(rollout.min_replicas); replicas present: {present}; {absent}"
         )
 
 

@@ -122,6 +122,7 @@ class WeightSync:
         disk_folder: where the transport "disk" writes.
         forecast: predicts the duration of rounds; None: no prediction.
         observed: records syncs and fleet snapshots.
+        ending: once it is set, since the run is to end, no service is waited for, and no round is tried again.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class WeightSync:
         disk_folder: str = "",
         forecast: Forecast | None = None,
         observed: Observed | None = None,
+        ending: asyncio.Event | None = None,
     ) -> None:
         self._trainer = trainer
         self._fleet = fleet
@@ -149,6 +151,7 @@ class WeightSync:
         self._on_disk = (0, "")  # version and id of the last round that went through disk
         self._observed = Observed() if observed is None else observed
         self._forecast = forecast
+        self._ending = asyncio.Event() if ending is None else ending
         self._roll_call = RollCall(
             trainer=trainer,
             fleet=fleet,
@@ -157,6 +160,7 @@ class WeightSync:
             probe_timeout_s=settings.probe_timeout_s,
             slots_timeout_s=settings.lease_ttl_s,
             timeout_s=settings.formation_timeout_s,
+            ending=self._ending,
         )
 
     async def publish(self, policy_version: int) -> SyncResult:
@@ -283,11 +287,12 @@ class WeightSync:
                     break
             except TandemError as error:
                 log.warning("weight sync round failed", error=str(error))
-                if work.waits_for_slot(error, SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s):
+                patience_s = 0.0 if self._ending.is_set() else SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s
+                if work.waits_for_slot(error, patience_s):
                     await asyncio.sleep(SLOT_INTERVAL_S)
                     continue
                 work.failures.append(error)
-                if not work.may_retry_after(error):
+                if self._ending.is_set() or not work.may_retry_after(error):
                     break
         # A replica that stopped serving meanwhile (its pod leaves, or is not ready) is not admitted again here.
         staying = self._fleet.serving()

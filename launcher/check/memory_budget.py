@@ -174,7 +174,7 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
     kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
     # cosines and sines, of queries and keys
-    attention = 4 * _longest(config, tokens) * spec.head_dim * width
+    attention = 4 * tokens * spec.head_dim * width
     if parallel.context > 1 and q != kv:
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width

@@ -14,8 +14,9 @@ from tandem_config.schema import RunConfig
 EVALUATOR = "evaluator"
 # Stop order: the coordinator first, so that no service gets new work while it stops.
 _SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
-# The coordinator's is added to run.stop_timeout_s, in which it saves what is finished.
-_COORDINATOR_GRACE_S, _SERVICE_GRACE_S = 15.0, 10.0
+# The coordinator's is added to run.stop_timeout_s, in which it saves what is finished. An engine ends within 2 s of
+# processor time: on a machine whose processors other programs use, that takes half a minute.
+_COORDINATOR_GRACE_S, _SERVICE_GRACE_S = 15.0, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

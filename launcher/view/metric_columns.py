@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tandem_files.metrics_file import REWARD_MEAN, reward_means
 
@@ -49,13 +50,16 @@ COLUMNS = (
 )
 
 
-def columns_for(width: int, total: int, rewards: Iterable[str] = ()) -> list[Column]:
+def columns_for(
+    width: int, total: int, rewards: Iterable[str] = (), weights: Mapping[str, float] = MappingProxyType({})
+) -> list[Column]:
     """Choose the columns for lines of at most `width` characters; those of rank 0 are always among them.
 
     Args:
         rewards: names of a list of rewards; they get columns if there is room for all of them.
+        weights: of rewards, by name; the figures are not multiplied by them.
     """
-    chosen = [COLUMNS[0], *map(_of_reward, rewards), *COLUMNS[1:]]
+    chosen = [COLUMNS[0], *(_of_reward(name, weights) for name in rewards), *COLUMNS[1:]]
     if len(heading([column for column in chosen if column.rank == 0], total)) > width:
         chosen = list(COLUMNS)
     for rank in sorted({column.rank for column in chosen} - {0}, reverse=True):
@@ -65,18 +69,36 @@ def columns_for(width: int, total: int, rewards: Iterable[str] = ()) -> list[Col
     return chosen
 
 
-def rewards_line(columns: Sequence[Column], row: Mapping[str, float | None], total: int, width: int) -> str:
-    """Format the mean of each reward for a line of its own; "" if the columns have them, or there is only one."""
+def rewards_line(
+    columns: Sequence[Column],
+    row: Mapping[str, float | None],
+    total: int,
+    width: int,
+    weights: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Format the mean score of each reward, and its weight unless it is 1, for a line of its own.
+
+    Returns: "" if the columns have them, or there is only one.
+    """
     means = reward_means(row)
     if not means or any(REWARD_MEAN.fullmatch(column.metric) for column in columns):
         return ""
-    texts = [f"{name} {'-' if mean is None else format(mean, '.3f')}" for name, mean in means.items()]
+    texts = [
+        f"{name} {'-' if mean is None else format(mean, '.3f')}{_times(name, weights)}" for name, mean in means.items()
+    ]
     text = " " * _first_width(total) + _GAP + _GAP.join(texts)
     return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _of_reward(name: str) -> Column:
+def _times(name: str, weights: Mapping[str, float]) -> str:
+    """Return the factor that turns a reward's score into its part of the sum; "" for 1, or an unknown one."""
+    weight = weights.get(name, 1.0)
+    return "" if weight == 1.0 else f" x {weight:g}"
+
+
+def _of_reward(name: str, weights: Mapping[str, float]) -> Column:
     title = name if len(name) <= _LONGEST_TITLE else f"{name[: _LONGEST_TITLE - 1]}\N{HORIZONTAL ELLIPSIS}"
+    title += _times(name, weights)
     return Column(title=title, metric=f"reward/{name}_mean", form=".3f", width=max(6, len(title)))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -57,10 +58,18 @@ class RunView:
 
     Args:
         left_s: estimates the seconds that the run still takes from its rows; None: unknown.
+        weights: of the rewards, by name.
     """
 
-    def __init__(self, console: Console, total_iterations: int, left_s: LeftS = _unknown) -> None:
+    def __init__(
+        self,
+        console: Console,
+        total_iterations: int,
+        left_s: LeftS = _unknown,
+        weights: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._console, self._total, self._left_s = console, total_iterations, left_s
+        self._weights = weights
         self._columns = columns_for(console.width, total_iterations)
         self._rows: list[Mapping[str, float | None]] = []
         self._left = ""
@@ -89,13 +98,13 @@ class RunView:
     def iteration(self, row: Mapping[str, float | None]) -> None:
         """Print the figures of an iteration, a row of metrics.jsonl."""
         if len(self._rows) % _ROWS_PER_HEADING == 0:
-            self._columns = columns_for(self._console.width, self._total, reward_means(row))
+            self._columns = columns_for(self._console.width, self._total, reward_means(row), self._weights)
             self.print_line(heading(self._columns, self._total), "bold")
         self._rows.append(row)
         left_s = self._left_s(self._rows)
         self._left = clock(left_s) if left_s else ""
         self.print_line(line(self._columns, row, self._total, self._left or "-"))
-        if rewards := rewards_line(self._columns, row, self._total, self._console.width):
+        if rewards := rewards_line(self._columns, row, self._total, self._console.width, self._weights):
             self.print_line(rewards, "dim")
 
     def warning(self, text: str) -> None:

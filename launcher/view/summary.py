@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tandem_files.metrics_file import reward_means
+from tandem_files.metrics_file import is_weighted, reward_means
 from tandem_files.run_folder import metrics_rows, read_summary
 
 
@@ -70,10 +70,11 @@ def rewards_text(rows: Sequence[Mapping[str, float | None]]) -> str:
     """Say how the mean of each of several rewards has changed from the first iteration to the last; "" of one."""
     first, last = (reward_means(rows[place]) if rows else {} for place in (0, -1))
     changes = [(name, first.get(name), mean) for name, mean in last.items() if mean is not None]
-    return ", ".join(
+    text = ", ".join(
         f"{name} {after:.3f}" if before is None or len(rows) == 1 else f"{name} {before:.3f} -> {after:.3f}"
         for name, before, after in changes
     )
+    return f"{text} (unweighted)" if text and is_weighted(rows[-1].get("reward_mean"), last.values()) else text
 
 
 def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -107,7 +107,7 @@ class TrainerSection(Section):
     )
     max_tokens_per_micro_batch: PositiveInt = Field(
         16384,
-        description="Padded tokens of one micro-batch; bounds activation memory.",
+        description="Tokens of one micro-batch, packed into one row; bounds activation memory.",
         json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
     )
     collective_timeout_s: PositiveFloat = Field(

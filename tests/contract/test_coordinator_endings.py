@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
@@ -15,6 +16,7 @@ from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
+from tests.kit.waiting import until
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
@@ -77,6 +79,52 @@ async def test_a_stop_within_a_step_finishes_its_iteration(config: RunConfig, en
         gate.opened.set()
         assert await asyncio.wait_for(running, 10) == 0
     assert [row["heldout_accuracy"] for row in rows(environment)] == [None, None]
+    assert checkpointed(environment) == 2
+
+
+async def test_a_stop_waits_for_no_replica_that_is_lost(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """Of all that die between a train step and its sync: the step is saved, and nobody waits for run.stop_timeout_s."""
+    stop, gate = asyncio.Event(), Gate(at=2)
+    config = with_settings(config, run=SELDOM, sync={"formation_timeout_s": 60}, rollout={"rejoin_timeout_s": 600})
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=gate)) as fleet:
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        for service in fleet.rollout_services:
+            await fleet.servers[service.name].drain(0.0)
+        stop.set()
+        gate.opened.set()
+        assert await asyncio.wait_for(running, 20) == 0
+    assert saved_state(environment)["status"] == "interrupted"
+    assert [row["sync_redundancy"] for row in rows(environment)] == [1.0, None]
+    assert checkpointed(environment) == 2
+
+
+async def test_a_stop_while_no_replica_is_left_to_generate(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """Dispatch waits rollout.rejoin_timeout_s for one to join; a run that is to end does not."""
+
+    def stalls() -> float:
+        return REGISTRY.get_sample_value("tandem_dispatch_stalls_total") or 0.0
+
+    async def lose_replicas(step: int) -> None:
+        for service in fleet.rollout_services if step == 2 else ():
+            service.hold.clear()
+            service.asked.clear()
+
+    stop, before = asyncio.Event(), stalls()
+    config = with_settings(config, run=SELDOM, sync={"formation_timeout_s": 60}, rollout={"rejoin_timeout_s": 600})
+    trainer = FakeTrainer(before_step=lose_replicas)
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer) as fleet:
+        running = asyncio.create_task(conduct(config, environment, resume=False, stop=stop))
+        for service in fleet.rollout_services:
+            await asyncio.wait_for(service.asked.wait(), 30)
+        await asyncio.to_thread(until, lambda: len(trainer.steps) == 2, 30.0)
+        for service in fleet.rollout_services:
+            await asyncio.wait_for(service.asked.wait(), 30)
+            await fleet.servers[service.name].drain(0.0)
+            service.hold.set()
+        await asyncio.to_thread(until, lambda: stalls() > before, 60.0)
+        stop.set()
+        assert await asyncio.wait_for(running, 20) == 0
     assert checkpointed(environment) == 2
 
 

@@ -253,6 +253,23 @@ async def test_what_keeps_a_run_from_starting_is_in_its_status(
         assert len(told) == 1
 
 
+async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Callable[[RunConfig], Coordinator],
+) -> None:
+    """Nothing is left to save: the coordinator ends at once, not after run.stop_timeout_s."""
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment) as trainer, rollouts:
+        coordinator = start(with_settings(kube_config, run={"stop_timeout_s": 600.0}))
+        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 2)
+        trainer.show(ready=False, phase="Pending")
+        await trainer.stop()
+        await soon(lambda: any("the trainer was lost" in text for _, text in coordinator.status()))
+        assert await asyncio.to_thread(coordinator.stop) == 0
+
+
 async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_that_is_dead(
     api: FakeKubeApi,
     kube_config: RunConfig,

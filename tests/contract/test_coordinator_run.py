@@ -400,7 +400,7 @@ async def test_held_out_completions_that_are_not_scored_are_counted_like_those_o
     assert late < counts["heldout_reward_timeouts"] <= 20
     assert (counts["reward_timeouts"], counts["warnings"]) == (0, 3)
     (trouble,) = saved_state(environment)["troubles"]
-    share = f"{late / 40:.1%} of the held-out completions"
+    share = f"{late / 40:.1%} of the completions of the last held-out evaluation"
     assert trouble == f"{share} took longer than reward.timeout_s to score."
 
 

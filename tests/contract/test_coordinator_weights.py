@@ -195,6 +195,16 @@ async def test_fewer_than_min_replicas_are_an_error_after_the_deadline() -> None
     )
 
 
+async def test_a_round_that_fails_while_the_run_is_to_end_is_not_tried_again() -> None:
+    ending, group = asyncio.Event(), FakeGroup()
+    ending.set()
+    async with fake_fleet() as fleet:
+        fleet.rollout_services[0].sync.faults.append(Fault(TRANSFER, PeerLost("no route")))
+        with pytest.raises(PeerLost, match="try 1: rollout-0: no route"):
+            await sync_of(fleet, group, 3, ending=ending).publish(3)
+    assert group.epoch == 1
+
+
 class LateFleet(StaticFleet):
     """Replicas that are announced from the fifth look on."""
 

@@ -18,7 +18,7 @@ from trainer_service.batch.samples import Samples
 
 LIMITS = Limits(vocab_size=1000, max_positions=64, max_tokens=128)
 RANKS = [
-    RankShare(data_rank=rank, data_parallel=2, pipeline_parallel=2, width_multiple=2, max_tokens=128)
+    RankShare(data_rank=rank, data_parallel=2, pipeline_parallel=2, row_multiple=2, max_tokens=128, even_length=100.0)
     for rank in range(2)
 ]
 

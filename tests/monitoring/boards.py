@@ -7,8 +7,8 @@ from typing import Any
 from tests.monitoring.tools import DASHBOARDS
 
 FILES = ("weight-sync.json", "training.json", "fleet.json")
-# What a run without a reward that a server gives does not export.
-OF_REWARD_SERVERS = ("tandem_reward_call_seconds", "tandem_reward_circuit_open")
+# What has no data in a run without a reward that a server gives, and without TLS.
+OF_OTHER_RUNS = ("tandem_reward_call_seconds", "tandem_reward_circuit_open", "tandem_tls_certificate_expiry")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,15 @@ from tests.monitoring.promql import problems, selectors
 from tests.monitoring.test_rules import promtool
 from tests.monitoring.tools import DASHBOARDS, MONITORING
 from tools.dashboards import __main__ as generator
-from tools.metrics_reference import JOBS, series_of
+from tools.metrics_reference import JOBS, metrics_of, series_of
 
+# Metrics that are on no panel, and why.
+UNSHOWN = {
+    "tandem_clip_fraction": "the trainer's own; the coordinator's tandem_clip_fraction_*_ratio are shown",
+    "tandem_logprob_abs_diff": "the trainer's own; the coordinator's tandem_logprob_abs_diff_max and _mean are shown",
+    "tandem_train_samples_total": "what the coordinator's tandem_trained_samples_total, which is shown, counts as sent",
+    "tandem_weight_sync_received_bytes_total": "by replica; shown are all ranks' bytes and each replica's bandwidth",
+}
 SERIES = {job: series_of(job) for job in JOBS}
 # What each dashboard is for: a metric that must be on it.
 SHOWN = {
@@ -74,6 +81,12 @@ def test_every_dashboard_is_looked_at() -> None:
 def test_a_dashboard_shows_what_it_is_for(file: str) -> None:
     shown = {selector.name for query in ALL if query.board == file for selector in selectors(query.expr)}
     assert [metric for metric in SHOWN[file] if metric not in shown] == []
+
+
+def test_every_metric_is_on_a_panel_or_there_is_a_reason_why_not() -> None:
+    shown = {selector.name for query in ALL for selector in selectors(query.expr)}
+    known = {metric.name: metric for job in JOBS for metric in metrics_of(job)}
+    assert sorted(name for name, metric in known.items() if shown.isdisjoint(metric.series)) == sorted(UNSHOWN)
 
 
 @pytest.mark.parametrize("file", FILES)

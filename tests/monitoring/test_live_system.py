@@ -9,7 +9,7 @@ from servicekit.redis.registry import Registry
 from tandem_files.run_folder import read_notes
 from tests.e2e.conftest import EXAMPLE, STARTED_S, Tandem
 from tests.kit.waiting import until
-from tests.monitoring.boards import ALL, OF_REWARD_SERVERS
+from tests.monitoring.boards import ALL, OF_OTHER_RUNS
 from tests.monitoring.live import prometheus
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,9 +45,7 @@ def test_every_panel_has_data(redis_server: str, tandem: Callable[..., Tandem], 
     with prometheus(tmp_path, targets(registry)) as server:
         registry.close()
         assert run.wait_end(ENDED_S) == 0, run.output()
-        left = server.without_data(
-            [query for query in ALL if not any(name in query.expr for name in OF_REWARD_SERVERS)]
-        )
+        left = server.without_data([query for query in ALL if not any(name in query.expr for name in OF_OTHER_RUNS)])
         assert [f"{query}: {query.over('1m')}" for query in left] == []
         # What is not always 0: it comes from the engines.
         for busy in ("tandem_engine_requests", "tandem_kv_cache_usage_ratio", "tandem_running_groups"):

@@ -10,6 +10,7 @@ from tools.dashboards.panels import (
     gauge,
     increase,
     panel,
+    percentile,
     percentiles,
     rate,
 )
@@ -96,6 +97,22 @@ _PROCESSES = Row(
             "Per second, by service and status code.",
             rate("tandem_rpc_total", "{{job}} {{code}}", RUN, by="job, code"),
             unit="reqps",
+        ),
+        panel(
+            "Duration of RPCs",
+            "Seconds for which a call was served, streams until their end; the longest 5 % are longer.",
+            percentile(0.95, "tandem_rpc_seconds", "{{job}} {{method}} p95", RUN, by="job, method"),
+            unit="s",
+            logarithmic=True,
+        ),
+        panel(
+            "Certificates",
+            "Seconds until each service's certificate expires; nothing without TLS. See TandemCertificateExpires.",
+            Series(
+                expr=f"(tandem_tls_certificate_expiry_timestamp_seconds{{{RUN}}} > 0) - time()",
+                legend="{{job}} {{instance}}",
+            ),
+            unit="s",
         ),
         panel(
             "Lease renewals that failed",

@@ -126,6 +126,19 @@ _SAMPLES = Row(
             unit="short",
         ),
         panel(
+            "Trained",
+            "Per second: samples sent to the trainer, and completion tokens that its steps have trained on.",
+            rate("tandem_trained_samples_total", "samples"),
+            rate("tandem_train_tokens_total", "tokens", TRAINER),
+            unit="short",
+            logarithmic=True,
+        ),
+        panel(
+            "Prompts left out",
+            "Longer than data.max_prompt_tokens, since the run began.",
+            gauge("tandem_dropped_prompts", "{{data}}"),
+        ),
+        panel(
             "Warnings",
             "By kind; their text is in the coordinator's log.",
             increase("tandem_warnings_total", "{{kind}}", by="kind"),
@@ -180,6 +193,11 @@ _REWARDS = Row(
 _TIME = Row(
     title="Time",
     panels=(
+        panel(
+            "State of the run",
+            "The one that it is in; starting: it waits for its services. finished, failed and interrupted are final.",
+            Series(expr=f"tandem_run_state{{{COORDINATOR}}} == 1", legend="{{state}}"),
+        ),
         panel(
             "Where an iteration's time goes",
             "Mean seconds of each part.",

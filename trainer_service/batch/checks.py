@@ -16,7 +16,7 @@ class Limits:
 
     vocab_size: int
     max_positions: int  # tokens of the longest sequence
-    max_tokens: int  # padded tokens in one micro-batch
+    max_tokens: int  # of one micro-batch
 
 
 def _first(bad: NDArray[np.bool_]) -> int | None:

@@ -6,9 +6,10 @@ import numpy as np
 
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.cuts import cut, deal
-from trainer_service.batch.padded import Padded, context_share, pad
+from trainer_service.batch.packed import Packed, context_share, inputs, pack
 from trainer_service.batch.samples import BoolArray, IntArray, Samples
 from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,34 +19,52 @@ class RankShare:
     data_rank: int
     data_parallel: int
     pipeline_parallel: int
-    width_multiple: int  # S must divide by this: TP under sequence parallelism, 2 * CP under context parallelism
     max_tokens: int
+    even_length: float  # see `deal`
+    sequence_multiple: int = 1  # a sequence's tokens divide by this: 2 * CP under context parallelism
+    row_multiple: int = 1  # a row's tokens divide by this: TP times the former, under sequence parallelism
     context_rank: int = 0
     context_parallel: int = 1
     # The number of micro-batches is a multiple of this: of the stages, under virtual pipeline parallelism.
     count_multiple: int = 1
-    # All data-parallel ranks run equally many micro-batches: their experts exchange tokens in each.
-    in_step: bool = False
 
     @classmethod
     def of(
-        cls, parallel: Parallel, *, sequence_parallel: bool, max_tokens: int, data_rank: int, context_rank: int
+        cls,
+        parallel: Parallel,
+        spec: ModelSpec,
+        *,
+        sequence_parallel: bool,
+        max_tokens: int,
+        data_rank: int,
+        context_rank: int,
     ) -> "RankShare":
-        """Derive the limits from the parallel sizes."""
-        experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+        """Derive the limits from the parallel sizes and the model."""
+        chunks = 2 * parallel.context if parallel.context > 1 else 1
         return cls(
             data_rank=data_rank,
             data_parallel=parallel.data,
             pipeline_parallel=parallel.pipeline,
-            width_multiple=(parallel.tensor if sequence_parallel else 1)
-            * (2 * parallel.context if parallel.context > 1 else 1),
             max_tokens=max_tokens,
+            even_length=even_length(spec),
+            sequence_multiple=chunks,
+            row_multiple=chunks * (parallel.tensor if sequence_parallel else 1),
             context_rank=context_rank,
             context_parallel=parallel.context,
             count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-            # else every expert group lies within one data-parallel rank
-            in_step=parallel.data > 1 and model % experts != 0,
         )
+
+
+def even_length(spec: ModelSpec) -> float:
+    """Return the tokens of a sequence whose attention scores cost as many FLOPs as the rest of an average layer.
+
+    A token costs 2 FLOPs for each weight that it meets and, over a causal sequence of L tokens, 2 * L for each of the
+    queries' dimensions: half of L keys, twice (scores, weighted values).
+    """
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    experts = sum(spec.has_experts(layer) for layer in range(spec.num_layers)) / spec.num_layers
+    ffn = (1 - experts) * spec.ffn_size + experts * spec.experts_per_token * spec.expert_ffn_size
+    return spec.hidden_size * (2 * queries + 2 * keys + 3 * ffn) / queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +75,12 @@ class StepPlan:
         measured: run forward without gradients at the start of the step, for log-probs and entropies of the policy that
             the step starts from.
         updates: by optimizer update; empty where no sample of the update has a gradient.
+        packing_efficiency: the samples' tokens per token that goes through the model, in all passes of all ranks.
     """
 
-    measured: list[Padded]
-    updates: list[list[Padded]]
+    measured: list[Packed]
+    updates: list[list[Packed]]
+    packing_efficiency: float
 
 
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
@@ -71,15 +92,18 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     optimizer step pi_old *is* pi_theta, so their training forward yields it.
     """
     active = has_gradient(samples, grpo)
-    owner = deal(samples, active, ranks.data_parallel)
+    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
     measured = np.zeros(len(samples), np.bool_)
     if grpo.old_logprobs == "recompute":
         measured = ~(active & (samples.update_index == 0))
     trained = [active & (samples.update_index == update) for update in range(num_updates)]
+    passes = [_cut(samples, chosen, owner, ranks) for chosen in (measured, *trained)]
+    first, *others = [[_micro_batch(samples, part, each, ranks) for part in each.mine] for each in passes]
+    computed = sum(each.computed for each in passes)
     return StepPlan(
-        measured=_micro_batches(samples, measured, owner, ranks),
-        # data-parallel ranks reduce gradients together, so a rank without samples runs a stand-in
-        updates=[_micro_batches(samples, rows, owner, ranks, at_least=int(rows.any())) for rows in trained],
+        measured=first,
+        updates=others,
+        packing_efficiency=sum(each.true for each in passes) / computed if computed else 1.0,
     )
 
 
@@ -91,33 +115,57 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
     return moving
 
 
-def measure_all(samples: Samples, ranks: RankShare) -> list[Padded]:
+def measure_all(samples: Samples, ranks: RankShare) -> list[Packed]:
     """Plan this rank's share of a forward pass over all samples."""
-    owner = deal(samples, samples.trainable, ranks.data_parallel)
-    return _micro_batches(samples, np.ones(len(samples), np.bool_), owner, ranks)
+    owner = deal(samples, samples.trainable, ranks.data_parallel, ranks.even_length)
+    found = _cut(samples, np.ones(len(samples), np.bool_), owner, ranks)
+    return [_micro_batch(samples, part, found, ranks) for part in found.mine]
 
 
-def _micro_batches(
-    samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare, at_least: int = 0
-) -> list[Padded]:
-    """Pack the chosen samples of this rank, and add stand-ins up to the number that the ranks must agree on."""
-    parts = _cut(samples, chosen & (owner == ranks.data_rank), ranks)
-    count = max(at_least, len(parts))
-    if ranks.in_step:
-        others = range(ranks.data_parallel)
-        count = max(count, *(len(_cut(samples, chosen & (owner == other), ranks)) for other in others))
-    count = -(-count // ranks.count_multiple) * ranks.count_multiple
-    batches = [pad(samples, part, multiple=ranks.width_multiple) for part in parts]
-    if count > len(parts):
-        rows = np.flatnonzero(chosen)
-        shortest = rows[[np.argmin(samples.lengths[rows])]]
-        stand_in = pad(samples, shortest, multiple=ranks.width_multiple, counted=False)
-        batches += [stand_in] * (count - len(parts))
-    if ranks.context_parallel == 1:
-        return batches
-    return [context_share(batch, ranks.context_rank, ranks.context_parallel) for batch in batches]
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """One pass over some samples, of all data-parallel ranks.
+
+    Attributes:
+        mine: samples of each micro-batch of this rank; none: a stand-in.
+        stand_in: the sample of stand-ins, [1].
+        true: the samples' tokens.
+        computed: tokens of all rows, with padding and stand-ins.
+    """
+
+    mine: list[IntArray]
+    stand_in: IntArray
+    true: int
+    computed: int
 
 
-def _cut(samples: Samples, chosen: BoolArray, ranks: RankShare) -> list[IntArray]:
+def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare) -> _Pass:
+    """Cut the chosen samples into micro-batches: equally many on all ranks, whose experts and gradients meet."""
     rows = np.flatnonzero(chosen)
-    return cut(rows, samples.lengths[rows], max_tokens=ranks.max_tokens, pipeline_parallel=ranks.pipeline_parallel)
+    tokens = inputs(samples, np.arange(len(samples)), ranks.sequence_multiple)
+    parts = cut(
+        [rows[owner[rows] == rank] for rank in range(ranks.data_parallel)],
+        tokens,
+        max_tokens=ranks.max_tokens,
+        pipeline_parallel=ranks.pipeline_parallel,
+        count_multiple=ranks.count_multiple,
+    )
+    stand_in = rows[[np.argmin(samples.lengths[rows])]] if rows.size else rows
+    sizes = [int(tokens[part if part.size else stand_in].sum()) for of_rank in parts for part in of_rank]
+    return _Pass(
+        mine=parts[ranks.data_rank],
+        stand_in=stand_in,
+        true=int(inputs(samples, rows).sum()),
+        computed=sum(-(-size // ranks.row_multiple) * ranks.row_multiple for size in sizes),
+    )
+
+
+def _micro_batch(samples: Samples, part: IntArray, of: _Pass, ranks: RankShare) -> Packed:
+    batch = pack(
+        samples,
+        part if part.size else of.stand_in,
+        sequence_multiple=ranks.sequence_multiple,
+        row_multiple=ranks.row_multiple,
+        counted=part.size > 0,
+    )
+    return batch if ranks.context_parallel == 1 else context_share(batch, ranks.context_rank, ranks.context_parallel)

@@ -58,6 +58,7 @@ class MegatronEngine:
         self._adam = AdamState(self._parameters, optimizer)
         self._ranks = RankShare.of(
             self._parallel,
+            self._spec,
             sequence_parallel=sequence_parallel,
             max_tokens=trainer.max_tokens_per_micro_batch,
             data_rank=parallel_state.get_data_parallel_rank(),

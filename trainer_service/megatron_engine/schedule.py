@@ -10,27 +10,28 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from trainer_service.batch.padded import Padded
+from trainer_service.batch.packed import Packed
+from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.head.policy_model import ChosenTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTensors:
-    """`Padded` on the device: B rows, S columns, t completion tokens."""
+    """`Packed` on the device: T tokens, of which t are completion tokens."""
 
-    input_ids: Tensor  # [B, S]
+    input_ids: Tensor  # [1, T]
     positions: Tensor  # [t]
     targets: Tensor  # [t]
     token_index: Tensor  # [t]
+    packing: RowPacking
     counted: bool
-    padded_tokens: int
 
 
 # (micro-batch, log-probs [t], entropies [t]) -> scalar loss; called on the last stage only
 TokenFunction = Callable[[MicroBatchTensors, Tensor, Tensor], Tensor]
 
 
-def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
+def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
     """Copy the index arrays (no copy on a CPU)."""
 
     def move(array: Any) -> Tensor:
@@ -41,8 +42,8 @@ def to_device(batch: Padded, device: torch.device) -> MicroBatchTensors:
         positions=move(batch.positions),
         targets=move(batch.targets),
         token_index=move(batch.token_index),
+        packing=RowPacking.of(batch.lengths.tolist(), device),
         counted=batch.counted,
-        padded_tokens=batch.padded_tokens,
     )
 
 
@@ -82,9 +83,9 @@ class Schedule:
             data_iterator=[iter(batches) for _ in self._chunks] if interleaved else iter(batches),
             model=self._chunks if interleaved else self._chunks[0],
             num_microbatches=len(batches),
-            # both are ignored: with variable_seq_lengths the stages send each other the shape of each micro-batch
+            # ignored: with variable_seq_lengths the stages send each other the shape of each micro-batch
             seq_length=batches[0].input_ids.shape[1],
-            micro_batch_size=batches[0].input_ids.shape[0],
+            micro_batch_size=1,
             forward_only=forward_only,
         )
 
@@ -93,8 +94,9 @@ class Schedule:
     ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
         chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
-        # rotary embeddings count the columns themselves: no position ids
-        return model(batch.input_ids, None, None, labels=chosen), partial(self._loss, on_tokens, batch)
+        # rotary embeddings count each sequence's tokens themselves: no position ids
+        out = model(batch.input_ids, None, None, labels=chosen, packed_seq_params=batch.packing)
+        return out, partial(self._loss, on_tokens, batch)
 
     def _loss(
         self, on_tokens: TokenFunction, batch: MicroBatchTensors, found: tuple[Tensor, Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor
 from servicekit.errors import NotFinite
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.padded import Padded
+from trainer_service.batch.packed import Packed
 from trainer_service.batch.plan import RankShare, plan_step
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
@@ -69,7 +69,8 @@ class StepRunner:
             state.measures_old = False
         highest = self._reduced_max(state.abs_diff_max)
         return StepResult(
-            metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples),
+            metrics=step_metrics(torch.stack(sums).cpu().numpy(), SUMS, norms, highest, learning_rate, samples)
+            | {"packing_efficiency": plan.packing_efficiency},
             seconds=watch.parts,
         )
 
@@ -77,7 +78,7 @@ class StepRunner:
     def _context_group(self) -> dist.ProcessGroup | None:
         return parallel_state.get_context_parallel_group() if self.ranks.context_parallel > 1 else None
 
-    def _load(self, batches: list[Padded]) -> list[MicroBatchTensors]:
+    def _load(self, batches: list[Packed]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]
 
     def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:

@@ -19,7 +19,7 @@ from trainer_service.objectives.tokens import Sequences, Tokens
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
     "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "correction_weight",
-    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "padded_tokens", "not_finite",
+    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "not_finite",
 )  # fmt: skip
 
 
@@ -69,7 +69,6 @@ class TokenState:
     def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
         """Record log-probs [t] and entropies [t] of the policy that the step started from."""
         index = batch.token_index
-        self._count("padded_tokens", batch.padded_tokens)
         if index.numel() == 0:
             return
         if self.grpo.old_logprobs == "recompute":
@@ -83,7 +82,7 @@ class TokenState:
         self._note_not_finite(index, logprobs)
 
     def share_measured(self) -> None:
-        """Share old log-probs with all context-parallel ranks: a token's rank depends on its micro-batch's width."""
+        """Share old log-probs with all context-parallel ranks."""
         if self.context_group is None:
             return
         both = torch.stack([torch.where(self.measured, self.old_logprobs, 0.0), self.measured.float()])
@@ -96,8 +95,6 @@ class TokenState:
             return logprobs.sum() * 0.0
         if self.measures_old:
             self.measure(batch, logprobs.detach(), entropies.detach())
-        else:
-            self._count("padded_tokens", batch.padded_tokens)
         index, grpo = batch.token_index, self.grpo
         tokens = self._tokens(index, logprobs)
         found = OBJECTIVES[grpo.objective](tokens, grpo)

@@ -23,7 +23,6 @@ def step_metrics(
     Returns: loss and grad_norm: mean over updates (grad_norm before clipping). ratio_mean, kl_old, clip_fraction_*,
         correction_*: mean over the completion tokens that were trained on. entropy, logprob_abs_diff_*: over those
         whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute": all).
-        padded_tokens: positions that went through the model, padding included.
     """
     total = dict(zip(names, sums.sum(axis=0), strict=True))
     trained, measured = max(total["trained_tokens"], 1.0), max(total["measured_tokens"], 1.0)
@@ -41,7 +40,6 @@ def step_metrics(
         "trained_tokens": total["trained_tokens"],
         "measured_tokens": total["measured_tokens"],
         "samples": float(len(samples)),
-        "padded_tokens": total["padded_tokens"],
         "learning_rate": learning_rate,
     }
     if total["correction_weight"] > 0 or total["correction_outside"] > 0:

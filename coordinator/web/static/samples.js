@@ -203,7 +203,9 @@ function drawCard(found, group, sample, before) {
   card.append(make("h3", `#${sample.sample}`), figures);
   const parts = Object.entries(sample.reward_parts);
   const score = ([name, value]) => `${name} ${Object.hasOwn(sample.errors, name) ? "failed" : number(value)}`;
-  if (parts.length) card.append(make("p", parts.map(score).join(" · "), "parts"));
+  const sum = parts.reduce((total, [, value]) => total + (value || 0), 0);
+  const weighted = sample.reward !== null && Math.abs(sum - sample.reward) > 1e-6;
+  if (parts.length) card.append(make("p", (weighted ? "unweighted: " : "") + parts.map(score).join(" · "), "parts"));
   for (const [name, why] of Object.entries(sample.errors)) card.append(make("p", `${name} failed: ${why}`, "parts failed"));
   card.append(before === null ? completion(sample, versions) : difference(before, sample));
   if (sample.segments.some((segment) => segment.left_out)) card.append(whole(found, group, sample, card));

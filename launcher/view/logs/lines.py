@@ -10,6 +10,8 @@ from typing import Any
 LEVELS = ("debug", "info", "warning", "error", "critical")
 _SGLANG = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] ?")
 _REDIS = re.compile(r"^\d+:[A-Z] (\d\d \w{3} \d{4} \d\d:\d\d:\d\d\.\d{3}) ([.\-*#]) ")
+# What Redis advises for snapshots, replicas and many clients, at its start; the run's own has none of them.
+_NEEDLESS = re.compile(r"WARNING:? (?=(?:Memory )?overcommit|You have Transparent Huge Pages|The TCP backlog)")
 # Colours and cursor movements of programs that took the log for a terminal.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _OF_TRACES = ("Traceback", "During handling of", "The above exception was")
@@ -81,9 +83,10 @@ def _entry(service: str, line: str) -> Entry | None:
         return Entry(time_s=time_s, service=service, level=_level_of(line), text=line[found.end() :])
     if found := _REDIS.match(line):
         time_s = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").astimezone().timestamp()
+        text, needless = _NEEDLESS.subn("not needed here, this Redis saves nothing: ", line[found.end() :])
         # Redis marks what it says at its start and end like its warnings.
-        level = "warning" if found[2] == "#" and "WARNING" in line else "info"
-        return Entry(time_s=time_s, service=service, level=level, text=line[found.end() :])
+        level = "warning" if found[2] == "#" and "WARNING" in line and not needless else "info"
+        return Entry(time_s=time_s, service=service, level=level, text=text)
     return None
 
 

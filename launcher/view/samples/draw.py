@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from launcher.view.samples.choose import Chosen
+from tandem_files.metrics_file import is_weighted
 from tandem_files.samples.schema import StoredSample, plain, taken_columns
 
 # Characters of a text that are shown without --full: the beginning and the end, where an answer is.
@@ -44,11 +45,14 @@ def draw_json(console: Console, chosen: Chosen) -> None:
 
 
 def overview(run_dir: Path, chosen: Chosen) -> str:
-    """Summarize the samples that were chosen from."""
+    """Say how many samples fit the filters, and summarize those that they were chosen from."""
     heads = chosen.heads
     rewards = [head.reward for head in heads if head.reward is not None]
     groups = len({head.group_id for head in heads})
-    text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: {len(heads)} samples of {groups} groups"
+    text = f"{run_dir}, iteration {chosen.iteration}, {chosen.kind}: "
+    if chosen.filters:
+        text += f"{chosen.fitting} of {len(heads)} samples fit {', '.join(chosen.filters)}; all "
+    text += f"{len(heads)} samples of {groups} groups"
     if heads:
         cut = sum(head.finish_reason == "length" for head in heads) / len(heads)
         tokens = sum(head.num_tokens for head in heads) / len(heads)
@@ -114,6 +118,7 @@ def _on_a_line(text: str) -> str:
 
 def _figures(sample: StoredSample) -> str:
     parts = ", ".join(f"{visible(name)} {_score(sample, name)}" for name in sample.reward_parts)
+    parts = f"unweighted: {parts}" if is_weighted(sample.reward, sample.reward_parts.values()) and parts else parts
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
     figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:

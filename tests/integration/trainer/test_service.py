@@ -95,6 +95,7 @@ async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
         reply.metrics
     )
     assert reply.metrics["samples"] == 8
+    assert 0.9 < reply.metrics["packing_efficiency"] <= 1
     assert reply.metrics["tokens"] == sum(sum(batch.completion_lengths) for batch in batches)
     assert {"receive", "pack", "old_logprobs", "forward_backward", "optimizer", "total"} == set(reply.seconds)
 

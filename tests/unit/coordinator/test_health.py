@@ -53,7 +53,7 @@ def test_a_pattern_that_never_matches() -> None:
 
 def test_what_is_said_of_truncated_completions_holds_for_every_reward() -> None:
     (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), None, 1e-4)
-    assert told.text.startswith("92% of the completions are cut off by grpo.max_new_tokens")
+    assert told.text.startswith("92% of the completions of the last 2 iterations are cut off by grpo.max_new_tokens")
     assert told.text.endswith("A reward with require_stop gives them 0.")
     assert "raise it, or find out why" in told.text
 
@@ -87,7 +87,20 @@ def test_completions_that_are_not_scored(prefix: str, field: str, most: float) -
     table = rows([0.4] * 3, **scored, **{prefix + field: most + 1})
     assert kinds(table) == [prefix + field]
     told = troubles(table, None, 1e-4)[0].text
-    assert told.startswith(f"{most + 1:.1f}% of the {'held-out ' if prefix else ''}completions ")
+    over = "held-out evaluation" if prefix else "2 iterations"
+    assert told.startswith(f"{most + 1:.1f}% of the completions of the last {over} ")
+
+
+@pytest.mark.parametrize(("num_rows", "window"), [(3, 2), (20, 6), (60, 10)])
+def test_every_mean_over_several_iterations_says_over_how_many(num_rows: int, window: int) -> None:
+    """The warning that has the text begins with the number of one iteration."""
+    bad = {"kl_old": 0.5, "entropy": 0.0, "zero_variance_ratio": 0.95, "truncated_ratio": 1.0}
+    scored = {"scored_completions": 128.0, "reward_errors": [0.0] * (num_rows - 1) + [128.0]}
+    table = rows([0.9] * (num_rows - window) + [0.1] * window, **bad, **scored)
+    found = {trouble.kind: trouble.text for trouble in troubles(table, None, 1e-4)}
+    assert sorted(found) == ["entropy", "equal_rewards", "kl", "reward", "reward_errors", "truncated"]
+    assert [kind for kind, text in found.items() if f"the last {window} iterations" not in text] == []
+    assert found["reward_errors"].startswith(f"{1 / window:.1%} of the completions")
 
 
 def test_the_last_evaluation_stays_in_sight_until_the_next() -> None:

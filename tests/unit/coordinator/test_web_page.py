@@ -222,6 +222,9 @@ def test_rewards_and_evaluation_sets_of_the_configuration_have_curves_too(source
     curves = {curve["title"]: curve["points"] for curve in source.snapshot()["curves"]}
     assert list(curves)[len(CURVES) :] == ["Reward: format", "aime: pass@8"]
     assert curves["aime: pass@8"] == [(6, 0.5)]
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(7, **more, **{"reward/math_mean": 0.5})))
+    titles = [curve["title"] for curve in source.snapshot()["curves"]]
+    assert titles[len(CURVES) :] == ["Reward: format (unweighted)", "Reward: math (unweighted)", "aime: pass@8"]
 
 
 def test_an_iteration_s_time_is_shown_by_part_and_what_is_left_is_estimated(source: Source) -> None:

@@ -99,6 +99,24 @@ def test_progress_bars_and_colours_leave_their_last_text() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("said", "level", "text"),
+    [
+        (
+            "# WARNING Memory overcommit must be enabled! Without it, a background save may fail",
+            "info",
+            "not needed here, this Redis saves nothing: Memory overcommit must be enabled! Without it",
+        ),
+        ("# WARNING: The TCP backlog setting of 511 cannot be enforced", "info", "not needed here, this Redis saves"),
+        ("# WARNING Your system is configured to use the 'xen' clocksource", "warning", "WARNING Your system is"),
+        ("# User requested shutdown...", "info", "User requested shutdown..."),
+    ],
+)
+def test_advice_of_redis_that_the_run_does_not_need_is_no_warning(said: str, level: str, text: str) -> None:
+    (entry,) = parse("redis", [f"77:M 01 May 2026 12:00:03.500 {said}\n"])
+    assert (entry.level, entry.text[: len(text)]) == (level, text)
+
+
 @pytest.mark.parametrize(("text", "second"), [("2m", 880), ("1h", -2600), ("90s", 910)])
 def test_since_is_a_time_ago(text: str, second: float) -> None:
     assert time_of(text, 1000.0) == second

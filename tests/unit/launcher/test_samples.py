@@ -96,6 +96,17 @@ def test_a_pipe_gets_plain_lines(run_dir: Path) -> None:
     )
 
 
+def test_the_first_line_says_how_many_samples_fit_the_filters(run_dir: Path) -> None:
+    of_all = "all 6 samples of 3 groups, reward 0.433"
+    for options, said in (
+        (["--grep", "[24]$"], "2 of 6 samples fit --grep"),
+        (["--grep", "[24]$", "--group", "g2", "--worst", "1"], "1 of 6 samples fit --group, --grep"),
+        (["--grep", "nothing like it"], "0 of 6 samples fit --grep"),
+    ):
+        first = invoke(str(run_dir), *options)[1].splitlines()[0]
+        assert first.startswith(f"{run_dir}, iteration 2, train: {said}; {of_all}")
+
+
 def test_json_lines_hold_everything(run_dir: Path) -> None:
     code, output = invoke(str(run_dir), "--kind", "heldout", "--json")
     assert code == 0
@@ -122,16 +133,20 @@ def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
     assert max(map(len, output.splitlines())) <= 80
     assert output.count("long words") >= 80
     assert "versions 3 (tokens 1 to 10), 4 (tokens 11 to 300)" in " ".join(output.split())
-    assert "(math 1, format 0.5, length -0.25)" in " ".join(output.split())
+    assert "(unweighted: math 1, format 0.5, length -0.25)" in " ".join(output.split())
+    assert "(math 1, format 0.5, length -0.5)" in shown(
+        tmp_path, terminal=False, reward_parts={"math": 1.0, "format": 0.5, "length": -0.5}
+    )
 
 
 def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:
     parts, errors = {"score": 0.0, "short": 0.3}, {"score": "IndexError: list index\x1b"}
     output = shown(tmp_path, terminal=False, reward_parts=parts, errors=errors)
-    assert "(score failed, short 0.3)" in output
+    assert "(unweighted: score failed, short 0.3)" in output
     assert "trained\n  score failed: IndexError: list index\\x1b\n" in output
     assert "0% cut off, 1 with a failed score (--failed)\n" in output
     write_samples(SampleFolder(tmp_path), 2, "train", [stored(), stored(0, 1, errors=errors), stored(1, 0)])
+    assert "train: 1 of 3 samples fit --failed; all 3 samples of 2 groups, " in invoke(str(tmp_path), "--failed")[1]
     _, output = invoke(str(tmp_path), "--failed", "--json")
     assert [json.loads(line)["errors"] for line in output.splitlines()] == [errors]
     assert "no sample fits" in invoke(str(tmp_path), "--failed", "--group", "g1")[1]

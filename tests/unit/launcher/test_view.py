@@ -80,6 +80,19 @@ def test_a_list_of_rewards_has_columns_where_there_is_room(width: int, among: bo
     assert lines[2:4] == ([lines[1]] if among else ["       math_verify 0.412  tidy 0.900", lines[1]])
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_reward_s_weight_stands_beside_its_mean_which_it_is_no_part_of(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, highlight=False, soft_wrap=True)
+    RunView(console, 40, weights={"math_verify": 1.0, "tidy": 0.3}).iteration({**ROW, **REWARDS})
+    lines = stream.getvalue().splitlines()
+    if width == 80:
+        assert lines[2] == "       math_verify 0.412  tidy 0.900 x 0.3"
+    else:
+        assert lines[0].split()[1:6] == ["reward", "math_verify", "tidy", "x", "0.3"]
+        assert lines[1].split()[1:4] == ["0.500", "0.412", "0.900"]
+
+
 def test_one_reward_is_not_shown_twice_and_many_are_cut() -> None:
     columns = columns_for(80, 40)
     assert rewards_line(columns, {**ROW, "reward/math_verify_mean": 0.5}, 40, 80) == ""
@@ -94,11 +107,13 @@ def test_one_reward_is_not_shown_twice_and_many_are_cut() -> None:
 def test_rewards_are_in_the_summary_and_in_the_status_of_a_run_under_way(tmp_path: Path) -> None:
     rows: list[dict[str, float | None]] = [{**ROW, **REWARDS}]
     rows.append({**ROW, "reward/math_verify_mean": 0.73, "reward/tidy_mean": None})
-    assert dict(summary_lines(SUMMARY, rows, tmp_path))["rewards"] == "math_verify 0.412 -> 0.730"
+    assert dict(summary_lines(SUMMARY, rows, tmp_path))["rewards"] == "math_verify 0.412 -> 0.730 (unweighted)"
+    plain = [{**rows[0], "reward_mean": 1.312}]
+    assert dict(summary_lines(SUMMARY, plain, tmp_path))["rewards"] == "math_verify 0.412, tidy 0.900"
     assert "rewards" not in dict(summary_lines(SUMMARY, [ROW], tmp_path))
     (tmp_path / "config.resolved.yaml").write_text("run: {}")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert dict(describe(tmp_path))["rewards"] == "math_verify 0.412, tidy 0.900"
+    assert dict(describe(tmp_path))["rewards"] == "math_verify 0.412, tidy 0.900 (unweighted)"
 
 
 def test_the_time_left_is_in_the_line_and_beside_the_spinner() -> None:

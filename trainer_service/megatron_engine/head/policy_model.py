@@ -17,9 +17,9 @@ from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_en
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenTokens:
-    """The t tokens of a micro-batch [B, S] that need a log-prob."""
+    """The t tokens of a packed row [1, T] that need a log-prob."""
 
-    positions: Tensor  # [t] of the flattened [B * S]: which hidden state predicts the token
+    positions: Tensor  # [t] which hidden state predicts the token
     targets: Tensor  # [t] token ids
 
 
@@ -40,14 +40,12 @@ class OutputHead(torch.nn.Module):
         """Compute log-probs and entropies, [t] float32 each.
 
         Args:
-            hidden: [S, B, h] after the final norm; this rank's part of S under sequence parallelism.
+            hidden: [T, 1, h] after the final norm; this rank's part of T under sequence parallelism.
             weight: [v, h] of the embedding, if the two are tied.
         """
         if self._sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._group)
-        columns, rows = hidden.shape[:2]
-        position = chosen.positions % columns * rows + chosen.positions // columns
-        hidden = hidden.flatten(0, 1).index_select(0, position)  # [t, h]
+        hidden = hidden.flatten(0, 1).index_select(0, chosen.positions)  # [t, h]
         if not self._sequence_parallel:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
         weight = self.weight if weight is None else weight

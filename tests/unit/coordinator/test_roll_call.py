@@ -1,0 +1,67 @@
+"""A run that is to end waits for no service: neither for replicas and a trainer that are lost, nor for their slots."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.clients.replica import Replica
+from coordinator.sync.roll_call import RollCall
+from servicekit.errors import DeadlineExceeded, Unavailable
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.trainer.v1 import trainer_pb2
+from tests.fakes.fake_fleet import StaticFleet
+from tests.fakes.fake_sync import FakeGroup
+from weightsync.layouts.layout import Parallel
+
+LONG_S = 600.0
+
+
+class Service(Replica):
+    """A replica, or a trainer, that answers with `answer`, or is lost; `asked` is set by the first question."""
+
+    def __init__(self, name: str, answer: Any = None) -> None:  # without a channel
+        self.name, self.answer, self.asked = name, answer, asyncio.Event()
+
+    async def status(self, *, timeout_s: float = 1.0) -> Any:
+        self.asked.set()
+        if self.answer is None:
+            raise Unavailable(f"{self.name}: connection refused")
+        return self.answer
+
+
+def present(name: str) -> Service:
+    sizes = Parallel(tensor=1).to_proto()
+    answer = rollout_pb2.GetStatusResponse(parallel=sizes)
+    return Service(name, trainer_pb2.GetStatusResponse(world_size=1) if name == "trainer" else answer)
+
+
+def roll_call(trainer: Service, replica: Service, group: FakeGroup, ending: asyncio.Event) -> RollCall:
+    sender: Any = trainer
+    times = dict.fromkeys(("probe_timeout_s", "slots_timeout_s", "timeout_s"), LONG_S)
+    return RollCall(trainer=sender, fleet=StaticFleet([replica]), group=group, min_replicas=1, ending=ending, **times)
+
+
+@pytest.mark.parametrize("lost", ["trainer", "rollout-0", "rollout-0/0"])
+async def test_a_run_that_is_to_end_does_not_wait_for_a_service_that_is_lost(lost: str) -> None:
+    trainer, replica = (Service(name) if name == lost else present(name) for name in ("trainer", "rollout-0"))
+    ending = asyncio.Event()
+    calling = asyncio.create_task(
+        roll_call(trainer, replica, FakeGroup(empty=(lost,)), ending).call(0, rejoin_timeout_s=LONG_S)
+    )
+    await replica.asked.wait()
+    await asyncio.sleep(0.2)
+    assert not calling.done()
+    ending.set()
+    begun_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=f"{lost}"):
+        await asyncio.wait_for(calling, 3.0)
+    assert time.monotonic() - begun_s < 2.0
+
+
+async def test_a_run_that_is_to_end_still_finishes_a_round_that_can_be() -> None:
+    ending = asyncio.Event()
+    ending.set()
+    found = await roll_call(present("trainer"), present("rollout-0"), FakeGroup(), ending).call(0)
+    assert [replica.name for replica in found.replicas] == ["rollout-0"]

@@ -1,0 +1,136 @@
+"""Core attention of packed rows against softmax over one sequence at a time, on one rank and on context ranks."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kit.stores import tiny_spec
+from trainer_service.batch.packed import Packed, context_share
+from trainer_service.megatron_engine.attention import core
+from trainer_service.megatron_engine.attention.core import PackedAttention
+from trainer_service.megatron_engine.attention.packing import RowPacking
+from trainer_service.megatron_engine.build import transformer_config
+from weightsync.layouts.layout import Parallel
+
+HEADS, GROUPS, DIM = 4, 2, 8
+CPU = torch.device("cpu")
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(tokens: int) -> Three:
+    """Queries, keys and values of a row, float64."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((tokens, HEADS, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM))
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return made[0], made[1], made[2]
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Softmax of each sequence's scores, written out. Keys may be more than queries, which are the last of them."""
+    out = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), -torch.inf)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(out).flatten(1)
+
+
+def attention(context: int = 1) -> PackedAttention:
+    config = transformer_config(tiny_spec("qwen2"), Parallel(context=context), torch.float32, False)
+    return PackedAttention(config, 1, None, "self", softmax_scale=0.3)
+
+
+def assert_equal_with_gradients(got: Tensor, expected: Tensor, of: Three) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    factor = torch.randn(got.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    pair = [torch.autograd.grad((out * factor).sum(), of) for out in (got, expected)]
+    for one, other in zip(*pair, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
+    of = inputs(sum(lengths))
+    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
+    assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
+
+
+def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
+
+    def varlen(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, *longest: int, **options: Any
+    ) -> Tensor:
+        assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
+        assert options.pop("window_size") == (-1, 0)
+        assert options.pop("enable_gqa") is True
+        lengths = ends.diff().tolist()
+        assert torch.equal(ends, of_keys)
+        assert longest == (max(lengths), max(lengths))
+        return alone(query, key, value, lengths, options["scale"]).unflatten(1, (HEADS, DIM))
+
+    monkeypatch.setattr(core, "varlen_attn", varlen)
+    monkeypatch.setattr(core, "has_kernel", lambda query: True)
+    of, lengths = inputs(12), [3, 3, 1, 5]
+    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
+    assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"is_cuda": False}, False),
+        ({"shape": (4, 2, 320)}, False),
+        ({"shape": (4, 2, 12)}, False),
+        ({"device": "old"}, False),
+    ],
+)
+def test_the_kernel_is_used_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == "old" else (9, 0))
+    fields = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (4, 2, 128), "device": "new"} | changes
+    query: Any = SimpleNamespace(**fields)
+    assert core.has_kernel(query) is expected
+    monkeypatch.setattr(core, "varlen_attn", None)
+    assert not core.has_kernel(query)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    lengths = [4 * size, 2 * size, 2 * size, 6 * size]
+    of = inputs(sum(lengths))
+    empty = np.zeros(0, np.int64)
+    row = Packed(
+        input_ids=np.arange(sum(lengths))[None],
+        lengths=np.array(lengths),
+        positions=empty,
+        targets=empty,
+        token_index=empty,
+        rows=empty,
+        counted=True,
+    )
+    from megatron.core import parallel_state  # not before `core`, which prepares it for CPUs
+
+    held = [torch.from_numpy(context_share(row, rank, size).input_ids[0]) for rank in range(size)]
+    gathered = torch.cat(held)
+    out = torch.zeros(sum(lengths), HEADS * DIM, dtype=torch.float64)
+    for rank in range(size):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda group=group: group)
+        others = iter([of[1][gathered], of[2][gathered]])
+        monkeypatch.setattr(core, "gather_from_sequence_parallel_region", lambda x, group, o=others: next(o))
+        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=RowPacking.of(lengths, CPU))
+        out = out.index_put((held[rank],), mine)
+    assert_equal_with_gradients(out, alone(*of, lengths, 0.3), of)

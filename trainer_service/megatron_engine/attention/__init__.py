@@ -1,0 +1,1 @@
+"""Attention within the sequences of a packed row."""
