@@ -55,6 +55,7 @@ class MegatronEngine:
         # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         check_reference(config, self._spec)
+        build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         self._reader = checkpoint.Reader(
             spec=self._spec,
             parallel=self._parallel,
@@ -63,7 +64,6 @@ class MegatronEngine:
             meta=identity(config, self._spec),
             device=device,
         )
-        build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
