@@ -40,11 +40,12 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as stack:
 
-        def engine(dtype: str = "float32", **grpo: Any) -> MegatronEngine:
+        def engine(dtype: str = "float32", *, optimizer: bool = True, **grpo: Any) -> MegatronEngine:
             stack.close()
             paths = {name: models / value for name, value in grpo.items() if name == "reference_path"}
             sections = {
                 "model": {"path": models / "policy", "dtype": dtype},
+                "trainer": CONFIG["trainer"] | {"checkpoint_optimizer": optimizer},
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
             }
             made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"))

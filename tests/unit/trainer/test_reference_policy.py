@@ -125,6 +125,17 @@ def test_a_refreshed_reference_is_in_the_checkpoint(make_engine: Make, tmp_path:
     assert np.array_equal(reference_logprobs(frozen), other)
 
 
+def test_a_checkpoint_of_weights_alone_has_a_refreshed_reference(make_engine: Make, tmp_path: Path) -> None:
+    engine = make_engine(optimizer=False, reference_path="other", reference_refresh_every=1)
+    engine.train_step(SAMPLES, NUM_UPDATES)
+    refreshed, policy = reference_logprobs(engine), engine.logprobs(SAMPLES)[0]
+    engine.save(tmp_path / "checkpoint")
+    resumed = make_engine(reference_path="other", reference_refresh_every=1)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert np.array_equal(reference_logprobs(resumed), refreshed)
+    assert np.array_equal(resumed.logprobs(SAMPLES)[0], policy)
+
+
 def test_a_frozen_reference_is_in_no_checkpoint_and_is_read_again(
     make_engine: Make, models: Path, tmp_path: Path
 ) -> None:
