@@ -67,12 +67,13 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
     assert weights(tmp_path / "at-1") != weights(tmp_path / "at-2")
 
     before = (folder / "config.resolved.yaml").read_text()
-    other = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3", "--set", "trainer.tensor_parallel=2")
+    other = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3", "--set", "model.dtype=bfloat16")
     assert other.wait_end(60) == 2, other.output()
-    assert "trainer.tensor_parallel: 1 in the checkpoint, 2 in the run" in " ".join(other.output().split())
+    assert "model.dtype: float32 in the checkpoint, bfloat16 in the run" in " ".join(other.output().split())
     assert (folder / "config.resolved.yaml").read_text() == before
 
-    more = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3")
+    layout = ("--set", "trainer.tensor_parallel=2")  # a checkpoint is read at any
+    more = tandem("run", "--resume", "runs/small", "--set", "run.iterations=3", *layout)
     assert more.wait_end(240) == 0, more.output()
     assert [row["iteration"] for row in rows_of(folder)] == [1, 2, 3]
     assert summary_of(folder)["policy_version"] > summary["policy_version"]

@@ -23,6 +23,8 @@ from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
 TOLERANCE = 1e-6
+# Each layout adds up squares of gradients in another order.
+NORM_TOLERANCE = 1e-5
 DAMAGED = re.compile(r"exp_avg/.*decoder\.final_layernorm\.weight")
 
 
@@ -123,10 +125,10 @@ def test_all_state_is_moved_bitwise(results: Path, move: Move) -> None:
 def test_the_next_steps_equal_the_undisturbed_ones(results: Path, move: Move) -> None:
     """The moved trainer has also refused a damaged checkpoint, after its first step."""
     got, expected = (json.loads((results / n / "report.json").read_text()) for n in (move.name, move.written))
-    tolerance = TOLERANCE if move.dtype == "float32" else 0.1
+    tolerance, of_norm = (TOLERANCE, NORM_TOLERANCE) if move.dtype == "float32" else (0.1, 0.1)
     for mine, theirs in zip(got["steps"], expected["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance, abs=tolerance)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=of_norm)
     after = [load_file(results / name / "after" / "model.safetensors") for name in (move.name, move.written)]
     largest = max(float((after[0][name] - after[1][name]).abs().max()) for name in after[1])
     assert largest <= (TOLERANCE if move.dtype == "float32" else 0.05)
