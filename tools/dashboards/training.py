@@ -64,9 +64,18 @@ _LEARNING = Row(
         ),
         panel(
             "KL",
-            "k3 estimate of KL(old || new) per trained token of the last step: how far one step moves the policy.",
+            "k3 estimates per token: KL(old || new), how far the last step moves the policy, and, with "
+            "grpo.kl_coefficient, how far the policy is from the reference policy.",
             gauge("tandem_kl_old", "KL(old || new)"),
+            gauge("tandem_kl_reference", "KL(policy || reference)"),
             unit="nats",
+        ),
+        panel(
+            "KL term",
+            "With grpo.kl_coefficient: its part of the last step's loss, or what it takes off a reward (mean).",
+            gauge("tandem_kl_loss", "of the loss"),
+            gauge("tandem_kl_reward", "off a reward"),
+            unit="short",
         ),
         panel(
             "Clip fractions",
@@ -84,8 +93,9 @@ _LEARNING = Row(
         ),
         panel(
             "Train steps",
-            "By result; not_finite and failed steps change no weights.",
+            "By result; not_finite and failed steps change no weights. Updates that were left out: grpo.on_non_finite.",
             increase("tandem_train_steps_total", "{{result}}", TRAINER, by="result"),
+            increase("tandem_train_skipped_updates_total", "updates left out", TRAINER),
             unit="short",
         ),
     ),
@@ -132,6 +142,12 @@ _SAMPLES = Row(
             rate("tandem_train_tokens_total", "tokens", TRAINER),
             unit="short",
             logarithmic=True,
+        ),
+        panel(
+            "Packing",
+            "Tokens of the samples per token that went through the model in the last step; the rest is padding.",
+            gauge("tandem_packing_efficiency_ratio", "packing efficiency", TRAINER),
+            unit="percentunit",
         ),
         panel(
             "Prompts left out",
