@@ -34,7 +34,9 @@ def write_config(config: RunConfig, folder: Path) -> str:
 
 
 def rows(environment: ServiceEnvironment) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (environment.run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The finished rows: a coordinator that runs may be in the middle of its next one."""
+    lines = (environment.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def saved_state(environment: ServiceEnvironment) -> dict[str, Any]:
