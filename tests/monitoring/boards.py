@@ -7,14 +7,14 @@ from typing import Any
 from tests.monitoring.tools import DASHBOARDS
 
 FILES = ("weight-sync.json", "training.json", "fleet.json")
+# What has no data in a run without a reference policy.
+OF_A_REFERENCE = ("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward")
 # What has no data in a run without a reward that a server gives, without TLS, and without a reference policy.
 OF_OTHER_RUNS = (
     "tandem_reward_call_seconds",
     "tandem_reward_circuit_open",
     "tandem_tls_certificate_expiry",
-    "tandem_kl_reference",
-    "tandem_kl_loss",
-    "tandem_kl_reward",
+    *OF_A_REFERENCE,
 )
 
 

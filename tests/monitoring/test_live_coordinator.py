@@ -14,7 +14,7 @@ from tests.contract.coordinator_runs import variables_of, with_settings, write_c
 from tests.contract.test_coordinator_process import Start, fleet_arguments
 from tests.kit.processes import free_port
 from tests.kit.waiting import until
-from tests.monitoring.boards import ALL, Query
+from tests.monitoring.boards import ALL, OF_A_REFERENCE, Query
 from tests.monitoring.live import Prometheus, prometheus
 
 pytestmark = [pytest.mark.integration]
@@ -22,7 +22,11 @@ pytestmark = [pytest.mark.integration]
 DATA_S = 90.0
 # The model of services without engines is none that the planner knows: nothing predicts their rounds.
 PREDICTED = "_predicted_"
-COORDINATORS = [query for query in ALL if 'job="coordinator"' in query.expr and PREDICTED not in query.expr]
+COORDINATORS = [
+    query
+    for query in ALL
+    if 'job="coordinator"' in query.expr and not any(name in query.expr for name in (PREDICTED, *OF_A_REFERENCE))
+]
 
 
 def missing(server: Prometheus, left: list[Query]) -> list[Query]:

@@ -189,7 +189,8 @@ async def test_workers_end_with_their_owner() -> None:
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
     await reward.close()
-    assert working() - earlier == set()
+    # A busy kernel may need longer for a killed process than close() waits for it.
+    await asyncio.to_thread(until, lambda: working() <= earlier)
 
 
 async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ def test_replies_of_few_rounds_are_kept_and_those_of_the_open_one_always() -> No
     assert len(them.guard._answers) == KEPT_ROUNDS
 
 
+@pytest.mark.timeout(60)  # gc.collect() looks at all that earlier tests of the process have left
 def test_an_error_that_is_kept_keeps_no_memory_of_its_phase() -> None:
     class Buffer:
         pass
