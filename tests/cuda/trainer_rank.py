@@ -147,7 +147,9 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "numpy", lambda self: numpy(zeros(self)))
     monkeypatch.setattr(
-        checkpoint, "save_file", lambda held, path: save_file({name: zeros(t) for name, t in held.items()}, path)
+        checkpoint,
+        "save_file",
+        lambda held, path, **kwargs: save_file({name: zeros(t) for name, t in held.items()}, path, **kwargs),
     )
 
 
