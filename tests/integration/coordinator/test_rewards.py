@@ -189,8 +189,29 @@ async def test_workers_end_with_their_owner() -> None:
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
     await reward.close()
-    # A busy kernel may need longer for a killed process than close() waits for it.
-    await asyncio.to_thread(until, lambda: working() <= earlier)
+    assert working() - earlier == set()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_worker_whose_start_is_cancelled_does_not_stay(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """uvloop, which SGLang makes the policy of its process, forgets a process whose spawning is cancelled."""
+
+    async def cancelled_after(turns: int) -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        starting = asyncio.create_task(WorkerProcess.start(Task(name=REGEX, settings={"pattern": "1"}, timeout_s=5)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        left = [child for child in psutil.Process().children() if child.pid not in before]
+        assert [child.pid for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+
+    async def at_every_turn() -> None:
+        for turns in range(8):
+            await cancelled_after(turns)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(at_every_turn())
 
 
 async def test_a_call_that_is_cancelled_ends_when_all_of_its_processes_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,10 +45,15 @@ class WorkerProcess:
     async def start(cls, task: Task) -> "WorkerProcess":
         """Start a worker and wait until it is ready. Raises: WorkerLost: it does not get there."""
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = await asyncio.create_subprocess_exec(
+        spawning = asyncio.create_task(asyncio.create_subprocess_exec(
             sys.executable, "-m", "coordinator.learn.rewards.workers.worker", str(os.getpid()),
             stdin=PIPE, stdout=PIPE, stderr=PIPE if task.output else DEVNULL, env=environ, limit=_MAX_LINE_BYTES,
-        )  # fmt: skip
+        ))  # fmt: skip
+        try:
+            process = await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # uvloop would leave the process running
+            await cls(task, await spawning, None).end()
+            raise
         worker = cls(
             task, process, None if process.stderr is None else Output(task.output, process.pid, process.stderr)
         )
