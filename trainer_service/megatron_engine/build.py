@@ -70,9 +70,13 @@ def _finalize_without_scaling(model: list[Any], num_tokens: torch.Tensor | None 
 
 
 def transformer_config(
-    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool
+    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool, **options: Any
 ) -> TransformerConfig:
-    """Make megatron-core's description of the model; no option needs TransformerEngine or Apex."""
+    """Make megatron-core's description of the model; nothing here needs TransformerEngine or Apex.
+
+    Args:
+        options: further arguments, of megatron_engine/options.
+    """
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -121,6 +125,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
         **(_mixture(spec, parallel) if spec.num_experts > 0 else {}),
+        **options,
     )
     for name, value in _yarn(spec.rope_scaling).items():
         setattr(config, f"yarn_{name}", value)
