@@ -75,6 +75,13 @@ def _experts_divide_a_stage(config: RunConfig) -> ConfigProblem | None:
 @check("trainer.recompute", "trainer.recompute_modules", "trainer.recompute_layers")
 def _recompute_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
     trainer = config.trainer
+    if trainer.recompute == "selective" and not trainer.recompute_modules:
+        return ConfigProblem(
+            key="trainer.recompute_modules",
+            value="[]",
+            message="names nothing for trainer.recompute: selective to compute again",
+            suggestion="core_attn, mlp, moe, or trainer.recompute: none",
+        )
     readers = {"recompute_modules": "selective", "recompute_layers": "full"}
     for name, mode in readers.items():
         value = getattr(trainer, name)

@@ -120,7 +120,6 @@ class TrainerSection(Section):
     )
     recompute_modules: ListOf[Literal["core_attn", "mlp", "moe"]] = Field(
         ("core_attn",),
-        min_length=1,
         description=(
             "What selective recompute leaves out, by Megatron's names: core_attn, mlp (of dense layers), moe (experts "
             "and router). Its layernorm needs TransformerEngine, and is not offered."
