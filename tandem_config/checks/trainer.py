@@ -93,3 +93,52 @@ def _recompute_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
                 suggestion=f"set trainer.recompute: {mode}, or leave trainer.{name} out",
             )
     return None
+
+
+_COPIES = ("trainer.data_parallel", "trainer.context_parallel")
+
+
+@check("trainer.distributed_optimizer", "trainer.overlap_grad_reduce", *_COPIES)
+def _copies_to_divide_among(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    asked = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if getattr(trainer, name)]
+    if not asked or trainer.data_parallel * trainer.context_parallel > 1:
+        return None
+    return ConfigProblem(
+        key=f"trainer.{asked[0]}",
+        value="true",
+        message="works among ranks that hold the same parameters, and trainer.data_parallel x context_parallel is 1",
+        suggestion=f"set trainer.data_parallel: 2 or more, or trainer.{asked[0]}: false",
+    )
+
+
+@check("trainer.distributed_optimizer", "trainer.overlap_grad_reduce", "trainer.overlap_param_gather")
+def _gathering_needs_parts_and_buckets(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    needed = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(trainer, name)]
+    if not trainer.overlap_param_gather or not needed:
+        return None
+    why = {
+        "distributed_optimizer": "parameters are gathered only where an optimizer divides them",
+        "overlap_grad_reduce": "without it Megatron makes one bucket of all parameters, which nothing can overlap",
+    }
+    return ConfigProblem(
+        key="trainer.overlap_param_gather",
+        value="true",
+        message=f"needs trainer.{needed[0]}: {why[needed[0]]}",
+        suggestion=f"set {' and '.join(f'trainer.{name}: true' for name in needed)}, "
+        "or trainer.overlap_param_gather: false",
+    )
+
+
+@check("trainer.ddp_bucket_size", "trainer.overlap_grad_reduce")
+def _buckets_are_of_overlaps(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    if trainer.ddp_bucket_size is None or trainer.overlap_grad_reduce:
+        return None
+    return ConfigProblem(
+        key="trainer.ddp_bucket_size",
+        value=str(trainer.ddp_bucket_size),
+        message="counts with trainer.overlap_grad_reduce: true only; without it there is one bucket",
+        suggestion="set trainer.overlap_grad_reduce: true, or leave trainer.ddp_bucket_size out",
+    )

@@ -131,6 +131,32 @@ class TrainerSection(Section):
         description="Layers of each stage (or of each of its virtual chunks) that full recompute covers; null: all.",
         json_schema_extra=about("least memory; fewer where there is memory left", unit="layers"),
     )
+    distributed_optimizer: bool = Field(
+        False,
+        description=(
+            "Divide AdamW's moments and float32 masters among the ranks that hold the same parameters (ZeRO-1): "
+            "data_parallel x context_parallel of them."
+        ),
+        json_schema_extra=about("with one copy of the model there is nothing to divide"),
+    )
+    overlap_grad_reduce: bool = Field(
+        False,
+        description="Reduce gradients over data-parallel ranks while the backward pass goes on.",
+        json_schema_extra=about("with one copy of the model there is nothing to reduce"),
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description=(
+            "Gather parameters after an update of distributed_optimizer while the next forward pass goes on; needs "
+            "overlap_grad_reduce too. The last update of an iteration is waited for before weights are used elsewhere."
+        ),
+        json_schema_extra=about("with one copy of the model there is nothing to gather"),
+    )
+    ddp_bucket_size: PositiveInt | None = Field(
+        None,
+        description="Parameters that the overlaps reduce or gather at a time; null: 40 million, or a million a rank.",
+        json_schema_extra=about("as Megatron's: large enough for a network's bandwidth", unit="parameters"),
+    )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",

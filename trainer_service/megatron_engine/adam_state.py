@@ -5,6 +5,8 @@ Two optimizers have one form on disk (a step count per parameter), so that each 
     torch.optim.AdamW                      its step count is a tensor in each parameter's state
     TransformerEngine's (and apex's)       it is a number in each parameter group, `group["step"]`; mcore takes this one
     FusedAdam                              wherever TransformerEngine is installed
+
+Under the distributed optimizer (options/zero.py) each of them has parts of parameters only.
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from servicekit.errors import ConfigError
+from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, own_parts
+from trainer_service.saved.parts import Held, Part, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 
@@ -53,8 +57,8 @@ class AdamState:
     """The parameters of this rank, their float32 masters (bfloat16 only) and AdamW's moments and step counts."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: ChainedOptimizer) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        # bfloat16 parameters and their masters, whose rounding they always are
+        self._tensors: dict[str, Held] = {}
+        # bfloat16 parameters (or parts of them) and their masters, whose rounding they always are
         self._rounded: list[tuple[Tensor, Tensor]] = []
         self._remembered: list[Tensor] = []
         states = _states_by_parameter(optimizer)
@@ -64,23 +68,40 @@ class AdamState:
         self._group_steps = [
             _GroupSteps(group=group, tensors=[steps[trained] for trained in group["params"]]) for group in counting
         ]
+        parts = own_parts(optimizer)
+        # whose parameters are gathered from parts
+        self._chunks = [] if parts is None else optimizer.model_chunks
         for name, parameter in parameters.items():
-            # mcore's float32 copy of a bfloat16 parameter is an attribute of the parameter
-            main = getattr(parameter, "main_param", None)
-            trained = parameter if main is None else main
+            # mcore's float32 copy of a bfloat16 parameter, or of a part of it, is an attribute of the parameter
+            has_main = hasattr(parameter, "main_param")
+            if parts is None:
+                trained, own = (parameter.main_param if has_main else parameter), parameter.data
+            elif parameter in parts:
+                start, trained = parts[parameter].start, parts[parameter].trained
+                own = parameter.data.view(-1)[start : start + trained.numel()]
+            else:
+                self._keep(name, parameter, _nothing(has_main), 0)
+                continue
             kept = {"exp_avg": states[trained]["exp_avg"], "exp_avg_sq": states[trained]["exp_avg_sq"]}
-            kept |= {"step": steps[trained], "weights" if main is None else "main": trained.data}
-            self._remembered += kept.values()
-            self._tensors |= {f"{kind}/{name}": tensor for kind, tensor in kept.items()}
-            if main is not None:
-                self._tensors[f"weights/{name}"] = parameter.data
-                self._rounded.append((parameter.data, main.data))
+            kept |= {"step": steps[trained]} | ({"main": trained.data} if has_main else {})
+            self._keep(name, parameter, kept, None if parts is None else start)
+            self._remembered += [*kept.values(), *([] if has_main else [trained.data])]
+            if has_main:
+                self._rounded.append((own, trained.data))
         self._copies: list[Tensor] | None = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def _keep(self, name: str, parameter: torch.nn.Parameter, kept: Mapping[str, Tensor], start: int | None) -> None:
+        """Keep the tensors of a parameter by their names in a checkpoint. start: of parts; None: they are whole."""
+        self._tensors[f"weights/{name}"] = parameter.data
+        for kind, tensor in kept.items():
+            divided = start is not None and kind != "step"
+            held = Part(shape=tuple(parameter.shape), start=start or 0, values=tensor) if divided else tensor
+            self._tensors[f"{kind}/{name}"] = held
+
+    def tensors(self) -> dict[str, Held]:
         """Return the live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and parameter name.
 
-        After writing to them, call `written`.
+        After writing to them, call `written`. Weights are whole, the others this rank's parts under ZeRO-1.
         """
         for steps in self._group_steps:
             steps.read()
@@ -99,7 +120,7 @@ class AdamState:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 if name.partition("/")[0] in _STATES:
-                    tensor.zero_()
+                    values_of(tensor).zero_()
         self.written()
 
     def remember(self) -> None:
@@ -124,6 +145,23 @@ class AdamState:
             for weights, main in self._rounded:
                 weights.copy_(main)
         self.written()
+        gather_again(self._chunks)
+
+    def gather(self) -> None:
+        """Wait until the parameters are whole after a step (trainer.overlap_param_gather); every rank must call this."""
+        finish_gathering(self._chunks)
+
+    def masters_from_weights(self) -> None:
+        """Copy loaded weights to the float32 masters of bfloat16 parameters."""
+        with torch.no_grad():
+            for weights, main in self._rounded:
+                main.copy_(weights)
+
+
+def _nothing(has_main: bool) -> dict[str, Tensor]:
+    """Make the state of a parameter of which this rank trains no part."""
+    kinds = ("exp_avg", "exp_avg_sq", *(["main"] if has_main else []))
+    return {kind: torch.empty(0) for kind in kinds} | {"step": torch.zeros(())}
 
 
 def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
@@ -160,12 +198,3 @@ def _fill_in(state: dict[str, Tensor], trained: Tensor, *, counts: bool) -> Tens
     if counts:
         state["step"] = step
     return step
-
-
-def masters_from_weights(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Copy loaded weights to the float32 masters of bfloat16 parameters."""
-    with torch.no_grad():
-        for parameter in parameters.values():
-            main = getattr(parameter, "main_param", None)
-            if main is not None:
-                main.copy_(parameter)

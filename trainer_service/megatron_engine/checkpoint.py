@@ -39,6 +39,7 @@ from trainer_service.saved.files import (
     read_meta,
     shard_file,
 )
+from trainer_service.saved.parts import Held
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
 from weightsync.layouts.layout import Layout, Parallel
@@ -156,12 +157,12 @@ class Reader:
     meta: Mapping[str, Any]
     device: torch.device
 
-    def check(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, folder: Path, tensors: Mapping[str, Held]) -> None:
         """Check what load() checks before it changes anything; arguments and errors are those of load()."""
         with ExitStack() as stack:
             self._find(folder, tensors, stack)
 
-    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, folder: Path, tensors: Mapping[str, Held]) -> dict[str, Any]:
         """Fill this rank's tensors and random states; every rank must call this.
 
         The trainer that wrote the checkpoint may have had other parallel sizes. Random states are those of a rank of
@@ -184,7 +185,7 @@ class Reader:
             log.info("checkpoint of another layout read", folder=str(folder), bytes=states.num_bytes())
         return saved
 
-    def _find(self, folder: Path, tensors: Mapping[str, Tensor], stack: ExitStack) -> SavedStates:
+    def _find(self, folder: Path, tensors: Mapping[str, Held], stack: ExitStack) -> SavedStates:
         """Look for all that this rank reads; each file is compared with its digest by one rank."""
         damage = first_text("; ".join(_damages(folder, self.rank)), self.device)
         if damage:

@@ -21,14 +21,16 @@ from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
 from trainer_service.identity import identity
 from trainer_service.megatron_engine import build, checkpoint
-from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
+from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.options.recompute import recompute_arguments
+from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
 from trainer_service.saved.files import OPTIMIZER, has_optimizer, read_meta, weights_only
+from trainer_service.saved.parts import Held
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -71,7 +73,7 @@ class MegatronEngine:
         mcore_config = build.transformer_config(*sizes, **recompute)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
         self._parameters = build.named_parameters(chunks)
-        wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
+        wrapped = build.wrap(chunks, mcore_config, trainer)
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
         self._ranks = RankShare.of(
@@ -129,7 +131,7 @@ class MegatronEngine:
                 # padding of the vocabulary is in no file; it stays zero
                 parameter.zero_()
         load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
-        masters_from_weights(self._parameters)
+        self._adam.masters_from_weights()
         self._adam.forget()
         self._version = self._steps_done = self._skipped_updates = 0
         self._load_reference(present=folder)
@@ -194,9 +196,9 @@ class MegatronEngine:
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
         meta = {**self._reader.meta, "parallel": asdict(self._parallel), **about}
-        return checkpoint.save(folder, self._tensors_in(about), meta, self._device)
+        return checkpoint.save(folder, gathered(self._tensors_in(about)), meta, self._device)
 
-    def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
         tensors = self._adam.tensors()
         if not has_optimizer(about):
@@ -218,7 +220,7 @@ class MegatronEngine:
         if has_optimizer(saved):
             self._adam.written()
         else:
-            masters_from_weights(self._parameters)
+            self._adam.masters_from_weights()
             self._adam.forget()
         self._version = int(saved["policy_version"])
         self._steps_done = int(saved.get("steps_done", self._version))

@@ -1,0 +1,53 @@
+"""A part of a tensor that a rank holds of a whole one: AdamW's state under the distributed optimizer (ZeRO-1).
+
+The distributed optimizer divides flat buffers, so that a part may begin and end in the middle of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Elements `start` to `start + len(values)` of a tensor of `shape`, flattened.
+
+    Attributes:
+        values: [n] the live elements; [0]: this rank holds nothing of it.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row of the tensor as a matrix [rows, columns] that holds one of the elements, and after the last."""
+        end = self.start + self.values.numel()
+        return (self.start // self.columns, -(-end // self.columns)) if self.values.numel() > 0 else (0, 0)
+
+    @property
+    def columns(self) -> int:
+        """The columns of the tensor as a matrix; a vector is one column."""
+        return self.shape[1] if len(self.shape) > 1 else 1
+
+    def take(self, rows: Tensor) -> None:
+        """Copy the elements from the matrix of `rows`, [last - first, columns]."""
+        begin = self.start - self.rows[0] * self.columns
+        self.values.copy_(rows.flatten()[begin : begin + self.values.numel()])
+
+
+# What a rank holds of a tensor of a checkpoint.
+Held = Tensor | Part
+
+
+def shapes_of(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Return a tensor without memory for each, of the whole one's shape and type."""
+    return {name: torch.empty(each.shape, dtype=values_of(each).dtype, device="meta") for name, each in held.items()}
+
+
+def values_of(held: Held) -> Tensor:
+    """Return the live elements."""
+    return held.values if isinstance(held, Part) else held
