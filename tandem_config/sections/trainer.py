@@ -157,6 +157,14 @@ class TrainerSection(Section):
         description="Parameters that the overlaps reduce or gather at a time; null: 40 million, or a million a rank.",
         json_schema_extra=about("as Megatron's: large enough for a network's bandwidth", unit="parameters"),
     )
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Highest speed of a rank's device in the model's type, which the model-FLOPs utilisation is a share of; "
+            "null: a matrix product is measured before the first step."
+        ),
+        json_schema_extra=about("data sheets promise what no program reaches", unit="10^12 FLOP/s"),
+    )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",
