@@ -148,7 +148,7 @@ class AdamState:
         gather_again(self._chunks)
 
     def gather(self) -> None:
-        """Wait until the parameters are whole after a step (trainer.overlap_param_gather); every rank must call this."""
+        """Wait until parameters are whole after an update (trainer.overlap_param_gather); every rank must call it."""
         finish_gathering(self._chunks)
 
     def masters_from_weights(self) -> None:

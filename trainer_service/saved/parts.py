@@ -24,7 +24,7 @@ class Part:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first row of the tensor as a matrix [rows, columns] that holds one of the elements, and after the last."""
+        """The rows of the tensor as a matrix that hold one of the elements: the first, and the one after the last."""
         end = self.start + self.values.numel()
         return (self.start // self.columns, -(-end // self.columns)) if self.values.numel() > 0 else (0, 0)
 

@@ -58,6 +58,12 @@ MOVES = [
     Move(kind="qwen3-moe", source="ep2", target="tp1"),
     Move(kind="qwen3-moe", source="tp1", target="etp2"),
     Move(kind="qwen3-moe", source="ep2", target="tp2-ep2"),
+    Move(kind="qwen3", source="dp2-zero", target="tp1"),
+    Move(kind="qwen3", source="tp1", target="dp2-overlap"),
+    Move(kind="qwen3", source="dp2-zero", target="tp2", dtype="bfloat16"),
+    Move(kind="qwen3", source="tp1", target="cp2-zero", dtype="bfloat16"),
+    Move(kind="qwen3-moe", source="ep2-zero", target="tp1"),
+    Move(kind="qwen2-tied", source="dp2-overlap", target="pp2-dp2-zero"),
 ]
 
 

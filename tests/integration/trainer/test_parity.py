@@ -36,6 +36,9 @@ from weightsync.model.spec import ModelSpec
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * TIMEOUT_S)]
 TOLERANCE = 1e-5
 REFERENCE_SEED = 1  # of the other model that the policy is kept near
+BUCKET = 4000  # parameters: several buckets in the smallest model
+ZERO: dict[str, Any] = {"distributed_optimizer": True}
+OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": BUCKET}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
@@ -76,6 +79,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_parallel": 2,
         "expert_tensor_parallel": 2,
     },
+    "dp2-zero": ZERO | {"data_parallel": 2},
+    "dp2-overlap": OVERLAP | {"data_parallel": 2},
+    "dp2-reduce": {"data_parallel": 2, "overlap_grad_reduce": True, "ddp_bucket_size": BUCKET},
+    "cp2-zero": ZERO | {"context_parallel": 2},
+    "ep2-zero": ZERO | {"data_parallel": 2, "expert_parallel": 2},
+    "etp2-overlap": OVERLAP | {"data_parallel": 2, "expert_tensor_parallel": 2},
+    "tp2-dp2-overlap": OVERLAP | {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2},
+    "pp2-dp2-zero": ZERO | {"pipeline_parallel": 2, "data_parallel": 2},
+    "pp2-dp2-overlap": OVERLAP | {"pipeline_parallel": 2, "virtual_pipeline": 2, "data_parallel": 2},
     "cp2": {"context_parallel": 2},
     "cp2-ep2": {"context_parallel": 2, "expert_parallel": 2},
     "tp2-cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
@@ -119,6 +131,10 @@ EXACT = [
     *(Case(kind="qwen3", layout=layout, variant="recompute") for layout in ("tp2-sequence", "dp2", "tp2-pp2")),
     *(Case(kind="qwen3", layout=layout, variant="recompute-parts") for layout in ("tp2-sequence", "cp2")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
+    *(Case(kind="qwen3", layout=layout) for layout in ("dp2-zero", "dp2-overlap", "dp2-reduce", "cp2-zero")),
+    *(Case(kind="qwen2-tied", layout=layout) for layout in ("pp2-dp2-zero", "dp2-overlap")),
+    *(Case(kind="qwen3-moe", layout=layout) for layout in ("ep2-zero", "etp2-overlap")),
+    *(Case(kind="qwen3", layout="dp2-overlap", variant=variant) for variant in ("epochs", "recompute", "skips")),
     Case(kind="qwen3-moe", layout="ep2", variant="recompute-parts"),
     Case(kind="qwen3-moe", layout="ep2", variant="recompute"),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "tp2-ep2", "ep2-pp2", "etp2")),
@@ -147,6 +163,8 @@ SLOW = [
     Case(kind="qwen2-5-layers", layout="pp2-loss"),
     *(Case(kind="qwen2-1-layer", layout=layout) for layout in ("pp2-embedding", "pp2-loss")),  # a stage without layers
     *(Case(kind=kind, layout="tp2-cp2") for kind in ("qwen2", "qwen2-tied", "qwen3-moe")),
+    *(Case(kind="qwen3", layout=layout) for layout in ("tp2-dp2-overlap", "pp2-dp2-overlap")),
+    Case(kind="qwen2-tied", layout="pp2-dp2-overlap", variant="kl"),
     Case(kind="qwen3", layout="cp2", variant="rollout"),
     Case(kind="qwen3-moe", layout="tp2-ep2", variant="decay"),
     Case(kind="qwen3-moe", layout="ep2", variant="skips"),
@@ -156,6 +174,7 @@ BFLOAT16 = [
     Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
     Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
     Case(kind="qwen3", layout="tp2", variant="recompute", dtype="bfloat16"),
+    *(Case(kind="qwen3", layout=layout, dtype="bfloat16") for layout in ("dp2-zero", "dp2-overlap")),
 ]
 
 

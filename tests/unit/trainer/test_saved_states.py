@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from servicekit.errors import ConfigError
 from tests.kit.checkpoints import read_rank, unread, write_trainer_checkpoint
 from tests.kit.stores import Tensors, canonical_tensors, cut, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
+from trainer_service.saved.parts import Part, values_of
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
 from weightsync.layouts.layout import Parallel
@@ -129,3 +131,26 @@ def test_a_shard_that_does_not_fit_is_refused_before_anything_changes(
     with pytest.raises(ConfigError, match=says):
         read_rank(tmp_path / "trainer", spec, Parallel(), 0, tensors)
     assert same(tensors, untouched) == []
+
+
+@pytest.mark.parametrize("number", range(len(DENSE)))
+def test_parts_of_flat_tensors_are_read_from_every_layout(tmp_path: Path, number: int) -> None:
+    """As the distributed optimizer divides: seven ranks, whose parts begin and end within rows."""
+    spec, parallel = tiny_spec(), Parallel(tensor=2)
+    full = save(tmp_path / "trainer", spec, DENSE[number])
+    wanted = expected(spec, parallel, 1, full)
+    for part in range(7):
+        held: dict[str, Tensor | Part] = dict(unread(spec, parallel, 1, torch.bfloat16))
+        for name, tensor in wanted.items():
+            if name.partition("/")[0] in MOMENTS:
+                start, end = (tensor.numel() * edge // 7 for edge in (part, part + 1))
+                values = torch.full((end - start,), torch.nan)
+                held[name] = Part(shape=tuple(tensor.shape), start=start, values=values)
+        with ExitStack() as stack:
+            shards = SavedShards(tmp_path / "trainer", spec, stack)
+            SavedStates(shards, spec, megatron_layout(spec, parallel), 1, held).fill()
+        for name, each in held.items():
+            flat = wanted[name].flatten()
+            if isinstance(each, Part):
+                flat = flat[each.start : each.start + len(each.values)]
+            assert torch.equal(values_of(each).flatten(), flat), name
