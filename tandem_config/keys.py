@@ -60,6 +60,7 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("lr",), "trainer.learning_rate"),
     **dict.fromkeys(("activation_recompute", "recompute_granularity", "gradient_checkpointing"), "trainer.recompute"),
     "recompute_num_layers": "trainer.recompute_layers",
+    **dict.fromkeys(("use_distributed_optimizer", "zero_stage", "zero1"), "trainer.distributed_optimizer"),
     **dict.fromkeys(("loss_agg_mode",), "grpo.aggregation"),
     **dict.fromkeys(("loss_type",), "grpo.objective, grpo.aggregation or grpo.preset"),
     **dict.fromkeys(("loss_mode", "policy_loss", "policy_loss_fn", "importance_sampling_level"), "grpo.objective"),

@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.check.memory_budget import RolloutMemory, TrainerMemory, fitting_tokens, rollout_memory, trainer_memory
 from launcher.run.devices import plan_devices, visible_gpus
@@ -118,14 +118,13 @@ def _trainer_problems(
             key="trainer.tensor_parallel",
             value=str(config.trainer.tensor_parallel),
             message=f"a trainer rank needs {_gib(least)} of a GPU's {gib:g} for parameters, gradients and AdamW alone",
-            suggestion=split,
+            suggestion="".join(f"set {text}, or " for text in _savings(config, spec, NEAR * memory)) + split,
         )
         return
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     tokens = fitting_tokens(config, spec, NEAR * memory)
     fits = f"set trainer.max_tokens_per_micro_batch: {tokens}, or " if tokens >= longest else ""
-    if _with_recompute(config, spec) <= NEAR * memory:
-        fits += "trainer.recompute: full, or "
+    fits += "".join(f"{text}, or " for text in _savings(config, spec, NEAR * memory))
     yield ConfigProblem(
         key="trainer.max_tokens_per_micro_batch",
         value=str(config.trainer.max_tokens_per_micro_batch),
@@ -135,12 +134,23 @@ def _trainer_problems(
     )
 
 
-def _with_recompute(config: RunConfig, spec: ModelSpec) -> float:
-    """Return the peak with trainer.recompute: full; infinite if that is set."""
-    if config.trainer.recompute == "full":
-        return float("inf")
-    trainer = config.trainer.model_copy(update={"recompute": "full", "recompute_layers": None})
-    return max(stage.peak for stage in trainer_memory(config.model_copy(update={"trainer": trainer}), spec))
+# Options that need less memory, by what to write.
+_SAVINGS: dict[str, dict[str, Any]] = {
+    "trainer.distributed_optimizer: true": {"distributed_optimizer": True},
+    "trainer.recompute: full": {"recompute": "full", "recompute_layers": None},
+}
+
+
+def _savings(config: RunConfig, spec: ModelSpec, memory: float) -> Iterator[str]:
+    """Find the options that are not set and of which one would make the trainer fit."""
+    trainer = config.trainer
+    for text, changes in _SAVINGS.items():
+        divides = trainer.data_parallel * trainer.context_parallel > 1 or "distributed_optimizer" not in changes
+        saving = trainer.model_copy(update=changes)
+        if divides and saving != trainer:
+            found = trainer_memory(config.model_copy(update={"trainer": saving}), spec)
+            if max(stage.peak for stage in found) <= memory:
+                yield text
 
 
 def _rollout_problems(config: RunConfig, rollout: RolloutMemory, gib: float) -> Iterator[ConfigProblem]:

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from tandem_config.schema import RunConfig
 from trainer_service.batch.chunks import chunk_tokens
+from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
 from weightsync.layouts.sglang import sglang_layout
@@ -39,7 +40,8 @@ class TrainerMemory:
     """Memory of a trainer rank of one pipeline stage, in bytes.
 
     Attributes:
-        resident: parameters, float32 gradients, AdamW's state and, for bfloat16, its float32 parameters.
+        resident: parameters, float32 gradients, AdamW's state and, for bfloat16, its float32 parameters (a rank's
+            share of these two under trainer.distributed_optimizer).
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
         recomputed: what the backward pass computes again and holds at a time: of one layer.
         logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
@@ -131,6 +133,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     found = []
     for stage in range(parallel.pipeline):
         elements = _elements(spec, cut, stage)
+        stepped = _stepped(config, parallel, elements)
         last = stage == parallel.pipeline - 1
         logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
         activations, recomputed = _activations(config, spec, parallel, chunks, stage)
@@ -138,13 +141,13 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
         found.append(
             TrainerMemory(
                 stage=stage,
-                resident=elements * (width + masters + 3 * _FLOAT),
+                resident=sum(elements) * (width + _FLOAT) + stepped * (masters + 2 * _FLOAT),
                 activations=activations,
                 recomputed=recomputed,
                 logits=logits,
                 head_backward=head_backward,
-                optimizer=elements * _FLOAT,
-                reference=elements * width if config.grpo.kl_coefficient != 0 else 0,
+                optimizer=stepped * _FLOAT,
+                reference=sum(elements) * width if config.grpo.kl_coefficient != 0 else 0,
                 buffers=buffers,
             )
         )
@@ -152,10 +155,23 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
 
 
 @lru_cache(maxsize=64)
-def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> int:
-    """Count the parameters of a stage's first rank: seconds for a large mixture of experts, so it is done once."""
-    shapes = megatron_layout(spec, cut).parameters_of(stage * cut.stage_size).values()
-    return sum(math.prod(shape) for shape in shapes)
+def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> tuple[int, int]:
+    """Count the parameters of a stage's first rank, those of experts apart.
+
+    It takes seconds for a large mixture of experts, so it is done once.
+    """
+    shapes = megatron_layout(spec, cut).parameters_of(stage * cut.stage_size)
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS in name)
+    return sum(math.prod(shape) for shape in shapes.values()) - experts, experts
+
+
+def _stepped(config: RunConfig, parallel: Parallel, elements: tuple[int, int]) -> int:
+    """Count the parameters that a rank's AdamW steps: under ZeRO-1 a share of those that other ranks have too."""
+    if not config.trainer.distributed_optimizer:
+        return sum(elements)
+    copies = parallel.data * parallel.context
+    of_experts = parallel.tensor * copies // (parallel.expert * parallel.expert_tensor)
+    return -(-elements[0] // copies) - (-elements[1] // of_experts)
 
 
 def _activations(

@@ -172,6 +172,31 @@ def test_recompute_leaves_the_inputs_of_layers() -> None:
     assert full.peak < kept.peak
 
 
+def test_zero_divides_the_optimizer_s_state() -> None:
+    spec = preset("qwen2.5-7b")
+    copies = ("trainer.data_parallel=2", "trainer.context_parallel=2")
+    (whole,) = trainer_memory(overlay("cluster", *copies), spec)
+    (part,) = trainer_memory(overlay("cluster", *copies, "trainer.distributed_optimizer=true"), spec)
+    elements = whole.resident // (2 + 4 + 12)
+    assert part.resident == pytest.approx(elements * (2 + 4 + 12 / 4), rel=1e-9)
+    assert part.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-9)
+    assert (part.activations, part.reference) == (whole.activations, whole.reference)
+    # experts are on eight of the sixteen ranks each, so two have the same ones
+    sizes = ("trainer.tensor_parallel=4", "trainer.data_parallel=4", "trainer.expert_parallel=8")
+    moe = preset("qwen3-30b-a3b")
+    (of_all,) = trainer_memory(overlay("cluster", *sizes), moe)
+    (of_parts,) = trainer_memory(overlay("cluster", *sizes, "trainer.distributed_optimizer=true"), moe)
+    assert of_all.optimizer / 4 < of_parts.optimizer < of_all.optimizer / 2
+
+
+def test_zero_is_the_advice_where_the_optimizer_does_not_fit() -> None:
+    changes = ("trainer.tensor_parallel=1", "trainer.sequence_parallel=false", "trainer.data_parallel=16")
+    config = overlay("cluster", *changes, "trainer.max_tokens_per_micro_batch=4096")
+    (problem,) = check_memory(config, preset("qwen2.5-7b"), 80).problems
+    assert problem.key == "trainer.tensor_parallel"
+    assert "set trainer.distributed_optimizer: true, or raise trainer.tensor_parallel" in problem.suggestion
+
+
 def test_recompute_is_the_advice_where_activations_do_not_fit() -> None:
     config = overlay("cluster", "trainer.max_tokens_per_micro_batch=49152")
     (problem,) = check_memory(config, preset("qwen2.5-7b"), 80).problems
