@@ -30,11 +30,26 @@ def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProbl
                 message="is not installed in this Python environment",
                 suggestion=f"pip install 'tandem[{extra}]', or `make venv` in the repository",
             )
+    yield from _check_layer_spec(config)
     yield from check_redis(redis_url)
     yield from _check_home()
     gpus = visible_gpus()
     yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
     yield from _check_staged(config, gpus)
+
+
+def _check_layer_spec(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Report what a trainer of this environment refuses; a warning for a run in pods, which have one of their own."""
+    asked = config.trainer.layer_spec == "transformer_engine" or config.trainer.moe_grouped_gemm
+    if asked and importlib.util.find_spec("transformer_engine") is None:
+        yield ConfigProblem(
+            key="trainer.layer_spec",
+            value=config.trainer.layer_spec,
+            message="TransformerEngine is not installed in this Python environment",
+            suggestion="install transformer-engine[pytorch] for this CUDA and torch, or set trainer.layer_spec: torch "
+            "and leave trainer.moe_grouped_gemm out",
+            severity="warning" if config.fleet.kind == "kubernetes" else "error",
+        )
 
 
 def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:

@@ -142,3 +142,15 @@ def _buckets_are_of_overlaps(config: RunConfig) -> ConfigProblem | None:
         message="counts with trainer.overlap_grad_reduce: true only; without it there is one bucket",
         suggestion="set trainer.overlap_grad_reduce: true, or leave trainer.ddp_bucket_size out",
     )
+
+
+@check("trainer.moe_grouped_gemm", "trainer.layer_spec")
+def _grouped_experts_need_their_layers(config: RunConfig) -> ConfigProblem | None:
+    if not config.trainer.moe_grouped_gemm or config.trainer.layer_spec != "torch":
+        return None
+    return ConfigProblem(
+        key="trainer.moe_grouped_gemm",
+        value="true",
+        message="is TransformerEngine's, and trainer.layer_spec is torch",
+        suggestion="set trainer.layer_spec: transformer_engine, or leave trainer.moe_grouped_gemm out",
+    )

@@ -110,6 +110,19 @@ class TrainerSection(Section):
         description="Tokens of one micro-batch, packed into one row; bounds activation memory.",
         json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
     )
+    layer_spec: Literal["auto", "torch", "transformer_engine"] = Field(
+        "torch",
+        description=(
+            "Modules of the layers: torch's own, or TransformerEngine's fused ones; auto: the latter where it is "
+            "installed. Attention within packed rows is the same."
+        ),
+        json_schema_extra=about("needs nothing but torch; TransformerEngine's have not been run on a GPU yet"),
+    )
+    moe_grouped_gemm: bool = Field(
+        False,
+        description="Compute the experts of a layer in one grouped product: TransformerEngine's, with its layer_spec.",
+        json_schema_extra=about("torch's layers compute one expert after the other"),
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description=(

@@ -16,7 +16,7 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
-from trainer_service.megatron_engine.layer_spec import decoder_spec
+from trainer_service.megatron_engine.layer_spec import Modules, decoder_spec
 from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
@@ -113,9 +113,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
-        **_pipeline(parallel),
-        **(_mixture(spec, parallel) if spec.num_experts > 0 else {}),
-        **options,
+        **(_pipeline(parallel) | (_mixture(spec, parallel) if spec.num_experts > 0 else {}) | options),
     )
     for name, value in _yarn(spec.rope_scaling).items():
         setattr(config, f"yarn_{name}", value)
@@ -194,20 +192,29 @@ def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 
 
 def build_chunks(
-    spec: ModelSpec, config: TransformerConfig, temperature: float, device: torch.device
+    spec: ModelSpec,
+    config: TransformerConfig,
+    temperature: float,
+    device: torch.device,
+    modules: Modules = "torch",
 ) -> list[PolicyModel]:
     """Build this rank's part of the model, one module per virtual stage; its parameters have no values yet."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(spec, config, temperature, device, stage) for stage in stages]
+    return [_build_chunk(spec, config, temperature, device, stage, modules) for stage in stages]
 
 
 def _build_chunk(
-    spec: ModelSpec, config: TransformerConfig, temperature: float, device: torch.device, stage: int | None
+    spec: ModelSpec,
+    config: TransformerConfig,
+    temperature: float,
+    device: torch.device,
+    stage: int | None,
+    modules: Modules,
 ) -> PolicyModel:
     model = PolicyModel(
         config,
-        decoder_spec(config, stage),
+        decoder_spec(config, stage, modules),
         vocab_size=padded_vocabulary(spec, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

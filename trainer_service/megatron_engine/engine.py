@@ -25,6 +25,7 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.layer_spec import chosen_modules
 from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
@@ -60,6 +61,7 @@ class MegatronEngine:
         # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         check_reference(config, self._spec)
+        modules = chosen_modules(trainer)
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
         self._reader = checkpoint.Reader(
             spec=self._spec,
@@ -70,10 +72,10 @@ class MegatronEngine:
             device=device,
         )
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
-        recompute = recompute_arguments(trainer, self._spec.num_layers)
+        options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
         sizes = (self._spec, self._parallel, self._dtype, sequence_parallel)
-        mcore_config = build.transformer_config(*sizes, **recompute)
-        chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
+        mcore_config = build.transformer_config(*sizes, **options)
+        chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
         self._parameters = build.named_parameters(chunks)
         wrapped = build.wrap(chunks, mcore_config, trainer)
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)

@@ -1,20 +1,29 @@
-"""A megatron-core decoder that needs torch only, on CPU and GPU: no TransformerEngine, no Apex.
+"""The modules of a megatron-core decoder: those that need torch only, or TransformerEngine's (trainer.layer_spec).
 
-It is mcore's local spec with two modules replaced through ModuleSpec, mcore's extension point: WrappedTorchNorm, which
+torch: mcore's local spec with two modules replaced through ModuleSpec, mcore's extension point: WrappedTorchNorm, which
 refuses sequence parallelism, and DotProductAttention, which refuses packed rows and builds the full score matrix.
+transformer_engine: its norms and linear layers, of which some are fused, around the same core attention.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from servicekit.errors import ConfigError
+from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine.attention.core import PackedAttention
+
+Modules = Literal["torch", "transformer_engine"]
 
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -29,25 +38,54 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
-    has_experts = config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-    )
+def chosen_modules(trainer: TrainerSection) -> Modules:
+    """Choose the modules of trainer.layer_spec. Raises: ConfigError: TransformerEngine is asked for and missing."""
+    installed = bool(transformer_engine.HAVE_TE)
+    if trainer.layer_spec == "transformer_engine" and not installed:
+        raise ConfigError(
+            "trainer.layer_spec: transformer_engine needs TransformerEngine, which cannot be imported here: install "
+            "transformer-engine[pytorch] for this CUDA and torch, or set trainer.layer_spec: torch"
+        )
+    modules: Modules = "transformer_engine" if installed and trainer.layer_spec != "torch" else "torch"
+    if trainer.moe_grouped_gemm and modules == "torch":
+        raise ConfigError(
+            f"trainer.moe_grouped_gemm: true needs TransformerEngine's layers, and trainer.layer_spec: "
+            f"{trainer.layer_spec} gives torch's here: install it and set trainer.layer_spec: transformer_engine, or "
+            "leave trainer.moe_grouped_gemm out"
+        )
+    return modules
+
+
+def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     modules = spec.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = TorchRMSNorm
     attention = modules.self_attention.submodules
-    attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     return spec
 
 
-def decoder_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+    )
+
+
+def _layer_spec(config: TransformerConfig, layer: int, modules: Modules) -> ModuleSpec:
+    make = _torch_layer if modules == "torch" else _transformer_engine_layer
+    has_experts = config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+    spec = make(config, config.num_moe_experts if has_experts else None)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def decoder_spec(
+    config: TransformerConfig, virtual_stage: int | None, modules: Modules = "torch"
+) -> TransformerBlockSubmodules:
     """Make the spec of the layers of this pipeline stage, or of one of its virtual ones, and of the final norm."""
     first = get_transformer_layer_offset(config, virtual_stage)
     count = get_num_layers_to_build(config, virtual_stage)
-    layers = [_layer_spec(config, layer) for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+    layers = [_layer_spec(config, layer, modules) for layer in range(first, first + count)]
+    norm = TorchRMSNorm if modules == "torch" else transformer_engine.TENorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -31,6 +31,13 @@ def check_trainer_sizes(
         "trainer.recompute", "trainer.recompute_modules", "trainer.recompute_layers", "trainer.pipeline_parallel"
     ):
         yield from _check_recompute(spec, trainer)
+    if usable("trainer.moe_grouped_gemm") and trainer.moe_grouped_gemm and spec.num_experts == 0:
+        yield ConfigProblem(
+            key="trainer.moe_grouped_gemm",
+            value="true",
+            message="the model has no experts to group",
+            suggestion="leave trainer.moe_grouped_gemm out",
+        )
     if usable("trainer.context_parallel"):
         yield from _check_context(spec, trainer.context_parallel)
 

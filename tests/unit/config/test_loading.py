@@ -207,6 +207,7 @@ BAD_FILES = [
      "trainer.overlap_param_gather", "true", "needs trainer.overlap_grad_reduce", "overlap_grad_reduce: true"),
     ("trainer: {data_parallel: 2, ddp_bucket_size: 100}", "trainer.ddp_bucket_size", "100", "overlap_grad_reduce",
      "leave"),
+    ("trainer: {moe_grouped_gemm: true}", "trainer.moe_grouped_gemm", "true", "layer_spec is torch", "leave"),
     ("trainer: {recompute_layers: 2}", "trainer.recompute_layers", "2", "that is none", "recompute: full"),
     ("trainer: {recompute: full, recompute_modules: [mlp]}", "trainer.recompute_modules", "[mlp]", "selective",
      "leave"),

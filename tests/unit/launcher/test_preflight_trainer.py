@@ -1,11 +1,13 @@
 """The trainer's parallel sizes against the model's: each that does not fit is named by its key."""
 
+import importlib.util
 from typing import Any
 
 import pytest
 
+from launcher.check.host import _check_layer_spec
 from launcher.check.model.trainer import check_trainer_sizes
-from tandem_config.schema import TrainerSection
+from tandem_config.schema import RunConfig, TrainerSection
 from weightsync.model.spec import ModelSpec
 
 DENSE: dict[str, Any] = {
@@ -53,6 +55,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (EXPERTS, {"tensor_parallel": 2}, "sequence_parallel", "mixture of experts"),
     (DENSE, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, "recompute_modules", "has moe"),
     (EXPERTS, {"recompute": "selective", "recompute_modules": ["mlp"]}, "recompute_modules", "has mlp"),
+    (DENSE, {"layer_spec": "auto", "moe_grouped_gemm": True}, "moe_grouped_gemm", "no experts"),
     (DENSE, {"recompute": "full", "pipeline_parallel": 2, "recompute_layers": 4}, "recompute_layers", "the 3 layers"),
     (DENSE | {"rope_scaling": YARN | {"original_max_position_embeddings": 20}}, {"context_parallel": 3},
      "context_parallel", "YaRN's original_max_position_embeddings (20)"),
@@ -83,3 +86,19 @@ def test_a_size_that_does_not_fit_is_named(
 def test_sizes_that_are_not_valid_themselves_are_left_out() -> None:
     spec, sizes = ModelSpec.from_config(DENSE), TrainerSection(pipeline_parallel=4, tensor_parallel=3)
     assert list(check_trainer_sizes(spec, sizes, lambda *_: False)) == []
+
+
+@pytest.mark.parametrize(("fleet", "severity"), [("redis", "error"), ("kubernetes", "warning")])
+@pytest.mark.parametrize(
+    "asked", [{"layer_spec": "transformer_engine"}, {"layer_spec": "auto", "moe_grouped_gemm": True}]
+)
+def test_transformer_engine_is_asked_for_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], fleet: str, severity: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else found(name))
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": asked, "fleet": {"kind": fleet}}
+    (problem,) = list(_check_layer_spec(RunConfig.model_validate(sections)))
+    assert (problem.key, problem.severity) == ("trainer.layer_spec", severity)
+    assert "layer_spec: torch" in problem.suggestion
+    assert list(_check_layer_spec(RunConfig.model_validate(sections | {"trainer": {"layer_spec": "auto"}}))) == []
