@@ -80,7 +80,7 @@ class AdamState:
                 start, trained = parts[parameter].start, parts[parameter].trained
                 own = parameter.data.view(-1)[start : start + trained.numel()]
             else:
-                self._keep(name, parameter, _nothing(has_main), 0)
+                self._keep(name, parameter, _nothing(parameter, has_main=has_main), 0)
                 continue
             kept = {"exp_avg": states[trained]["exp_avg"], "exp_avg_sq": states[trained]["exp_avg_sq"]}
             kept |= {"step": steps[trained]} | ({"main": trained.data} if has_main else {})
@@ -158,10 +158,10 @@ class AdamState:
                 main.copy_(weights)
 
 
-def _nothing(has_main: bool) -> dict[str, Tensor]:
+def _nothing(parameter: Tensor, *, has_main: bool) -> dict[str, Tensor]:
     """Make the state of a parameter of which this rank trains no part."""
     kinds = ("exp_avg", "exp_avg_sq", *(["main"] if has_main else []))
-    return {kind: torch.empty(0) for kind in kinds} | {"step": torch.zeros(())}
+    return {kind: torch.empty(0, device=parameter.device) for kind in kinds} | {"step": torch.zeros(())}
 
 
 def _states_by_parameter(optimizer: ChainedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
