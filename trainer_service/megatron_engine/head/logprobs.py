@@ -97,8 +97,6 @@ class _LogprobEntropy(Function):
             x = x.div_(shard.temperature).to(hidden.dtype)
             torch.mm(x, weight[: shard.real], out=grad_hidden[rows])
             grad_weight = _add_to_weight(weight, x, hidden[rows], last=rows.stop == tokens)
-        if grad_weight is None:  # no tokens: mcore's hooks must see the parameter all the same
-            grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, None, None, None
 
 
