@@ -50,8 +50,9 @@ class SavedStates:
         self._found = {kind: self._numbers_of(kind) for kind in self._numbers}
 
     def num_bytes(self) -> int:
-        """Return the bytes that `fill` writes, numbers aside."""
-        return sum(values_of(each).nbytes for held in self._shaped.values() for each in held.values())
+        """Return the bytes that `fill` reads, numbers aside."""
+        elements = int((self._ops["rows"] * self._ops["cols"]).sum())
+        return sum(_bytes_of(held, elements) for held in self._shaped.values())
 
     def fill(self) -> None:
         """Write the rank's tensors; padding of the vocabulary becomes zero."""
@@ -111,6 +112,12 @@ class SavedStates:
         # A parameter that is all padding has no source; its number counts for nothing that is trained.
         other = next(iter(found.values()), 0.0)
         return {name: found.get(name, other) for name in self._numbers[kind]}
+
+
+def _bytes_of(held: Mapping[str, Held], elements: int) -> int:
+    """Return the bytes of a kind. elements: of a rank that has whole tensors."""
+    parts = [each.values for each in held.values() if isinstance(each, Part)]
+    return sum(part.nbytes for part in parts) or elements * values_of(next(iter(held.values()))).itemsize
 
 
 def _by_kind(

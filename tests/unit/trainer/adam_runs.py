@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.fakes.fake_te_adam import FakeFusedAdam
 from trainer_service.megatron_engine.adam_state import AdamState
+from trainer_service.saved.parts import values_of
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WEIGHTS = 64
@@ -64,14 +65,14 @@ class Training:
 
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint would hold."""
-        return {name: tensor.clone() for name, tensor in self.adam.tensors().items()}
+        return {name: values_of(held).clone() for name, held in self.adam.tensors().items()}
 
     def resumed(self, make: Make) -> "Training":
         """Another process, with an optimizer of `make`, that has loaded this one's checkpoint."""
         other = Training(make=make, bf16=self.bf16)
         with torch.no_grad():
-            for name, tensor in other.adam.tensors().items():
-                tensor.copy_(self.saved()[name])
+            for name, held in other.adam.tensors().items():
+                values_of(held).copy_(self.saved()[name])
         other.adam.written()
         return other
 

@@ -5,6 +5,7 @@ import torch
 
 from servicekit.errors import ConfigError
 from tests.unit.trainer.adam_runs import Make, Training, assert_same, te_adam, torch_adam
+from trainer_service.saved.parts import values_of
 
 OPTIMIZERS = pytest.mark.parametrize("make", [torch_adam, te_adam])
 TYPES = pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -64,8 +65,8 @@ def test_forgotten_means_before_the_first_step(make: Make) -> None:
 def test_one_count_for_a_group_refuses_two() -> None:
     adam = Training(make=te_adam, one_group=True).adam
     tensors = adam.tensors()
-    tensors["step/w"].fill_(7)
-    tensors["step/norm"].fill_(9)
+    values_of(tensors["step/w"]).fill_(7)
+    values_of(tensors["step/norm"]).fill_(9)
     with pytest.raises(ConfigError, match=r"step counts differ among parameters \(7, 9\)"):
         adam.written()
 

@@ -14,6 +14,7 @@ from tests.integration.trainer.reference import NUM_UPDATES, make_samples, token
 from tests.kit.models import load
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.reference import ReferencePolicy
+from trainer_service.saved.parts import values_of
 
 SAMPLES = make_samples(16)
 NEAR = 1e-5
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 def state_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Weights, masters, moments and step counts as the optimizer holds them, and weights as the model does: copies."""
     held = engine._adam.tensors() | {f"model/{name}": tensor for name, tensor in engine.tensors().items()}
-    return {name: tensor.clone() for name, tensor in held.items()}
+    return {name: values_of(each).clone() for name, each in held.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
