@@ -9,7 +9,7 @@ Two optimizers have one form on disk (a step count per parameter), so that each 
 Under the distributed optimizer (options/zero.py) each of them has parts of parameters only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,21 +70,21 @@ class AdamState:
         ]
         parts = own_parts(optimizer)
         # whose parameters are gathered from parts
-        self._chunks = [] if parts is None else optimizer.model_chunks
+        self._chunks: Sequence[Any] = [] if parts is None else optimizer.model_chunks
         for name, parameter in parameters.items():
             # mcore's float32 copy of a bfloat16 parameter, or of a part of it, is an attribute of the parameter
             has_main = hasattr(parameter, "main_param")
-            if parts is None:
-                trained, own = (parameter.main_param if has_main else parameter), parameter.data
-            elif parameter in parts:
-                start, trained = parts[parameter].start, parts[parameter].trained
-                own = parameter.data.view(-1)[start : start + trained.numel()]
-            else:
+            part = None if parts is None else parts.get(parameter)
+            if parts is not None and part is None:
                 self._keep(name, parameter, _nothing(parameter, has_main=has_main), 0)
                 continue
+            if part is not None:
+                trained, own = part.trained, part.of(parameter.data)
+            else:
+                trained, own = (parameter.main_param if has_main else parameter), parameter.data
             kept = {"exp_avg": states[trained]["exp_avg"], "exp_avg_sq": states[trained]["exp_avg_sq"]}
             kept |= {"step": steps[trained]} | ({"main": trained.data} if has_main else {})
-            self._keep(name, parameter, kept, None if parts is None else start)
+            self._keep(name, parameter, kept, None if part is None else part.start)
             self._remembered += [*kept.values(), *([] if has_main else [trained.data])]
             if has_main:
                 self._rounded.append((own, trained.data))

@@ -34,6 +34,10 @@ class OwnPart:
     start: int
     trained: Tensor
 
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return a view of the same elements of a parameter, whose type may be another one."""
+        return parameter.view(-1)[self.start : self.start + self.trained.numel()]
+
 
 def own_parts(optimizer: ChainedOptimizer) -> dict[Tensor, OwnPart] | None:
     """Return this rank's part of each parameter that it has one of; None: AdamW has whole parameters."""
