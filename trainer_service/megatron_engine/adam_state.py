@@ -94,9 +94,10 @@ class AdamState:
         """Keep the tensors of a parameter by their names in a checkpoint. start: of parts; None: they are whole."""
         self._tensors[f"weights/{name}"] = parameter.data
         for kind, tensor in kept.items():
-            divided = start is not None and kind != "step"
-            held = Part(shape=tuple(parameter.shape), start=start or 0, values=tensor) if divided else tensor
-            self._tensors[f"{kind}/{name}"] = held
+            if start is None or kind == "step":
+                self._tensors[f"{kind}/{name}"] = tensor
+            else:
+                self._tensors[f"{kind}/{name}"] = Part(shape=tuple(parameter.shape), start=start, values=tensor)
 
     def tensors(self) -> dict[str, Held]:
         """Return the live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and parameter name.
