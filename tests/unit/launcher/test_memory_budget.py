@@ -192,7 +192,7 @@ def test_zero_divides_the_optimizer_s_state() -> None:
 
 def test_zero_is_the_advice_where_the_optimizer_does_not_fit() -> None:
     changes = ("trainer.tensor_parallel=1", "trainer.sequence_parallel=false", "trainer.data_parallel=16")
-    config = overlay("cluster", *changes, "trainer.max_tokens_per_micro_batch=4096")
+    config = overlay("cluster", *changes, "trainer.max_tokens_per_micro_batch=1024")
     (problem,) = check_memory(config, preset("qwen2.5-7b"), 80).problems
     assert problem.key == "trainer.tensor_parallel"
     assert "set trainer.distributed_optimizer: true, or raise trainer.tensor_parallel" in problem.suggestion
