@@ -83,9 +83,10 @@ class TrainerEngine(Protocol):
     def tensors(self) -> Mapping[str, Any]:
         """Return this rank's live parameters (torch tensors), by the engine's own names: see `weights`."""
 
-    def weights(self) -> AbstractContextManager[object]:
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
         """Have the parameters' bytes in memory inside of a `with` block; elsewhere they may be offloaded.
 
+        Yields: seconds by part that this has taken: `onload`, and `offload` after the block.
         Raises: Internal: on every rank: there is no memory for them.
         """
 

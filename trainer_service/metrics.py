@@ -9,7 +9,7 @@ from tandem_api.weights.v1 import weights_pb2
 STEP_SECONDS = Histogram(
     "tandem_train_step_seconds",
     "Wall seconds of a train step by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, "
-    "optimizer, total.",
+    "optimizer, onload and offload (trainer.offload), total.",
     ["part"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
 )

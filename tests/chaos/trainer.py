@@ -37,8 +37,8 @@ class FakeTrainerEngine:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
-    def weights(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
+        return nullcontext({})
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         self.policy_version += 1

@@ -247,7 +247,7 @@ class MegatronEngine:
         """Return the live parameters, by megatron-core's local names; their bytes are there inside of `weights`."""
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
-    def weights(self) -> AbstractContextManager[object]:
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
         """Have the parameters in memory inside of a `with` block, which does not change them."""
         return self._offload.use(State.PARAMETERS, changes=False)
 

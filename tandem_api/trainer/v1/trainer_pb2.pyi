@@ -241,7 +241,9 @@ class TrainStepResponse(_message.Message):
 
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, total."""
+        """Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
+        offload (of trainer.offload), total.
+        """
 
     def __init__(
         self,

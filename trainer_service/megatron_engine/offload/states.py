@@ -15,7 +15,7 @@ the bytes are back, wherever they are then. In between nothing may touch the byt
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -130,7 +130,7 @@ class Offload:
         return state in self._memory
 
     @contextmanager
-    def use(self, *states: State, changes: bool = True) -> Iterator[dict[str, float]]:
+    def use(self, *states: State, changes: bool = True) -> Iterator[Mapping[str, float]]:
         """Have states in memory inside of a `with` block; every rank must enter it together.
 
         Blocks may be nested: memory is freed at the end of the outermost that needs it.
@@ -181,7 +181,9 @@ class Offload:
             raise
 
     def _offload(self, unused: list[_Memory]) -> None:
-        """Free memory, storage by storage where that needs no wait; what cannot be copied stays where it is."""
+        """Free memory; what cannot be copied stays where it is."""
+        if not unused:
+            return
         try:
             for memory in unused:
                 memory.store()
