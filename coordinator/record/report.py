@@ -42,7 +42,7 @@ _TRAINER_FIELDS = (
     "train_peak_memory_bytes",
 )
 # Parts of a train step, as the trainer names them; seconds in the rows' fields `train_NAME_s`.
-_STEP_PARTS = ("receive", "pack", "old_logprobs", "reference", "forward_backward", "optimizer")
+_STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.
