@@ -59,7 +59,12 @@ def test_every_layout_computes_the_same_bits(results: Path, layout: str, dtype: 
 
 def test_the_host_s_memory_is_given_back(tmp_path: Path) -> None:
     """26 M parameters: 104 MB of weights, as many of gradients, twice as many of moments; as many of the reference."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": TRAINED_VOCABULARY}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "vocab_size": TRAINED_VOCABULARY,
+    }
     model = make_model(tmp_path / "model", **sizes)
     case = {"name": "large", "layout": {}, "dtype": "float32", "offload": ["all"]}
     run(tmp_path, 1, [case | {"model": str(model), "reference": str(model)}])
