@@ -62,7 +62,7 @@ class FileCopies:
         self._transfer(number, storage, lambda file, part, begin: os.preadv(file, [part], begin))
 
     def _transfer(self, number: int, storage: UntypedStorage, some: "_Some") -> None:
-        """Move all bytes; Linux moves at most 2 GiB at once."""
+        """Move all bytes; Linux moves at most 2 GiB in a call."""
         left, begin = memory_of(bytes_of(storage)), self._begins[number]
         while len(left) > 0:
             moved = some(self._file.fileno(), left, begin)
