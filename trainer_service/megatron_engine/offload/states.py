@@ -1,12 +1,12 @@
 """Which memory the engine's work needs; it is there during that work only.
 
-| work                                     | states                                                       |
-|------------------------------------------|--------------------------------------------------------------|
-| a train step                             | parameters, gradients, optimizer; the reference while it is measured |
-| publishing, export, log-probs            | parameters                                                   |
-| log-probs of the reference               | reference                                                    |
-| writing a checkpoint                     | parameters, optimizer, reference                             |
-| reading one, loading the model           | the same, which it changes                                   |
+| work                           | states                                                                |
+|--------------------------------|-----------------------------------------------------------------------|
+| a train step                   | parameters, gradients, optimizer; the reference while it is measured  |
+| publishing, export, log-probs  | parameters                                                            |
+| log-probs of the reference     | reference                                                             |
+| writing a checkpoint           | parameters, optimizer, reference                                      |
+| reading one, loading the model | the same, which it changes                                            |
 
 A state is a set of storages. Each is resized to 0 bytes and back, as mcore does with its gradient buffers: the storage
 itself stays, so that every view of it (`parameter.data`, `main_grad`, a bucket, the weight sync's) is valid again when
@@ -53,31 +53,29 @@ class _Memory:
         copies: None: its bytes are not kept.
         users: blocks of `Offload.use` that need it now.
         changed: `copies` are older than the memory.
-        is_away: for each storage, whether its bytes are on the host only.
+        is_away: whether the bytes are on the host only.
     """
 
     storages: list[UntypedStorage]
     sizes: list[int]
     copies: Copies | None
-    is_away: list[bool]
+    is_away: bool = False
     users: int = 0
     changed: bool = True
 
     def bring(self) -> None:
         """Take the memory again and fill it. Raises: OSError, RuntimeError: there is none; nothing has changed."""
-        brought = []
+        if not self.is_away:
+            return
         try:
             for number, (storage, size) in enumerate(zip(self.storages, self.sizes, strict=True)):
-                if self.is_away[number]:
-                    storage.resize_(size)
-                    brought.append(storage)
-                    if self.copies is not None:
-                        self.copies.load(number, storage)
+                storage.resize_(size)
+                if self.copies is not None:
+                    self.copies.load(number, storage)
         except (OSError, RuntimeError):
-            for storage in brought:
-                storage.resize_(0)
+            self.free()
             raise
-        self.is_away = [False] * len(self.storages)
+        self.is_away = False
 
     def store(self) -> None:
         """Copy to the host what has changed. Raises: OSError."""
@@ -90,7 +88,7 @@ class _Memory:
         """Free the memory, whose bytes are on the host."""
         for storage in self.storages:
             storage.resize_(0)
-        self.is_away = [True] * len(self.storages)
+        self.is_away = True
 
 
 class Offload:
@@ -116,13 +114,13 @@ class Offload:
         others = {tensor.untyped_storage()._cdata for tensor in beside}
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         storages = [
-            each
-            for key, each in found.items()
-            if key not in others and each.device.type == self._device.type and each.nbytes() > 0
+            storage
+            for key, storage in found.items()
+            if key not in others and storage.device.type == self._device.type and storage.nbytes() > 0
         ]
         sizes = [storage.nbytes() for storage in storages]
         copies = copies_for(state, sizes, self._device, self._folder) if keep else None
-        self._memory[state] = _Memory(storages=storages, sizes=sizes, copies=copies, is_away=[False] * len(storages))
+        self._memory[state] = _Memory(storages=storages, sizes=sizes, copies=copies)
         log.info("offloaded between uses", state=state, bytes=sum(sizes), kept=keep, device=str(self._device))
 
     def __contains__(self, state: State) -> bool:
