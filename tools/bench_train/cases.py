@@ -1,21 +1,23 @@
 """Measures a model: all ways in turn, on samples of each kind of lengths, and how far their results agree."""
 
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from tools.bench_train.report.figures import Runs, ratios
 from tools.bench_train.shapes import SHAPES, make_samples
 from tools.bench_train.workers.handle import Handle, running
 
-# All that have the samples in the same updates; TRL shuffles them.
-COMPARABLE = ("ours", "padded")
+Weights = Mapping[str, NDArray[np.float32]]
+Agreement = dict[str, dict[str, float]]
 
 
 async def measure(
@@ -60,26 +62,34 @@ async def _step(handle: Handle, lengths: str) -> dict[str, float]:
     return found | {name: answers[0][name] for name in ("loss", "flops_per_s") if answers[0].get(name) is not None}
 
 
-async def _agreement(handles: Sequence[Handle], first: Runs | Any, model: Path) -> dict[str, dict[str, float]]:
+async def _agreement(handles: Sequence[Handle], first: Mapping[str, Mapping[str, float]], model: Path) -> Agreement:
     """Compare loss and weights with those of `padded`, after the same steps from the same weights."""
-    compared = [handle for handle in handles if handle.name.startswith(COMPARABLE)]
-    if "padded" not in first or len(compared) < 2:
+    ours = [handle for handle in handles if handle.name.startswith("ours")]
+    padded = [handle for handle in handles if handle.name == "padded"]
+    if not padded:
         return {}
-    before, after = load_file(model / "model.safetensors"), {}
-    for handle in compared:
-        folder = handle.log.with_suffix(".weights")
-        await handle.call("export", folder=str(folder))
-        after[handle.name] = load_file(folder / "model.safetensors")
-    theirs = after.pop("padded")
-    change = max(float(np.abs(theirs[name] - before[name]).max()) for name in before)
+    before, theirs = load_file(model / "model.safetensors"), await _weights(padded[0])
+    change = _largest_difference(theirs, before)
     return {
-        name: {
-            "loss_difference": abs(first[name]["loss"] - first["padded"]["loss"]),
-            "weight_difference": max(float(np.abs(weights[key] - theirs[key]).max()) for key in theirs),
+        handle.name: {
+            "loss_difference": abs(first[handle.name]["loss"] - first["padded"]["loss"]),
+            "weight_difference": _largest_difference(await _weights(handle), theirs),
             "largest_weight_change": change,
         }
-        for name, weights in after.items()
+        for handle in ours
     }
+
+
+async def _weights(handle: Handle) -> Weights:
+    """Return a way's weights, by their names in Hugging Face folders."""
+    with tempfile.TemporaryDirectory(dir=handle.log.parent) as parent:
+        folder = Path(parent) / "weights"  # ours replaces no folder that it has not written
+        await handle.call("export", folder=str(folder))
+        return load_file(folder / "model.safetensors")
+
+
+def _largest_difference(weights: Weights, others: Weights) -> float:
+    return max(float(np.abs(weights[name] - others[name]).max()) for name in others)
 
 
 def _describe(shape: str, lengths: str, runs: Runs) -> dict[str, Any]:

@@ -13,6 +13,6 @@ rm -rf "$VENV"
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$packages" >"$own/project.pth"
-echo "bench-train: installing $(tr '\n' ' ' <"$REQUIREMENTS")into $VENV"
+echo "bench-train: installing $(grep -v '^#' "$REQUIREMENTS" | tr '\n' ' ')into $VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$REQUIREMENTS"
 cp "$REQUIREMENTS" "$VENV/installed.txt"

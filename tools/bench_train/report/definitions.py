@@ -31,6 +31,6 @@ DEFINITIONS = {
     ),
     "agreement": (
         "after the warm-up steps, from the same weights: |difference| of the last loss, and largest |difference| of a "
-        "weight, to padded; largest_weight_change: by the steps"
+        "weight, to padded, which shuffles no samples as TRL does; largest_weight_change: by the steps"
     ),
 }

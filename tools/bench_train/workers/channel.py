@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tools.bench_train.shapes import SHAPES, Shape, make_samples
 from trainer_service.batch.samples import Samples
 
-LEARNING_RATE = 1e-5
+LEARNING_RATE = 1e-4  # so that a step changes weights by much more than their rounding
 # Well above rounding: AdamW's first steps divide gradients by their own size, rounding included.
 ADAM_EPS = 1e-5
 CLIP_NORM = 1.0
