@@ -13,8 +13,9 @@ from tests.kit.stores import tiny_spec
 from tests.unit.trainer.batches import random_samples
 from trainer_service.batch.cuts import cut, deal
 from trainer_service.batch.packed import Packed, context_share, pack
-from trainer_service.batch.plan import RankShare, even_length, measure_all, plan_step
+from trainer_service.batch.plan import RankShare, measure_all, plan_step
 from trainer_service.batch.samples import Samples
+from trainer_service.measure.flops import FlopCosts
 from weightsync.layouts.layout import Parallel
 
 
@@ -141,7 +142,7 @@ def test_even_length_is_where_scores_cost_as_much_as_the_weights() -> None:
     weights = (
         2 * spec.hidden_size * (queries + spec.num_kv_heads * spec.head_dim) + 3 * spec.hidden_size * spec.ffn_size
     )
-    length = even_length(spec)
+    length = FlopCosts.of(spec).even_length
     # of each of L tokens: two products, on average with L / 2 keys, 2 FLOPs each
     assert 2 * (2 * queries * length / 2) == pytest.approx(2 * weights)
 
