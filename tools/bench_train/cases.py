@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from tools.bench_train.report.figures import Runs, ratios
-from tools.bench_train.shapes import SHAPES, make_samples
+from tools.bench_train.shapes import SHAPES, make_samples, step_flops
 from tools.bench_train.workers.handle import Handle, running
+from weightsync.model.spec import ModelSpec
 
 Weights = Mapping[str, NDArray[np.float32]]
 Agreement = dict[str, dict[str, float]]
@@ -47,7 +48,10 @@ async def measure(
                 "load_average_after": list(os.getloadavg()),
                 "seconds": round(time.monotonic() - start_s, 1),
             }
-            out[f"{shape}, {kind}"] = _describe(shape, kind, runs) | {"agreement": agreement} | conditions
+            flops = step_flops(ModelSpec.from_folder(model), make_samples(SHAPES[shape], kind))
+            out[f"{shape}, {kind}"] = (
+                _describe(shape, kind, runs) | {"flops": flops} | {"agreement": agreement} | conditions
+            )
     return out
 
 
@@ -102,7 +106,6 @@ def _describe(shape: str, lengths: str, runs: Runs) -> dict[str, Any]:
         "samples": len(samples),
         "tokens": tokens,
         "longest": int(samples.lengths.max()),
-        "flops": SHAPES[shape].flops(samples),
         "repetitions": min(map(len, runs.values())),
         "medians_s": {way: round(seconds, 6) for way, seconds in medians.items()},
         "tokens_per_s": {way: round(tokens / seconds, 1) for way, seconds in medians.items()},

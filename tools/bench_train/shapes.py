@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from trainer_service.batch.samples import IntArray, Samples
+from trainer_service.measure.flops import BACKWARD, FlopCosts
 from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 CONTEXT = 2048
 UPDATES = 4
@@ -65,26 +67,8 @@ class Shape:
 
     def parameters(self) -> int:
         """Count the weights of all matrices; norms are not counted."""
-        return self.layers * self._layer() + self.hidden * self.vocabulary
-
-    def _layer(self) -> int:
-        attention = 2 * self.heads + 2 * self.kv_heads
-        return self.hidden * (attention * self.head_dim + 3 * self.ffn)
-
-    def flops(self, samples: Samples) -> float:
-        """Count the floating-point operations of a step's matrix products, without a token of padding.
-
-        Forward through all samples but the first update's (old log-probs), then forward and backward, twice the work,
-        through all. A sequence of L tokens has L - 1 inputs; output weights meet completion tokens only; causal
-        attention computes half of all scores, twice (scores, weighted values).
-        """
-        inputs = (samples.lengths - 1).astype(float)
-        weights = (
-            2 * self.layers * self._layer() * inputs + 2 * self.hidden * self.vocabulary * samples.completion_lengths
-        )
-        scores = 2 * self.layers * self.heads * self.head_dim * inputs**2
-        forward = weights + scores
-        return float(3 * forward.sum() + forward[samples.update_index > 0].sum())
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.hidden * (self.layers * (attention + 3 * self.ffn) + self.vocabulary)
 
 
 # The first is the demo's model and work; "tiny" is for the benchmark's own test.
@@ -147,6 +131,16 @@ def make_samples(shape: Shape, lengths: str) -> Samples:
         advantages=advantages.astype(np.float32),
         trainable=np.ones(num, np.bool_),
     )
+
+
+def step_flops(spec: ModelSpec, samples: Samples) -> float:
+    """Count the floating-point operations of a step's matrix products, without a token of padding.
+
+    A forward pass of the samples of all updates but the first (old log-probs), then forward and backward of all.
+    """
+    costs, late = FlopCosts.of(spec), samples.update_index > 0
+    whole = costs.forward(samples.prompt_lengths, samples.completion_lengths)
+    return (1 + BACKWARD) * whole + costs.forward(samples.prompt_lengths[late], samples.completion_lengths[late])
 
 
 def write_model(shape: Shape, folder: Path) -> None:

@@ -9,8 +9,18 @@ import pytest
 
 from tools.bench_train.report.figures import TARGETS, headline, ratios
 from tools.bench_train.report.page import BEGIN, END, page, summary, write
-from tools.bench_train.shapes import DEFAULT_SHAPES, GROUP, LENGTHS, SHAPES, UPDATES, completion_lengths, make_samples
+from tools.bench_train.shapes import (
+    DEFAULT_SHAPES,
+    GROUP,
+    LENGTHS,
+    SHAPES,
+    UPDATES,
+    completion_lengths,
+    make_samples,
+    step_flops,
+)
 from tools.bench_train.workers.handle import WAYS
+from weightsync.model.spec import ModelSpec
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -32,12 +42,14 @@ def test_lengths_differ_in_their_tail() -> None:
     assert tails == pytest.approx([1, 2, 6.8], rel=0.05)
 
 
-def test_operations_of_a_step_are_counted_by_hand() -> None:
+def test_operations_of_a_step_are_counted_by_hand(tmp_path: Path) -> None:
     """One layer of `tiny` has 32 * (8 * 16 + 3 * 48) weights; 16 samples have 6 inputs and 4 completion tokens each."""
     shape = SHAPES["tiny"]
-    layer = 32 * (8 * 16 + 3 * 48)
-    forward = 2 * 2 * layer * 6 + 2 * 32 * 64 * 4 + 2 * 2 * 2 * 16 * 6 * 6
-    assert shape.flops(make_samples(shape, "equal")) == forward * (12 + 3 * 16)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+    layer, pairs = 32 * (8 * 16 + 3 * 48), 6 * 7 // 2
+    forward = 2 * 2 * layer * 6 + 2 * 32 * 64 * 4 + 2 * 4 * (2 * 16) * pairs
+    step = step_flops(ModelSpec.from_folder(tmp_path), make_samples(shape, "equal"))
+    assert step == forward * (12 + 3 * 16)
     assert shape.parameters() == 2 * layer + 32 * 64
 
 

@@ -15,15 +15,18 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from tools.bench_train.shapes import SHAPES, Shape, make_samples
 from trainer_service.batch.samples import Samples
+from trainer_service.measure.memory import peak_bytes, restart_peak
 
 LEARNING_RATE = 1e-4  # so that a step changes weights by much more than their rounding
 # Well above rounding: AdamW's first steps divide gradients by their own size, rounding included.
 ADAM_EPS = 1e-5
 CLIP_NORM = 1.0
 CLIP_RATIO = 0.2
-_MIB = 2**20
+_MIB, _CPU = 2**20, torch.device("cpu")
 
 
 class Way(Protocol):
@@ -67,23 +70,17 @@ class Channel:
 
 
 class Meter:
-    """Measures a step: seconds, and the process's highest resident memory, which Linux counts anew from here."""
+    """Measures a step: seconds, and the most that the process had resident during it."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        self._held = _resident("VmRSS")
+        restart_peak(_CPU)
+        self._held = peak_bytes(_CPU)
         self._start_s = time.perf_counter()
 
     def result(self) -> dict[str, float]:
         """Return what was measured since this object was made."""
         seconds = time.perf_counter() - self._start_s
-        return {"seconds": seconds, "peak_mib": _resident("VmHWM"), "held_mib": self._held}
-
-
-def _resident(field: str) -> float:
-    """Read a size of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024 / _MIB
+        return {"seconds": seconds, "peak_mib": peak_bytes(_CPU) / _MIB, "held_mib": self._held / _MIB}
 
 
 def serve(channel: Channel, way: Way) -> None:

@@ -1,25 +1,11 @@
-"""The matmul floor: the floating-point operations of a step, at the rate of large matrix products on this host."""
-
-import time
+"""The matmul floor: the floating-point operations of a step, at the rate of matrix products on this host."""
 
 import torch
 
+from tools.bench_train.shapes import step_flops
 from tools.bench_train.workers.channel import Channel, Meter, options
-
-SIZE = 1536  # of square matrices: three of 9 MB each
-SECONDS = 0.5
-
-
-def rate() -> float:
-    """Measure FLOP/s of products of large float32 matrices, for half a second."""
-    a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
-    out = torch.empty(SIZE, SIZE)
-    torch.mm(a, b, out=out)
-    start_s, count = time.perf_counter(), 0
-    while time.perf_counter() - start_s < SECONDS:
-        torch.mm(a, b, out=out)
-        count += 1
-    return count * 2.0 * SIZE**3 / (time.perf_counter() - start_s)
+from trainer_service.measure.speed import measured_flops_per_s
+from weightsync.model.spec import ModelSpec
 
 
 def main() -> None:
@@ -27,12 +13,13 @@ def main() -> None:
     arguments, shape = options()
     channel = Channel(shape)
     torch.set_num_threads(arguments.threads)
+    spec = ModelSpec.from_folder(arguments.model)
     channel.answer(ready=True)
     while True:
         command = channel.receive()
-        samples, measured = channel.samples(command["lengths"]), rate()
-        meter = Meter()
-        channel.answer(**meter.result() | {"seconds": shape.flops(samples) / measured}, flops_per_s=measured)
+        samples, meter = channel.samples(command["lengths"]), Meter()
+        rate = measured_flops_per_s(torch.device("cpu"), torch.float32)
+        channel.answer(**meter.result() | {"seconds": step_flops(spec, samples) / rate}, flops_per_s=rate)
 
 
 if __name__ == "__main__":
