@@ -18,7 +18,7 @@ DEFINITIONS = {
     ),
     "floor": (
         "FLOPs / rate: matrix products of the step without padding (a forward pass of the samples of updates 2 to 4, "
-        "then three times that work for all), at the rate of the fastest of many square float32 products, measured each time"
+        "then three times that work for all), at the rate of the fastest of many square float32 products, measured anew"
     ),
     "tokens_per_s": "prompt and completion tokens of all samples, once, per second of the step",
     "peak_mib": "highest resident memory during a step, of all ranks together; rise_mib: above what was held before it",
