@@ -259,7 +259,7 @@ def build_optimizer(
 
 
 def _use_one_kernel(optimizer: ChainedOptimizer) -> None:
-    """Let torch's AdamW update a tensor in one pass on CPUs; operator by operator, its default takes 5 times as long."""
+    """Let torch's AdamW update a tensor in one pass on CPUs; its default takes five times as long there."""
     for part in optimizer.chained_optimizers:
         if ON_CPU and isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
