@@ -73,7 +73,7 @@ class Shape:
 
 
 # "tiny" is for the benchmark's own test, the next is the demo's model and work. Equal completions of the largest are
-# longer than others, which padding would make take minutes: the floor has no optimizer, whose work tokens do not change.
+# longer than others, which take minutes when padded: the floor has no optimizer, whose work is the same for any.
 SHAPES = {
     "tiny": Shape(
         layers=2, hidden=32, ffn=48, heads=2, kv_heads=2, head_dim=16, vocabulary=64,
