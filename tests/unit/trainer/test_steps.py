@@ -45,6 +45,12 @@ def test_a_step_equals_that_of_transformers(make_engine: Make, models: Path, set
     assert found["trained_tokens"] == settings.get("epochs", 1) * SAMPLES.per_token(SAMPLES.trainable).sum()
 
 
+def test_adamw_runs_as_one_kernel(make_engine: Make) -> None:
+    groups = make_engine()._runner.optimizer.param_groups
+    assert groups
+    assert all(group["fused"] for group in groups)
+
+
 def test_epochs_have_other_orders_and_the_same_ones_again() -> None:
     orders = [reordered(SAMPLES, 3, [7, step, epoch]).update_index for step in (0, 1) for epoch in (1, 2)]
     assert all(np.bincount(order).tolist() == [6, 5, 5] for order in orders)
