@@ -42,7 +42,7 @@ def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
         positions=move(batch.positions),
         targets=move(batch.targets),
         token_index=move(batch.token_index),
-        packing=RowPacking.of(batch.lengths.tolist(), device),
+        packing=RowPacking.of(batch, device),
         counted=batch.counted,
     )
 
@@ -94,7 +94,7 @@ class Schedule:
     ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
         chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
-        # rotary embeddings count each sequence's tokens themselves: no position ids
+        # the packing has the tokens' positions
         out = model(batch.input_ids, None, None, labels=chosen, packed_seq_params=batch.packing)
         return out, partial(self._loss, on_tokens, batch)
 

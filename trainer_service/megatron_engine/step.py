@@ -97,7 +97,8 @@ class StepRunner:
             for update, batches in enumerate(updates):
                 self._update(batches, state, done, (samples, update), watch)
         metrics = self._metrics(done, state, learning_rate, samples)
-        return StepResult(metrics=metrics | {"packing_efficiency": plan.packing_efficiency}, seconds=watch.parts)
+        metrics |= {"packing_efficiency": plan.packing_efficiency, "prompt_sharing": plan.prompt_sharing}
+        return StepResult(metrics=metrics, seconds=watch.parts)
 
     def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
         return step_metrics(

@@ -43,6 +43,27 @@ def alone(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], sca
     return torch.cat(out).flatten(1)
 
 
+def row(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Packed:
+    """A row of sequences, some of which attend to (start, length) of the row first."""
+    empty = np.zeros(0, np.int64)
+    starts, sizes = zip(*(prefixes or [(0, 0)] * len(lengths)), strict=True)
+    return Packed(
+        input_ids=np.arange(sum(lengths))[None],
+        lengths=np.array(lengths),
+        prefix_starts=np.array(starts),
+        prefix_lengths=np.array(sizes),
+        positions=empty,
+        targets=empty,
+        token_index=empty,
+        rows=empty,
+        counted=True,
+    )
+
+
+def packing(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> RowPacking:
+    return RowPacking.of(row(lengths, prefixes), CPU)
+
+
 def attention(context: int = 1) -> PackedAttention:
     config = transformer_config(tiny_spec("qwen2"), Parallel(context=context), torch.float32, False)
     return PackedAttention(config, 1, None, "self", softmax_scale=0.3)
@@ -60,7 +81,7 @@ def assert_equal_with_gradients(got: Tensor, expected: Tensor, of: Three) -> Non
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
     of = inputs(sum(lengths))
-    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
+    got = attention()(*of, packed_seq_params=packing(lengths))
     assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
 
 
@@ -81,7 +102,7 @@ def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.M
     monkeypatch.setattr(core, "varlen_attn", varlen)
     monkeypatch.setattr(core, "has_kernel", lambda query: True)
     of, lengths = inputs(12), [3, 3, 1, 5]
-    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
+    got = attention()(*of, packed_seq_params=packing(lengths))
     assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
 
 
@@ -111,19 +132,9 @@ def test_the_kernel_is_used_where_it_can_be(
 def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     lengths = [4 * size, 2 * size, 2 * size, 6 * size]
     of = inputs(sum(lengths))
-    empty = np.zeros(0, np.int64)
-    row = Packed(
-        input_ids=np.arange(sum(lengths))[None],
-        lengths=np.array(lengths),
-        positions=empty,
-        targets=empty,
-        token_index=empty,
-        rows=empty,
-        counted=True,
-    )
     from megatron.core import parallel_state  # not before `core`, which prepares it for CPUs
 
-    held = [torch.from_numpy(context_share(row, rank, size).input_ids[0]) for rank in range(size)]
+    held = [torch.from_numpy(context_share(row(lengths), rank, size).input_ids[0]) for rank in range(size)]
     gathered = torch.cat(held)
     out = torch.zeros(sum(lengths), HEADS * DIM, dtype=torch.float64)
     for rank in range(size):
@@ -131,6 +142,6 @@ def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, s
         monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda group=group: group)
         others = iter([of[1][gathered], of[2][gathered]])
         monkeypatch.setattr(core, "gather_from_sequence_parallel_region", lambda x, group, o=others: next(o))
-        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=RowPacking.of(lengths, CPU))
+        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=packing(lengths))
         out = out.index_put((held[rank],), mine)
     assert_equal_with_gradients(out, alone(*of, lengths, 0.3), of)

@@ -31,6 +31,9 @@ _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
 class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
+    A completion that shares its prompt attends to a copy of the prompt's keys and values, followed by its own: what
+    these take is what they would take without sharing, and autograd adds up what all completions say of the prompt's.
+
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys
     and values of all ranks and attends with its own queries.
     """
@@ -58,6 +61,8 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """Attend: query [T, heads, head_dim], key and value [T, groups, head_dim] -> [T, heads * head_dim]."""
+        if packed_seq_params.keys is not None:
+            key, value = (row.index_select(0, packed_seq_params.keys) for row in (key, value))
         if self.config.context_parallel_size > 1:
             out = self._share(query, key, value, packed_seq_params)
         elif has_kernel(query):
@@ -67,30 +72,30 @@ class PackedAttention(MegatronModule):
         return out.flatten(1)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
         out: Tensor = varlen_attn(
             query,
             key,
             value,
-            ends,
-            ends,
-            longest,
-            longest,
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_kv,
+            packing.max_seqlen_q,
+            packing.max_seqlen_kv,
             scale=self.softmax_scale,
-            window_size=(-1, 0),  # causal
+            window_size=(-1, 0),  # causal, the last query being that of the last key
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        cut = zip(*(cut_runs(row, packing.runs) for row in (query, key, value)), strict=True)
-        return _joined([self._attend(q, k, v, None) for q, k, v in cut])
+        queries = cut_runs(query, packing.query_runs)
+        keys, values = (cut_runs(row, packing.key_runs) for row in (key, value))
+        return _joined([self._attend(*of, _mask(*of[:2])) for of in zip(queries, keys, values, strict=True)])
 
     def _share(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
         out = []
-        queries = cut_runs(query, packing.runs, group.size())
+        queries = cut_runs(query, packing.query_runs, group.size())
         keys, values = (_cut_gathered(row, packing, group.size()) for row in (key, value))
         for q, k, v in zip(queries, keys, values, strict=True):
             mask = _causal_over_ranks(q.shape[2], group.rank(), group.size(), q.device)
@@ -122,6 +127,18 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
+def _mask(query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the mask of a run; None: it has as many queries as keys, and the plain causal mask applies."""
+    queries, keys = query.shape[2], key.shape[2]
+    return None if queries == keys else _causal_after(queries, keys, query.device)
+
+
+@lru_cache(maxsize=256)  # the layers of a micro-batch ask for the same ones
+def _causal_after(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Make the mask of the last `queries` of `keys` tokens, [queries, keys] bool: each attends to those before it."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+
+
 def _joined(runs: list[Tensor]) -> Tensor:
     """Put runs [n, heads, L, head_dim] one after the other: [T, heads, head_dim]."""
     parts = [run.transpose(1, 2).flatten(0, 1) for run in runs]
@@ -130,7 +147,7 @@ def _joined(runs: list[Tensor]) -> Tensor:
 
 def _cut_gathered(row: Tensor, packing: RowPacking, size: int) -> list[Tensor]:
     """Cut all ranks' rows [size * T, heads, head_dim] into runs [n, heads, L, head_dim], L in the ranks' order."""
-    by_rank = [cut_runs(part, packing.runs, size) for part in row.chunk(size)]
+    by_rank = [cut_runs(part, packing.query_runs, size) for part in row.chunk(size)]
     return [torch.cat(parts, 2) for parts in zip(*by_rank, strict=True)]
 
 

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from trainer_service.batch.chunks import chunk_tokens
+from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
 
 
@@ -62,6 +63,11 @@ class PolicyModel(GPTModel):
         super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer = OutputHead(self.output_layer, true_vocab=true_vocab, temperature=temperature)
+
+    def _preprocess(self, *args: Any, packed_seq_params: RowPacking, **kwargs: Any) -> tuple[Any, ...]:
+        """Take from the rotary angles of all positions those of the row's tokens, [T, 1, 1, head_dim]."""
+        hidden, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return hidden, angles.index_select(0, packed_seq_params.token_positions), *rest
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Any:
         """Return hidden states to the next stage, or the results of the last one."""
