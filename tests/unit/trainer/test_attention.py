@@ -32,13 +32,20 @@ def inputs(tokens: int) -> Three:
     return made[0], made[1], made[2]
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    of_keys: Sequence[int] | None = None,
+) -> Tensor:
     """Softmax of each sequence's scores, written out. Keys may be more than queries, which are the last of them."""
-    out = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+    out, of_keys = [], lengths if of_keys is None else of_keys
+    for q, k, v in zip(query.split(lengths), key.split(of_keys), value.split(of_keys), strict=True):
         k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(out).flatten(1)
 
@@ -85,7 +92,32 @@ def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
     assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
 
 
-def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch) -> None:
+# Two prompts, of 3 and 4 tokens; a sample of its own; completions of the prompts, two of them of equal length.
+SHARED_LENGTHS = [3, 5, 4, 2, 2, 1, 4]
+SHARED_PREFIXES = [(0, 0), (0, 0), (0, 0), (0, 3), (0, 3), (8, 4), (8, 4)]
+SHARED_KEYS = [
+    index
+    for (start, size), (end, length) in zip(
+        SHARED_PREFIXES, zip(np.cumsum(SHARED_LENGTHS).tolist(), SHARED_LENGTHS, strict=True), strict=True
+    )
+    for index in (*range(start, start + size), *range(end - length, end))
+]
+
+
+def expected_of_shared(of: Three) -> Tensor:
+    """Each completion after its own copy of the prompt's keys and values."""
+    sizes = [length + size for length, (_, size) in zip(SHARED_LENGTHS, SHARED_PREFIXES, strict=True)]
+    return alone(of[0], of[1][SHARED_KEYS], of[2][SHARED_KEYS], SHARED_LENGTHS, 0.3, sizes)
+
+
+def test_a_completion_attends_to_its_shared_prompt_and_to_itself() -> None:
+    of = inputs(sum(SHARED_LENGTHS))
+    got = attention()(*of, packed_seq_params=packing(SHARED_LENGTHS, SHARED_PREFIXES))
+    assert_equal_with_gradients(got, expected_of_shared(of), of)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     """The call of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
 
     def varlen(
@@ -94,16 +126,16 @@ def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.M
         assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
         assert options.pop("window_size") == (-1, 0)
         assert options.pop("enable_gqa") is True
-        lengths = ends.diff().tolist()
-        assert torch.equal(ends, of_keys)
-        assert longest == (max(lengths), max(lengths))
-        return alone(query, key, value, lengths, options["scale"]).unflatten(1, (HEADS, DIM))
+        lengths, sizes = ends.diff().tolist(), of_keys.diff().tolist()
+        assert longest == (max(lengths), max(sizes))
+        return alone(query, key, value, lengths, options["scale"], sizes).unflatten(1, (HEADS, DIM))
 
     monkeypatch.setattr(core, "varlen_attn", varlen)
     monkeypatch.setattr(core, "has_kernel", lambda query: True)
-    of, lengths = inputs(12), [3, 3, 1, 5]
-    got = attention()(*of, packed_seq_params=packing(lengths))
-    assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
+    lengths = SHARED_LENGTHS if shared else [3, 3, 1, 5]
+    of = inputs(sum(lengths))
+    got = attention()(*of, packed_seq_params=packing(lengths, SHARED_PREFIXES if shared else None))
+    assert_equal_with_gradients(got, expected_of_shared(of) if shared else alone(*of, lengths, 0.3), of)
 
 
 @pytest.mark.parametrize(
