@@ -37,6 +37,7 @@ _TRAINER_FIELDS = (
     "correction_outside_fraction",
     "learning_rate",
     "packing_efficiency",
+    "prompt_sharing",
 )
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")

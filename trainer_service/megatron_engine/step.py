@@ -90,7 +90,7 @@ class StepRunner:
         for epoch in range(grpo.epochs):
             if epoch > 0:
                 with watch.part("pack"):
-                    samples = reordered(samples, num_updates, [*order_key, epoch])
+                    samples = reordered(samples, num_updates, [*order_key, epoch], grpo.updates_divide)
                     plans = plan_updates(samples, num_updates, grpo, self.ranks)
                     updates = [self._load(batches) for batches in plans]
                     state.begin_epoch(samples)

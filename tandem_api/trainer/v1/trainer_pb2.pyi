@@ -235,7 +235,8 @@ class TrainStepResponse(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """loss, grad_norm, entropy, clip_fraction_low, clip_fraction_high, logprob_abs_diff_mean, logprob_abs_diff_max,
-        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, learning_rate, ...
+        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, prompt_sharing,
+        learning_rate, ...
         """
 
     @_builtins.property

@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "decay": {},
+    "shared": {},
     "chunks": {},
     "skips": {"entropy_coefficient": 0.0},
     "rollout": {
@@ -65,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "epochs": {"kl_coefficient": 0.05, "kl_estimator": "k2", "epochs": 2},
 }
 # What of "trainer" differs.
-TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}}
+TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}, "shared": {"share_prompts": True}}
 # Bytes of a chunk of logits, for several in each micro-batch: of two tokens, and of five under TP 2.
 CHUNK_VARIANTS = {"chunks": 4 * 64 * 5}
 

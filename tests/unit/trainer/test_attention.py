@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kit.stores import tiny_spec
+from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.batch.packed import Packed, context_share
 from trainer_service.megatron_engine.attention import core
 from trainer_service.megatron_engine.attention.core import PackedAttention
@@ -114,6 +115,20 @@ def test_a_completion_attends_to_its_shared_prompt_and_to_itself() -> None:
     of = inputs(sum(SHARED_LENGTHS))
     got = attention()(*of, packed_seq_params=packing(SHARED_LENGTHS, SHARED_PREFIXES))
     assert_equal_with_gradients(got, expected_of_shared(of), of)
+
+
+def test_copies_of_a_prompt_are_not_held_for_the_backward_pass() -> None:
+    prompt, completions = 64, 16
+    lengths, prefixes = [prompt, *([2] * completions)], [(0, 0), *([(0, prompt)] * completions)]
+    of = [torch.randn(sum(lengths), HEADS, DIM).requires_grad_() for _ in range(3)]
+    described, module = packing(lengths, prefixes), attention()
+    module(*of, packed_seq_params=described)  # its mask stays
+    with LiveBytes() as live:
+        out = module(*of, packed_seq_params=described)
+        held = live.total()
+    copies = 2 * completions * (prompt + 2) * HEADS * DIM * out.element_size()
+    assert live.peak > copies
+    assert held < copies / 4
 
 
 @pytest.mark.parametrize("shared", [False, True])

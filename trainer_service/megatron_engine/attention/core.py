@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from trainer_service.megatron_engine.attention.copies import with_copies
 from trainer_service.megatron_engine.attention.packing import RowPacking, cut_runs
 
 try:
@@ -31,8 +32,8 @@ _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
 class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
-    A completion that shares its prompt attends to a copy of the prompt's keys and values, followed by its own: what
-    these take is what they would take without sharing, and autograd adds up what all completions say of the prompt's.
+    A completion that shares its prompt attends to a copy of the prompt's keys and values, followed by its own; autograd
+    adds the gradients of all copies up.
 
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys
     and values of all ranks and attends with its own queries.
@@ -61,8 +62,6 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """Attend: query [T, heads, head_dim], key and value [T, groups, head_dim] -> [T, heads * head_dim]."""
-        if packed_seq_params.keys is not None:
-            key, value = (row.index_select(0, packed_seq_params.keys) for row in (key, value))
         if self.config.context_parallel_size > 1:
             out = self._share(query, key, value, packed_seq_params)
         elif has_kernel(query):
@@ -72,24 +71,38 @@ class PackedAttention(MegatronModule):
         return out.flatten(1)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        out: Tensor = varlen_attn(
-            query,
-            key,
-            value,
-            packing.cu_seqlens_q,
-            packing.cu_seqlens_kv,
-            packing.max_seqlen_q,
-            packing.max_seqlen_kv,
-            scale=self.softmax_scale,
-            window_size=(-1, 0),  # causal, the last query being that of the last key
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out
+        def attend(keys: Tensor, values: Tensor) -> Tensor:
+            out: Tensor = varlen_attn(
+                query,
+                keys,
+                values,
+                packing.cu_seqlens_q,
+                packing.cu_seqlens_kv,
+                packing.max_seqlen_q,
+                packing.max_seqlen_kv,
+                scale=self.softmax_scale,
+                window_size=(-1, 0),  # causal; the last query is that of the last key
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+            return out
+
+        return attend(key, value) if packing.keys is None else with_copies(key, value, packing.keys, attend)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        queries = cut_runs(query, packing.query_runs)
-        keys, values = (cut_runs(row, packing.key_runs) for row in (key, value))
-        return _joined([self._attend(*of, _mask(*of[:2])) for of in zip(queries, keys, values, strict=True)])
+        out = []
+        cut = (cut_runs(row, packing.query_runs) for row in (query, key, value))
+        for q, k, v, run, index in zip(*cut, packing.key_runs, packing.keys_of_runs, strict=True):
+            if index is None:
+                out.append(self._attend(q, k, v, None))
+                continue
+            mask = _causal_after(q.shape[2], run[1], q.device)
+
+            def attend(*copies: Tensor, q: Tensor = q, run: Any = run, mask: Tensor = mask) -> Tensor:
+                k, v = (cut_runs(copy, [run])[0] for copy in copies)
+                return self._attend(q, k, v, mask)
+
+            out.append(with_copies(key, value, index, attend))
+        return _joined(out)
 
     def _share(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
         group = parallel_state.get_context_parallel_group()
@@ -125,12 +138,6 @@ def has_kernel(query: Tensor) -> bool:
         and head_dim % _FLASH_MULTIPLE == 0
         and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
     )
-
-
-def _mask(query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask of a run; None: it has as many queries as keys, and the plain causal mask applies."""
-    queries, keys = query.shape[2], key.shape[2]
-    return None if queries == keys else _causal_after(queries, keys, query.device)
 
 
 @lru_cache(maxsize=256)  # the layers of a micro-batch ask for the same ones

@@ -66,6 +66,15 @@ class RowPacking(PackedSeqParams):
         """Number of sequences of each run, and of the tokens that each of them attends to."""
         return [(count, attended) for count, _, attended in self.runs]
 
+    @property
+    def keys_of_runs(self) -> list[Tensor | None]:
+        """Part of `keys` of each run; None: its sequences attend to their own tokens only."""
+        if self.keys is None:
+            return [None] * len(self.runs)
+        parts = self.keys.split([count * attended for count, attended in self.key_runs])
+        own = [length == attended for _, length, attended in self.runs]
+        return [None if alone else part for part, alone in zip(parts, own, strict=True)]
+
 
 def _ends(lengths: IntArray) -> Tensor:
     """Return where each sequence begins, and the last one ends: int32, on the host."""
