@@ -35,6 +35,21 @@ PROMPT_SHARING = Gauge(
     "tandem_prompt_sharing_ratio",
     "Tokens that went through the model in the last step per token that would have without shared prompts.",
 )
+TOKENS_PER_SECOND = Gauge(
+    "tandem_train_tokens_per_second", "Tokens of the last step's samples, prompts included, per second of the step."
+)
+FLOPS_UTILIZATION = Gauge(
+    "tandem_train_model_flops_utilization_ratio",
+    "FLOPs that the last step needed / what the devices of all ranks could have done meanwhile (MFU).",
+)
+PEAK_FLOPS = Gauge(
+    "tandem_train_peak_flops_per_second",
+    "Highest speed of all ranks' devices: by trainer.peak_tflops, or measured before the first step.",
+)
+PEAK_MEMORY = Gauge(
+    "tandem_train_peak_memory_bytes",
+    "Most bytes in the last step on the rank that had most: allocated on its GPU, resident on a host without one.",
+)
 PUBLISH_SECONDS = Histogram(
     "tandem_trainer_publish_seconds",
     "Wall seconds of a weight-sync phase on the trainer.",
@@ -82,3 +97,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])
     PACKING_EFFICIENCY.set(metrics["packing_efficiency"])
     PROMPT_SHARING.set(metrics["prompt_sharing"])
+    TOKENS_PER_SECOND.set(metrics["train_tokens_per_s"])
+    FLOPS_UTILIZATION.set(metrics["model_flops_utilization"])
+    PEAK_FLOPS.set(metrics["train_peak_flops_per_s"])
+    PEAK_MEMORY.set(metrics["train_peak_memory_bytes"])

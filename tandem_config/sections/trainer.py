@@ -118,6 +118,14 @@ class TrainerSection(Section):
         ),
         json_schema_extra=about("prompts that are short beside their completions gain little"),
     )
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Highest speed of a rank's device in the model's type, which the model-FLOPs utilisation is a share of; "
+            "null: a matrix product is measured before the first step."
+        ),
+        json_schema_extra=about("data sheets promise what no program reaches", unit="10^12 FLOP/s"),
+    )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",

@@ -38,8 +38,13 @@ def by_prompt(samples: Samples, rows: IntArray, max_tokens: int, wanted_tokens: 
 
 def row_tokens(samples: Samples, rows: IntArray) -> int:
     """Count the tokens of a row that shares prompts: each of them once, and completions without their last token."""
+    return int(inputs(samples, rows).sum() - repeated(samples, rows).sum())
+
+
+def repeated(samples: Samples, rows: IntArray) -> IntArray:
+    """Return the lengths of the prompts that other samples of a row have already."""
     _, first = np.unique(samples.prompt_index[rows], return_index=True)
-    return int(samples.prompt_lengths[rows[first]].sum() + (samples.completion_lengths[rows] - 1).sum())
+    return np.delete(samples.prompt_lengths[rows], first)
 
 
 def _fill(samples: Samples, members: IntArray, max_tokens: int, wanted_tokens: int) -> list[IntArray]:

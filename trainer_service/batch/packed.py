@@ -19,6 +19,7 @@ class Packed:
     """
 
     input_ids: IntArray  # [1, T]
+    position_ids: IntArray  # [1, T] each token's place in its sample
     lengths: IntArray  # [s] tokens of each sequence, on all context-parallel ranks together, with its padding
     prefix_starts: IntArray  # [s] where in the row the tokens are that a sequence attends to before its own
     prefix_lengths: IntArray  # [s] how many there are: 0 but for completions that share a prompt
@@ -69,6 +70,8 @@ def pack(
     input_ids = np.zeros(int(room.sum()) + padding, np.int64)
     input_ids[span_indices(begin, found.lengths)] = samples.token_ids[span_indices(found.sources, found.lengths)]
     has_prefix, rest = found.prefixes >= 0, [0] if padding else []
+    lengths = np.append(room, [padding] if padding else []).astype(np.int64)
+    prefixes = np.append(np.where(has_prefix, found.lengths[found.prefixes], 0), rest).astype(np.int64)
     completions, prompts = samples.completion_lengths[rows], samples.prompt_lengths[rows]
     apart = has_prefix[found.own]  # the completion is a sequence of its own
     positions = span_indices(begin[found.own] + np.where(apart, 0, prompts) - 1, completions)
@@ -76,9 +79,10 @@ def pack(
     positions[starts(completions)] = begin[found.first] + prompts - 1
     return Packed(
         input_ids=input_ids[None],
-        lengths=np.append(room, [padding] if padding else []).astype(np.int64),
+        position_ids=span_indices(prefixes, lengths)[None],
+        lengths=lengths,
         prefix_starts=np.append(np.where(has_prefix, begin[found.prefixes], 0), rest).astype(np.int64),
-        prefix_lengths=np.append(np.where(has_prefix, found.lengths[found.prefixes], 0), rest).astype(np.int64),
+        prefix_lengths=prefixes,
         positions=positions,
         targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)],
         token_index=span_indices(samples.completion_starts[rows], completions),
@@ -142,6 +146,7 @@ def context_share(packed: Packed, rank: int, size: int) -> Packed:
     return replace(
         packed,
         input_ids=packed.input_ids[:, held],
+        position_ids=packed.position_ids[:, held],
         positions=positions[mine],
         targets=packed.targets[mine],
         token_index=packed.token_index[mine],

@@ -6,9 +6,10 @@ import numpy as np
 
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.cuts import MICRO_BATCHES_PER_STAGE, MIN_TOKENS_TO_SPLIT, cut, deal
-from trainer_service.batch.groups import Groups, by_prompt, row_tokens, singles
+from trainer_service.batch.groups import Groups, by_prompt, repeated, row_tokens, singles
 from trainer_service.batch.packed import Packed, context_share, inputs, pack
 from trainer_service.batch.samples import BoolArray, IntArray, Samples
+from trainer_service.measure.flops import BACKWARD, FlopCosts
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
@@ -49,7 +50,7 @@ class RankShare:
             data_parallel=parallel.data,
             pipeline_parallel=parallel.pipeline,
             max_tokens=max_tokens,
-            even_length=even_length(spec),
+            even_length=FlopCosts.of(spec).even_length,
             sequence_multiple=chunks,
             row_multiple=chunks * (parallel.tensor if sequence_parallel else 1),
             context_rank=context_rank,
@@ -59,18 +60,6 @@ class RankShare:
         )
 
 
-def even_length(spec: ModelSpec) -> float:
-    """Return the tokens of a sequence whose attention scores cost as many FLOPs as the rest of an average layer.
-
-    A token costs 2 FLOPs for each weight that it meets and, over a causal sequence of L tokens, 2 * L for each of the
-    queries' dimensions: half of L keys, twice (scores, weighted values).
-    """
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    experts = sum(spec.has_experts(layer) for layer in range(spec.num_layers)) / spec.num_layers
-    ffn = (1 - experts) * spec.ffn_size + experts * spec.experts_per_token * spec.expert_ffn_size
-    return spec.hidden_size * (2 * queries + 2 * keys + 3 * ffn) / queries
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Micro-batches of this data-parallel rank.
@@ -78,16 +67,36 @@ class StepPlan:
     Attributes:
         measured: run forward without gradients at the start of the step, for log-probs and entropies of the policy that
             the step starts from.
+        measures: [S] whether a sample is measured so.
+        trains: [S] whether a sample is trained on, in each epoch.
         updates: by optimizer update; empty where no sample of the update has a gradient.
         packing_efficiency: the samples' tokens, after sharing prompts, per token that goes through the model, in all
             passes of all ranks.
         prompt_sharing: tokens that go through the model per token that would without shared prompts, padding left out.
+        spared: lengths of the prompts that are not computed once more, in measuring and in an epoch's updates.
     """
 
     measured: list[Packed]
+    measures: BoolArray
+    trains: BoolArray
     updates: list[list[Packed]]
     packing_efficiency: float
     prompt_sharing: float
+    spared: tuple[IntArray, IntArray]
+
+    def flops(self, samples: Samples, costs: FlopCosts, *, epochs: int, reference: bool) -> float:
+        """Count the FLOPs that all ranks together need for the step.
+
+        Args:
+            reference: the samples that are trained on go through the reference policy too.
+        """
+
+        def forward(chosen: BoolArray, spared: IntArray) -> float:
+            whole = costs.forward(samples.prompt_lengths[chosen], samples.completion_lengths[chosen])
+            return whole - costs.prompts(spared)
+
+        measured, trained = forward(self.measures, self.spared[0]), forward(self.trains, self.spared[1])
+        return measured + (int(reference) + (1 + BACKWARD) * epochs) * trained
 
 
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
@@ -104,14 +113,17 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
         measured = ~(active & (samples.update_index == 0))
     first = _cut(samples, measured, _owner(samples, active, ranks), ranks)
     others = _cut_updates(samples, num_updates, grpo, ranks)
-    whole, shared, computed = (
-        sum(getattr(each, name) for each in (first, *others)) for name in ("whole", "shared", "computed")
-    )
+    spared = (first.spared, np.concatenate([first.spared[:0], *(each.spared for each in others)]))
+    whole, computed = (sum(getattr(each, name) for each in (first, *others)) for name in ("whole", "computed"))
+    shared = whole - int(spared[0].sum() + spared[1].sum())
     return StepPlan(
         measured=_micro_batches(samples, first, ranks),
+        measures=measured,
+        trains=active,
         updates=[_micro_batches(samples, cut_pass, ranks) for cut_pass in others],
         packing_efficiency=shared / computed if computed else 1.0,
         prompt_sharing=shared / whole if whole else 1.0,
+        spared=spared,
     )
 
 
@@ -146,14 +158,14 @@ class _Pass:
         mine: samples of each micro-batch of this rank; none: a stand-in.
         stand_in: the sample of stand-ins, [1].
         whole: the samples' tokens.
-        shared: the same, each prompt of a micro-batch once if prompts are shared.
+        spared: lengths of the prompts that are not computed once more, since they are shared.
         computed: tokens of all rows, with padding and stand-ins.
     """
 
     mine: list[IntArray]
     stand_in: IntArray
     whole: int
-    shared: int
+    spared: IntArray
     computed: int
 
 
@@ -173,12 +185,12 @@ def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare)
     of_ranks = [[np.concatenate([members[group] for group in part] or [rows[:0]]) for part in each] for each in parts]
     stand_in = rows[[np.argmin(samples.lengths[rows])]] if rows.size else rows
     sizes = [_tokens(samples, part if part.size else stand_in, ranks) for each in of_ranks for part in each]
-    whole = int(inputs(samples, rows).sum())
+    spared = [repeated(samples, part) for each in of_ranks for part in each] if ranks.share_prompts else []
     return _Pass(
         mine=of_ranks[ranks.data_rank],
         stand_in=stand_in,
-        whole=whole,
-        shared=sum(row_tokens(samples, part) for each in of_ranks for part in each) if ranks.share_prompts else whole,
+        whole=int(inputs(samples, rows).sum()),
+        spared=np.concatenate([rows[:0], *spared]),
         computed=sum(-(-size // ranks.row_multiple) * ranks.row_multiple for size in sizes),
     )
 

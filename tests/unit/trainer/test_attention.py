@@ -57,6 +57,7 @@ def row(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = Non
     starts, sizes = zip(*(prefixes or [(0, 0)] * len(lengths)), strict=True)
     return Packed(
         input_ids=np.arange(sum(lengths))[None],
+        position_ids=np.arange(sum(lengths))[None],  # not read
         lengths=np.array(lengths),
         prefix_starts=np.array(starts),
         prefix_lengths=np.array(sizes),

@@ -15,6 +15,7 @@ from trainer_service.batch.groups import by_prompt, costs, row_tokens
 from trainer_service.batch.packed import pack
 from trainer_service.batch.plan import measure_all, plan_step
 from trainer_service.batch.samples import Samples
+from trainer_service.measure.flops import FlopCosts
 
 
 def grouped(prompts: int, completions: list[int], prompt: int = 4, **changes: Any) -> Samples:
@@ -66,6 +67,7 @@ def test_a_row_holds_each_prompt_once_and_every_prediction_has_its_past(
             begin = int(ends[sequence] - batch.lengths[sequence])
             seen = [*batch.input_ids[0, start : start + length], *batch.input_ids[0, begin : position + 1]]
             assert seen == past[:before]
+            assert batch.position_ids[0, position] == before - 1
             assert batch.token_index[number] == samples.completion_starts[row] + before - 4
             number += 1
     assert number == batch.positions.size
@@ -153,5 +155,13 @@ def test_a_plan_with_shared_prompts_has_every_sample_and_says_what_it_saves(data
     whole = sum(int((samples.lengths[batch.rows] - 1).sum()) for batch in batches if batch.counted)
     assert {(plan.packing_efficiency, plan.prompt_sharing) for plan in plans} == {(tokens / computed, tokens / whole)}
     assert tokens < whole
+    costs = FlopCosts(token=1.0, pair=0.0, completion=0.0)
+    passes = [
+        plan.flops(samples, costs, epochs=1, reference=reference) for plan in plans for reference in (False, True)
+    ]
+    assert len(set(passes)) == 2
+    trained = max(passes) - min(passes)
+    assert (min(passes) - 3 * trained) + trained == pytest.approx(tokens)
+    assert FlopCosts(token=1.0, pair=2.0, completion=9.0).prompts(np.array([4, 1])) == 5 + 2 * (10 + 1)
     measured = [measure_all(samples, of) for of in each]
     assert set.union(*(rows_of(batches) for batches in measured)) == set(range(40))

@@ -33,7 +33,7 @@ class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
     A completion that shares its prompt attends to a copy of the prompt's keys and values, followed by its own; autograd
-    adds the gradients of all copies up.
+    adds the gradients of all copies up. Queries and keys come without rotary embeddings, which are applied here.
 
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys
     and values of all ranks and attends with its own queries.
@@ -62,6 +62,8 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """Attend: query [T, heads, head_dim], key and value [T, groups, head_dim] -> [T, heads * head_dim]."""
+        if packed_seq_params.rotation is not None:
+            query, key = (packed_seq_params.rotation.apply(x) for x in (query, key))
         if self.config.context_parallel_size > 1:
             out = self._share(query, key, value, packed_seq_params)
         elif has_kernel(query):

@@ -11,48 +11,37 @@ from torch import Tensor
 
 from trainer_service.batch.packed import Packed
 from trainer_service.batch.samples import IntArray, span_indices, starts
+from trainer_service.megatron_engine.attention.rotary import Rotation
 
 
 @dataclass(kw_only=True)
 class RowPacking(PackedSeqParams):
     """mcore's parameters of a packed row, and the same as plain numbers, which no kernel must be waited for to read.
 
-    mcore's rotary embeddings read `cu_seqlens_*_padded`, which are on the host. They get an angle for each token of the
-    row (PolicyModel takes it by `token_positions`), so the row is one sequence to them; but under context parallelism
-    they take a rank's two chunks of each sequence. `max_seqlen_*` bound the positions of which there are angles.
-
     Attributes:
         runs: [(n, L, K)]: n sequences of L tokens each follow one another, which attend to K tokens each, their own
             being the last; L and K with padding, and of all context ranks.
-        token_positions: [T] on the device: the place of each token in its sample, of all context ranks.
         keys: indices in the row of the tokens that are attended to, sequence after sequence; None: the row itself.
+        rotation: of queries and keys; None: they are used as they are.
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    token_positions: Tensor
     keys: Tensor | None
+    rotation: Rotation | None = None
 
     @classmethod
     def of(cls, batch: Packed, device: torch.device) -> "RowPacking":
         """Describe a row."""
-        lengths, prefixes = batch.lengths, batch.prefix_lengths
-        attended = lengths + prefixes
-        positions = span_indices(prefixes, lengths)
-        ends, key_ends = _ends(lengths), _ends(attended)
-        shared = bool(prefixes.any())
-        # of all context ranks: more tokens than in this rank's row
-        rotated = ends if batch.input_ids.size < int(ends[-1]) else ends[[0, -1]]
-        there = ends.to(device, non_blocking=True)
+        lengths, attended = batch.lengths, batch.lengths + batch.prefix_lengths
+        shared = bool(batch.prefix_lengths.any())
+        ends = _ends(lengths, device)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=there,
-            cu_seqlens_kv=key_ends.to(device, non_blocking=True) if shared else there,
-            cu_seqlens_q_padded=rotated,
-            cu_seqlens_kv_padded=rotated,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=_ends(attended, device) if shared else ends,
             max_seqlen_q=int(lengths.max()),
             max_seqlen_kv=int(attended.max()),
             runs=_runs(list(zip(lengths.tolist(), attended.tolist(), strict=True))),
-            token_positions=torch.from_numpy(positions).to(device, non_blocking=True),
             keys=torch.from_numpy(_keys(batch)).to(device, non_blocking=True) if shared else None,
         )
 
@@ -76,9 +65,9 @@ class RowPacking(PackedSeqParams):
         return [None if alone else part for part, alone in zip(parts, own, strict=True)]
 
 
-def _ends(lengths: IntArray) -> Tensor:
-    """Return where each sequence begins, and the last one ends: int32, on the host."""
-    return torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
+def _ends(lengths: IntArray, device: torch.device) -> Tensor:
+    """Return where each sequence begins, and the last one ends, int32."""
+    return torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device, non_blocking=True)
 
 
 def _keys(batch: Packed) -> IntArray:
