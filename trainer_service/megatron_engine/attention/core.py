@@ -96,15 +96,19 @@ class PackedAttention(MegatronModule):
         for q, k, v, run, index in zip(*cut, packing.key_runs, packing.keys_of_runs, strict=True):
             if index is None:
                 out.append(self._attend(q, k, v, None))
-                continue
-            mask = _causal_after(q.shape[2], run[1], q.device)
-
-            def attend(*copies: Tensor, q: Tensor = q, run: Any = run, mask: Tensor = mask) -> Tensor:
-                k, v = (cut_runs(copy, [run])[0] for copy in copies)
-                return self._attend(q, k, v, mask)
-
-            out.append(with_copies(key, value, index, attend))
+            else:
+                out.append(self._attend_after(q, key, value, run, index))
         return _joined(out)
+
+    def _attend_after(self, query: Tensor, key: Tensor, value: Tensor, run: tuple[int, int], index: Tensor) -> Tensor:
+        """Attend with a run of completions, each to its prompt and itself: key and value are the whole row's."""
+        mask = _causal_after(query.shape[2], run[1], query.device)
+
+        def attend(*copies: Tensor) -> Tensor:
+            keys, values = (cut_runs(copy, [run])[0] for copy in copies)
+            return self._attend(query, keys, values, mask)
+
+        return with_copies(key, value, index, attend)
 
     def _share(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
         group = parallel_state.get_context_parallel_group()
