@@ -37,6 +37,7 @@ _TRAINER_FIELDS = (
     "correction_outside_fraction",
     "learning_rate",
     "packing_efficiency",
+    "prompt_sharing",
     "train_tokens_per_s",
     "model_flops_utilization",
     "train_peak_memory_bytes",

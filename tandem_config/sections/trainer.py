@@ -136,6 +136,14 @@ class TrainerSection(Section):
         description="Tokens of one micro-batch, packed into one row; bounds activation memory.",
         json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
     )
+    share_prompts: bool = Field(
+        False,
+        description=(
+            "Compute a prompt once for all of its completions in a micro-batch, instead of once for each; not with "
+            "context_parallel."
+        ),
+        json_schema_extra=about("prompts that are short beside their completions gain little"),
+    )
     peak_tflops: PositiveFloat | None = Field(
         None,
         description=(

@@ -82,6 +82,7 @@ class MegatronEngine:
             max_tokens=trainer.max_tokens_per_micro_batch,
             data_rank=parallel_state.get_data_parallel_rank(),
             context_rank=parallel_state.get_context_parallel_rank(),
+            share_prompts=trainer.share_prompts,
         )
         self._schedule = Schedule(wrapped)
         self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir)
