@@ -49,6 +49,8 @@ class TrainerMemory:
         optimizer: temporary memory of AdamW's step.
         reference: the reference policy's weights, which are on the GPU only while it is measured.
         buffers: message buffers of a weight sync.
+        idle: what is left of `resident` while the trainer does nothing (trainer.offload).
+        host: page-locked host memory: what is offloaded, the reference policy, and a copy to undo a step.
     """
 
     stage: int
@@ -60,6 +62,8 @@ class TrainerMemory:
     optimizer: int
     reference: int
     buffers: int
+    idle: int
+    host: int
 
     @property
     def forward(self) -> int:
@@ -138,20 +142,34 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
         logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
         activations, recomputed = _activations(config, spec, parallel, chunks, stage)
         masters = _FLOAT if width < _FLOAT else 0
+        reference = width if config.grpo.kl_coefficient != 0 else 0
+        resident = sum(elements) * (width + _FLOAT) + stepped * (masters + 2 * _FLOAT)
+        offload = config.trainer.offload
+        kept = sum(elements) * width if offload.parameters else 0
+        kept += stepped * (masters + 2 * _FLOAT) if offload.optimizer else 0
+        dropped = sum(elements) * _FLOAT if offload.gradients else 0
         found.append(
             TrainerMemory(
                 stage=stage,
-                resident=sum(elements) * (width + _FLOAT) + stepped * (masters + 2 * _FLOAT),
+                resident=resident,
                 activations=activations,
                 recomputed=recomputed,
                 logits=logits,
                 head_backward=head_backward,
                 optimizer=stepped * _FLOAT,
-                reference=sum(elements) * width if config.grpo.kl_coefficient != 0 else 0,
+                reference=sum(elements) * reference,
                 buffers=buffers,
+                idle=resident - kept - dropped,
+                host=kept + sum(elements) * reference + stepped * _undone(config),
             )
         )
     return found
+
+
+def _undone(config: RunConfig) -> int:
+    """Return the bytes of a parameter that a step of several updates remembers: a master and two moments."""
+    updates = config.grpo.updates_per_iteration * config.grpo.epochs
+    return 3 * _FLOAT if updates > 1 else 0
 
 
 @lru_cache(maxsize=64)

@@ -5,9 +5,8 @@ refuses sequence parallelism, and DotProductAttention, which refuses packed rows
 transformer_engine: its norms and linear layers, of which some are fused, around the same core attention.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -22,20 +21,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine.attention.core import PackedAttention
+from trainer_service.megatron_engine.norm import TorchRMSNorm
 
 Modules = Literal["torch", "transformer_engine"]
 
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
-
-
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight's gradient mcore sums over tensor-parallel ranks under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def chosen_modules(trainer: TrainerSection) -> Modules:
