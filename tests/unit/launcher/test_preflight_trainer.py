@@ -88,7 +88,7 @@ def test_sizes_that_are_not_valid_themselves_are_left_out() -> None:
     assert list(check_trainer_sizes(spec, sizes, lambda *_: False)) == []
 
 
-@pytest.mark.parametrize(("fleet", "severity"), [("redis", "error"), ("kubernetes", "warning")])
+@pytest.mark.parametrize(("fleet", "severity"), [("registry", "error"), ("kubernetes", "warning")])
 @pytest.mark.parametrize(
     "asked", [{"layer_spec": "transformer_engine"}, {"layer_spec": "auto", "moe_grouped_gemm": True}]
 )
@@ -96,7 +96,9 @@ def test_transformer_engine_is_asked_for_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], fleet: str, severity: str
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == "transformer_engine" else found(name)
+    )
     sections = {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": asked, "fleet": {"kind": fleet}}
     (problem,) = list(_check_layer_spec(RunConfig.model_validate(sections)))
     assert (problem.key, problem.severity) == ("trainer.layer_spec", severity)

@@ -24,7 +24,7 @@ from trainer_service.megatron_engine.attention.core import PackedAttention
 def test_modules_are_chosen(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], installed: bool, chosen: str
 ) -> None:
-    monkeypatch.setattr(layer_spec.transformer_engine, "HAVE_TE", installed)
+    monkeypatch.setattr(f"{layer_spec.__name__}.transformer_engine.HAVE_TE", installed)
     assert layer_spec.chosen_modules(TrainerSection(**asked)) == chosen
 
 
@@ -36,7 +36,7 @@ def test_modules_are_chosen(
     ],
 )
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str) -> None:
-    monkeypatch.setattr(layer_spec.transformer_engine, "HAVE_TE", False)
+    monkeypatch.setattr(f"{layer_spec.__name__}.transformer_engine.HAVE_TE", False)
     with pytest.raises(ConfigError, match=message):
         layer_spec.chosen_modules(TrainerSection(**asked))
 
