@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.reference import TIMEOUT_S, launch
-from tests.integration.trainer.test_parity import LAYOUTS
 from tests.kit.models import save_model
 from trainer_service.saved.policy import SavedPolicy
 from weightsync.model.spec import ModelSpec

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tandem_config.schema import TrainerSection
 from tandem_files.model.safetensors_header import read_header
+from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.reference import TIMEOUT_S, launch
-from tests.integration.trainer.test_parity import LAYOUTS
 from tests.kit.checkpoints import read_rank, unread
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
