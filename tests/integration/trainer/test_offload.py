@@ -12,10 +12,10 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
+from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.offload_worker import ALL
 from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
 from tests.integration.trainer.reference import TIMEOUT_S, launch
-from tests.integration.trainer.test_parity import LAYOUTS
 from tests.kit.models import TRAINED_VOCABULARY, make_model, save_model
 from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
