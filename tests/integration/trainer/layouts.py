@@ -1,4 +1,4 @@
-"""Settings of `trainer` at which the engine is compared: parallel sizes, and how optimizer and gradients are divided."""
+"""Settings of `trainer` at which engines are compared: parallel sizes, and how optimizer and gradients are divided."""
 
 from typing import Any
 
