@@ -180,13 +180,13 @@ class TrainerSection(Section):
     )
     overlap_grad_reduce: bool = Field(
         False,
-        description="Reduce gradients over data-parallel ranks while the backward pass goes on.",
+        description="Reduce gradients over data-parallel ranks during the backward pass.",
         json_schema_extra=about("with one copy of the model there is nothing to reduce"),
     )
     overlap_param_gather: bool = Field(
         False,
         description=(
-            "Gather parameters after an update of distributed_optimizer while the next forward pass goes on; needs "
+            "Gather parameters after an update of distributed_optimizer during the next forward pass; needs "
             "overlap_grad_reduce too. The last update of an iteration is waited for before weights are used elsewhere."
         ),
         json_schema_extra=about("with one copy of the model there is nothing to gather"),

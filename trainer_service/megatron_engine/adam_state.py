@@ -19,7 +19,7 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, own_parts
-from trainer_service.saved.parts import Held, Part, values_of
+from trainer_service.saved.parts import Held, FlatPart, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 
@@ -97,7 +97,7 @@ class AdamState:
             if start is None or kind == "step":
                 self._tensors[f"{kind}/{name}"] = tensor
             else:
-                self._tensors[f"{kind}/{name}"] = Part(shape=tuple(parameter.shape), start=start, values=tensor)
+                self._tensors[f"{kind}/{name}"] = FlatPart(shape=tuple(parameter.shape), start=start, values=tensor)
 
     def tensors(self) -> dict[str, Held]:
         """Return the live tensors by "weights/", "main/", "exp_avg/", "exp_avg_sq/" or "step/" and parameter name.

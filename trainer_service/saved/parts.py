@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class FlatPart:
     """Elements `start` to `start + len(values)` of a tensor of `shape`, flattened.
 
     Attributes:
@@ -40,14 +40,14 @@ class Part:
 
 
 # What a rank holds of a tensor of a checkpoint.
-Held = Tensor | Part
+Held = Tensor | FlatPart
 
 
 def shapes_of(held: Mapping[str, Held]) -> dict[str, Tensor]:
     """Return a tensor without memory for each, of the whole one's shape and type."""
-    return {name: torch.empty(each.shape, dtype=values_of(each).dtype, device="meta") for name, each in held.items()}
+    return {name: torch.empty(one.shape, dtype=values_of(one).dtype, device="meta") for name, one in held.items()}
 
 
 def values_of(held: Held) -> Tensor:
     """Return the live elements."""
-    return held.values if isinstance(held, Part) else held
+    return held.values if isinstance(held, FlatPart) else held

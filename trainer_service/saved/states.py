@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from servicekit.errors import ConfigError
-from trainer_service.saved.parts import Held, Part, shapes_of, values_of
+from trainer_service.saved.parts import Held, FlatPart, shapes_of, values_of
 from trainer_service.saved.shards import SavedShards
 from weightsync.layouts.layout import Layout
 from weightsync.model.megatron_names import in_local_spelling
@@ -58,11 +58,11 @@ class SavedStates:
         """Write the rank's tensors; padding of the vocabulary becomes zero."""
         with torch.no_grad():
             for kind, held in self._shaped.items():
-                whole = {name: each for name, each in held.items() if isinstance(each, Tensor)}
+                whole = {name: value for name, value in held.items() if isinstance(value, Tensor)}
                 self._fill_whole(kind, whole)
                 if whole:
                     zero_padding(self._layout, self._rank, whole)
-                self._fill_parts(kind, {name: each for name, each in held.items() if isinstance(each, Part)})
+                self._fill_parts(kind, {name: value for name, value in held.items() if isinstance(value, FlatPart)})
             for kind, held in self._numbers.items():
                 for name, tensor in held.items():
                     values_of(tensor).fill_(self._found[kind][name])
@@ -76,7 +76,7 @@ class SavedStates:
                 rows, cols = slice(row, row + int(op["rows"])), slice(col, col + int(op["cols"]))
                 matrix[rows, cols].copy_(self._shards.block(kind, op))
 
-    def _fill_parts(self, kind: str, parts: Mapping[str, Part]) -> None:
+    def _fill_parts(self, kind: str, parts: Mapping[str, FlatPart]) -> None:
         """Read the rows of each part, one parameter at a time; rows of padding have no source and are zero."""
         ops = self._ops[np.argsort(self._ops["dst_param"], kind="stable")]
         for name, part in parts.items():
@@ -116,7 +116,7 @@ class SavedStates:
 
 def _bytes_of(held: Mapping[str, Held], elements: int) -> int:
     """Return the bytes of a kind. elements: of a rank that has whole tensors."""
-    parts = [each.values for each in held.values() if isinstance(each, Part)]
+    parts = [value.values for value in held.values() if isinstance(value, FlatPart)]
     return sum(part.nbytes for part in parts) or elements * values_of(next(iter(held.values()))).itemsize
 
 
@@ -129,5 +129,5 @@ def _by_kind(
         kind, _, parameter = key.partition("/")
         kinds.setdefault(kind, {})[parameter] = tensor
     renamed = {kind: in_local_spelling(spec, held) for kind, held in kinds.items()}
-    numbers = {kind: held for kind, held in renamed.items() if all(len(each.shape) == 0 for each in held.values())}
+    numbers = {kind: held for kind, held in renamed.items() if all(len(value.shape) == 0 for value in held.values())}
     return {kind: held for kind, held in renamed.items() if kind not in numbers}, numbers

@@ -12,7 +12,7 @@ from servicekit.errors import ConfigError
 from tests.kit.checkpoints import read_rank, unread, write_trainer_checkpoint
 from tests.kit.stores import Tensors, canonical_tensors, cut, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
-from trainer_service.saved.parts import Part, values_of
+from trainer_service.saved.parts import FlatPart, values_of
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
 from weightsync.layouts.layout import Parallel
@@ -140,17 +140,17 @@ def test_parts_of_flat_tensors_are_read_from_every_layout(tmp_path: Path, number
     full = save(tmp_path / "trainer", spec, DENSE[number])
     wanted = expected(spec, parallel, 1, full)
     for part in range(7):
-        held: dict[str, Tensor | Part] = dict(unread(spec, parallel, 1, torch.bfloat16))
+        held: dict[str, Tensor | FlatPart] = dict(unread(spec, parallel, 1, torch.bfloat16))
         for name, tensor in wanted.items():
             if name.partition("/")[0] in MOMENTS:
                 start, end = (tensor.numel() * edge // 7 for edge in (part, part + 1))
                 values = torch.full((end - start,), torch.nan)
-                held[name] = Part(shape=tuple(tensor.shape), start=start, values=values)
+                held[name] = FlatPart(shape=tuple(tensor.shape), start=start, values=values)
         with ExitStack() as stack:
             shards = SavedShards(tmp_path / "trainer", spec, stack)
             SavedStates(shards, spec, megatron_layout(spec, parallel), 1, held).fill()
         for name, each in held.items():
             flat = wanted[name].flatten()
-            if isinstance(each, Part):
+            if isinstance(each, FlatPart):
                 flat = flat[each.start : each.start + len(each.values)]
             assert torch.equal(values_of(each).flatten(), flat), name

@@ -11,7 +11,7 @@ import torch
 from servicekit.errors import NotFinite
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.saved.parts import Part, values_of
+from trainer_service.saved.parts import FlatPart, values_of
 
 SAMPLES = make_samples(16)
 # The norm of gradients is summed in another order, of flat parts; with bfloat16 a last bit of a weight may follow.
@@ -52,7 +52,7 @@ def test_one_rank_trains_as_without_it(make_engine: Make, dtype: str, options: d
         torch.testing.assert_close(
             values, expected[name], rtol=0, atol=NEAR[dtype], msg=lambda text, at=name: f"{at} {text}"
         )
-    kinds = {name.partition("/")[0] for name, held in divided._adam.tensors().items() if isinstance(held, Part)}
+    kinds = {name.partition("/")[0] for name, held in divided._adam.tensors().items() if isinstance(held, FlatPart)}
     assert kinds == {"exp_avg", "exp_avg_sq"} | ({"main"} if dtype == "bfloat16" else set())
 
 

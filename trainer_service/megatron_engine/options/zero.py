@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from trainer_service.saved.files import EXPERTS
-from trainer_service.saved.parts import Held, Part, values_of
+from trainer_service.saved.parts import Held, FlatPart, values_of
 
 STEP = "step/"
 
@@ -61,13 +61,16 @@ def gathered(tensors: Mapping[str, Held]) -> dict[str, Tensor]:
 
     Returns: whole tensors, in host memory where they were parts. On other ranks those are empty.
     """
-    if not any(isinstance(each, Part) for each in tensors.values()):
-        return {name: values_of(each) for name, each in tensors.items()}
+    if not any(isinstance(value, FlatPart) for value in tensors.values()):
+        return {name: values_of(value) for name, value in tensors.items()}
     _share_steps(tensors)
-    return {name: _gather(each, _group_of(name)) if isinstance(each, Part) else each for name, each in tensors.items()}
+    return {
+        name: _gather(value, _group_of(name)) if isinstance(value, FlatPart) else value
+        for name, value in tensors.items()
+    }
 
 
-def _gather(part: Part, group: dist.ProcessGroup) -> Tensor:
+def _gather(part: FlatPart, group: dist.ProcessGroup) -> Tensor:
     """Sum the parts as integers, each in its place among zeros: then no bit changes, not even the sign of a zero."""
     whole = torch.zeros(part.shape, dtype=part.values.dtype, device=part.values.device)
     whole.view(-1)[part.start : part.start + part.values.numel()] = part.values
@@ -79,9 +82,9 @@ def _gather(part: Part, group: dist.ProcessGroup) -> Tensor:
 def _share_steps(tensors: Mapping[str, Held]) -> None:
     """Give all ranks of a group the step counts of parameters of which they have no part."""
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for name, each in tensors.items():
+    for name, value in tensors.items():
         if name.startswith(STEP):
-            groups.setdefault(_group_of(name), []).append(values_of(each))
+            groups.setdefault(_group_of(name), []).append(values_of(value))
     for group, counts in groups.items():
         most = torch.stack(counts).to(torch.device("cuda") if dist.get_backend(group) == "nccl" else "cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
