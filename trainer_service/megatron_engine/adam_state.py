@@ -19,7 +19,7 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, own_parts
-from trainer_service.saved.parts import Held, FlatPart, values_of
+from trainer_service.saved.parts import FlatPart, Held, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from servicekit.errors import ConfigError
-from trainer_service.saved.parts import Held, FlatPart, shapes_of, values_of
+from trainer_service.saved.parts import FlatPart, Held, shapes_of, values_of
 from trainer_service.saved.shards import SavedShards
 from weightsync.layouts.layout import Layout
 from weightsync.model.megatron_names import in_local_spelling

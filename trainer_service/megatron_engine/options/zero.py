@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from trainer_service.saved.files import EXPERTS
-from trainer_service.saved.parts import Held, FlatPart, values_of
+from trainer_service.saved.parts import FlatPart, Held, values_of
 
 STEP = "step/"
 
