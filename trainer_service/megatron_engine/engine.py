@@ -26,7 +26,7 @@ from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.offload.build import build_offload
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, State
+from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
@@ -164,7 +164,7 @@ class MegatronEngine:
             try:
                 result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
             finally:
-                if State.OPTIMIZER in self._offload and self._device.type == "cpu":
+                if EngineState.OPTIMIZER in self._offload and self._device.type == "cpu":
                     self._adam.release_copies()
             self._version += 1
             self._steps_done += 1
@@ -250,7 +250,7 @@ class MegatronEngine:
 
     def weights(self) -> AbstractContextManager[Mapping[str, float]]:
         """Have the parameters in memory inside of a `with` block, which does not change them."""
-        return self._offload.use(State.PARAMETERS, changes=False)
+        return self._offload.use(EngineState.PARAMETERS, changes=False)
 
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""

@@ -247,4 +247,4 @@ def test_the_check_says_what_is_left_and_what_the_host_holds() -> None:
         for offload in ("{}", "{optimizer: true}")
     ]
     assert "between uses" not in lines[0]
-    assert re.search(r"; between uses 8\.\d GiB, and 3\d\.\d GiB of page-locked host memory", lines[1])
+    assert re.search(r"; between uses 4\.3 GiB, and 17\.3 GiB of page-locked host memory for each of 2 ranks", lines[1])
