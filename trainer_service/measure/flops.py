@@ -41,7 +41,7 @@ class FlopCosts:
 
     @property
     def even_length(self) -> float:
-        """Return the tokens of a sequence whose pairs cost as much as its tokens: a token sees half of them on average."""
+        """Return the tokens of a sequence whose pairs, half of them seen, cost as much as its tokens."""
         return self.token / (self.pair / 2)
 
     def forward(self, prompt_lengths: NDArray[np.int64], completion_lengths: NDArray[np.int64]) -> float:
