@@ -22,6 +22,7 @@ from trainer_service.engine import StepResult
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
+from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
@@ -82,6 +83,7 @@ class MegatronEngine:
             context_rank=parallel_state.get_context_parallel_rank(),
         )
         self._schedule = Schedule(wrapped)
+        self._profiler = StepProfiler(config.profile, run_dir, device)
         self._reference = ReferencePolicy(self._parameters) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
         self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None
@@ -155,7 +157,9 @@ class MegatronEngine:
         config = self._config
         left = config.grpo.non_finite_budget - self._skipped_updates if config.grpo.on_non_finite == "skip" else 0
         key = (config.run.seed, self._steps_done)
-        result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
+        with self._profiler.around(self._steps_done + 1) as parts:
+            result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
+            parts |= result.seconds
         self._version += 1
         self._steps_done += 1
         self._skipped_updates += int(result.metrics["skipped_updates"])
