@@ -81,7 +81,7 @@ def read_profiles(run_dir: Path) -> list[RankProfile]:
 def _read(path: Path) -> RankProfile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        operators = tuple(Operator(**each) for each in fields.pop("operators"))
+        operators = tuple(Operator(**entry) for entry in fields.pop("operators"))
         return RankProfile(**fields, operators=operators)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no table of a profiled step ({error}); remove it") from None

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from servicekit.logs import get_logger
 from tandem_config.sections.profile import ProfileSection
 from tandem_files.profiles.folder import Operator, RankProfile, step_folder, trace_path, write_profile
-from trainer_service.measure.timeline import Span, shares
+from trainer_service.measure.timeline import Interval, shares
 
 # Operators of a table.
 MOST_OPERATORS = 40
@@ -74,7 +74,7 @@ class StepProfiler:
             profile_memory=settings.memory,
         )
 
-    def _table(self, spans: list[Span], step: int, seconds: float, parts: Mapping[str, float]) -> RankProfile:
+    def _table(self, spans: list[Interval], step: int, seconds: float, parts: Mapping[str, float]) -> RankProfile:
         return RankProfile(
             step=step,
             rank=dist.get_rank(),
@@ -87,7 +87,7 @@ class StepProfiler:
         )
 
 
-def spans_of(events: Iterable[Any], device: torch.device) -> list[Span]:
+def spans_of(events: Iterable[Any], device: torch.device) -> list[Interval]:
     """Choose what counts of a profile's events: the device's kernels and copies, or the host's operators.
 
     Args:
@@ -103,11 +103,11 @@ def spans_of(events: Iterable[Any], device: torch.device) -> list[Span]:
         start_s, end_s = event.time_range.start * _US, event.time_range.end * _US
         whole = communicates or device.type == "cuda"
         self_s = end_s - start_s if whole else event.self_cpu_time_total * _US
-        spans.append(Span(name=event.name, start_s=start_s, end_s=end_s, self_s=self_s, communicates=communicates))
+        spans.append(Interval(name=event.name, start_s=start_s, end_s=end_s, self_s=self_s, communicates=communicates))
     return spans
 
 
-def operators(spans: Iterable[Span]) -> list[Operator]:
+def operators(spans: Iterable[Interval]) -> list[Operator]:
     """Add up spans by name, longest first."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Interval:
     """An operator or a kernel while it ran.
 
     Attributes:
@@ -30,7 +30,7 @@ class Shares:
     idle_s: float
 
 
-def shares(spans: Sequence[Span], seconds: float) -> Shares:
+def shares(spans: Sequence[Interval], seconds: float) -> Shares:
     """Divide a timeline of `seconds`; spans may overlap, on several streams or threads."""
     compute_s = covered([span for span in spans if not span.communicates])
     busy_s = covered(spans)
@@ -42,10 +42,10 @@ def shares(spans: Sequence[Span], seconds: float) -> Shares:
     )
 
 
-def covered(spans: Iterable[Span]) -> float:
+def covered(spans: Iterable[Interval]) -> float:
     """Return the seconds in which at least one span runs.
 
-    >>> covered([Span(name="", start_s=a, end_s=b, self_s=0, communicates=False) for a, b in [(0, 2), (1, 3), (5, 6)]])
+    >>> covered([Interval(name="", start_s=a, end_s=b, self_s=0, communicates=False) for a, b in [(0, 2), (1, 3), (5, 6)]])
     4.0
     """
     total, until = 0.0, float("-inf")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.check.memory_budget import TrainerMemory, trainer_memory
+from launcher.check.memory_budget import trainer_memory
 from tandem_config.schema import RunConfig
 from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.batch.samples import Samples
@@ -97,8 +97,6 @@ def test_the_arithmetic_is_what_a_real_step_holds(size: str, dtype: str, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(SIZES[size]), encoding="utf-8")
     config = configuration(tmp_path, dtype)
     resident, peak = measured(config, SIZES[size]["vocab_size"])
-    memory: TrainerMemory
     (memory,) = trainer_memory(config, ModelSpec.from_config(SIZES[size]), completion_share=NUM * COMPLETION / TOKENS)
-    print(f"{size} {dtype}: resident {resident} counted {memory.resident}; peak {peak} counted {memory.peak}", memory)
     assert memory.resident == pytest.approx(resident, rel=0.02)
     assert memory.peak == pytest.approx(peak, rel=WITHIN)

@@ -16,15 +16,15 @@ from tandem_config.sections.profile import ProfileSection
 from tandem_files.profiles.folder import read_profiles, trace_path
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from trainer_service.measure.profiler import StepProfiler, operators, spans_of
-from trainer_service.measure.timeline import Shares, Span, shares
+from trainer_service.measure.timeline import Shares, Interval, shares
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SAMPLES = make_samples()
 Make = Callable[..., Any]
 
 
-def span(start_s: float, end_s: float, communicates: bool = False, name: str = "aten::mm") -> Span:
-    return Span(name=name, start_s=start_s, end_s=end_s, self_s=end_s - start_s, communicates=communicates)
+def span(start_s: float, end_s: float, communicates: bool = False, name: str = "aten::mm") -> Interval:
+    return Interval(name=name, start_s=start_s, end_s=end_s, self_s=end_s - start_s, communicates=communicates)
 
 
 def test_communication_behind_computing_is_not_exposed() -> None:
@@ -74,6 +74,7 @@ def test_on_a_gpu_its_kernels_count_and_the_host_does_not() -> None:
     assert next((operator.name, operator.calls) for operator in operators(spans)) == ("sm90_xmma_gemm_bf16", 2)
 
 
+@pytest.mark.timeout(120)  # torch.profiler's events are slow to read
 def test_a_real_step_is_profiled_when_its_turn_comes(make_engine: Make, tmp_path: Path) -> None:
     engine = make_engine()
     engine._profiler = StepProfiler(ProfileSection(steps=1, first=2), tmp_path, CPU)
