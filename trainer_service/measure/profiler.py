@@ -55,7 +55,9 @@ class StepProfiler:
             seconds = time.perf_counter() - begun_s
         try:
             step_folder(self._run_dir, step).mkdir(parents=True, exist_ok=True)
-            write_profile(self._run_dir, self._table(spans_of(recorded.events(), self._device), step, seconds, parts))
+            write_profile(
+                self._run_dir, self._table(intervals_of(recorded.events(), self._device), step, seconds, parts)
+            )
             trace = trace_path(self._run_dir, step, dist.get_rank())
             recorded.export_chrome_trace(str(trace))
         except (OSError, RuntimeError) as error:  # the trace's disk is full, or Kineto has failed
@@ -74,7 +76,7 @@ class StepProfiler:
             profile_memory=settings.memory,
         )
 
-    def _table(self, spans: list[Interval], step: int, seconds: float, parts: Mapping[str, float]) -> RankProfile:
+    def _table(self, intervals: list[Interval], step: int, seconds: float, parts: Mapping[str, float]) -> RankProfile:
         return RankProfile(
             step=step,
             rank=dist.get_rank(),
@@ -82,19 +84,19 @@ class StepProfiler:
             timeline=self._device.type,
             seconds=seconds,
             parts=dict(parts),
-            operators=tuple(operators(spans)[:MOST_OPERATORS]),
-            **asdict(shares(spans, seconds)),
+            operators=tuple(operators(intervals)[:MOST_OPERATORS]),
+            **asdict(shares(intervals, seconds)),
         )
 
 
-def spans_of(events: Iterable[Any], device: torch.device) -> list[Interval]:
+def intervals_of(events: Iterable[Any], device: torch.device) -> list[Interval]:
     """Choose what counts of a profile's events: the device's kernels and copies, or the host's operators.
 
     Args:
         events: torch's FunctionEvents.
     """
     wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    spans = []
+    intervals = []
     for event in events:
         communicates = event.name.lower().startswith(_COMMUNICATES)
         computes = device.type == "cuda" or event.name.startswith(_COMPUTES)
@@ -103,16 +105,18 @@ def spans_of(events: Iterable[Any], device: torch.device) -> list[Interval]:
         start_s, end_s = event.time_range.start * _US, event.time_range.end * _US
         whole = communicates or device.type == "cuda"
         self_s = end_s - start_s if whole else event.self_cpu_time_total * _US
-        spans.append(Interval(name=event.name, start_s=start_s, end_s=end_s, self_s=self_s, communicates=communicates))
-    return spans
+        intervals.append(
+            Interval(name=event.name, start_s=start_s, end_s=end_s, self_s=self_s, communicates=communicates)
+        )
+    return intervals
 
 
-def operators(spans: Iterable[Interval]) -> list[Operator]:
-    """Add up spans by name, longest first."""
+def operators(intervals: Iterable[Interval]) -> list[Operator]:
+    """Add up intervals by name, longest first."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    for span in spans:
-        calls[span.name] += 1
-        seconds[span.name] += span.self_s
+    for one in intervals:
+        calls[one.name] += 1
+        seconds[one.name] += one.self_s
     names = sorted(seconds, key=lambda name: -seconds[name])
     return [Operator(name=name, calls=calls[name], seconds=seconds[name]) for name in names]

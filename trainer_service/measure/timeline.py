@@ -1,4 +1,4 @@
-"""What a rank did when: seconds of computing, of communication, and of neither, from spans of time."""
+"""What a rank did when: seconds of computing, of communication, and of neither, from intervals of time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,26 +30,27 @@ class Shares:
     idle_s: float
 
 
-def shares(spans: Sequence[Interval], seconds: float) -> Shares:
-    """Divide a timeline of `seconds`; spans may overlap, on several streams or threads."""
-    compute_s = covered([span for span in spans if not span.communicates])
-    busy_s = covered(spans)
+def shares(intervals: Sequence[Interval], seconds: float) -> Shares:
+    """Divide a timeline of `seconds`; intervals may overlap, on several streams or threads."""
+    computing = [(one.start_s, one.end_s) for one in intervals if not one.communicates]
+    communicating = [(one.start_s, one.end_s) for one in intervals if one.communicates]
+    compute_s, busy_s = covered(computing), covered([*computing, *communicating])
     return Shares(
         compute_s=compute_s,
-        communication_s=covered([span for span in spans if span.communicates]),
+        communication_s=covered(communicating),
         exposed_s=busy_s - compute_s,
         idle_s=max(0.0, seconds - busy_s),
     )
 
 
-def covered(spans: Iterable[Interval]) -> float:
-    """Return the seconds in which at least one span runs.
+def covered(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what lies between at least one pair of a start and an end.
 
-    >>> covered([Interval(name="", start_s=a, end_s=b, self_s=0, communicates=False) for a, b in [(0, 2), (1, 3), (5, 6)]])
+    >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
     """
     total, until = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda each: each.start_s):
-        total += max(0.0, span.end_s - max(span.start_s, until))
-        until = max(until, span.end_s)
+    for start_s, end_s in sorted(pairs):
+        total += max(0.0, end_s - max(start_s, until))
+        until = max(until, end_s)
     return total

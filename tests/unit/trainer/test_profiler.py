@@ -15,8 +15,8 @@ from torch.autograd import DeviceType
 from tandem_config.sections.profile import ProfileSection
 from tandem_files.profiles.folder import read_profiles, trace_path
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
-from trainer_service.measure.profiler import StepProfiler, operators, spans_of
-from trainer_service.measure.timeline import Shares, Interval, shares
+from trainer_service.measure.profiler import StepProfiler, intervals_of, operators
+from trainer_service.measure.timeline import Interval, Shares, shares
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SAMPLES = make_samples()
@@ -29,8 +29,8 @@ def span(start_s: float, end_s: float, communicates: bool = False, name: str = "
 
 def test_communication_behind_computing_is_not_exposed() -> None:
     # computing 0-4 and 6-7, a collective 3-6, another 6-7 behind computing, nothing 7-10
-    spans = [span(0, 3), span(2, 4), span(3, 6, True), span(6, 7), span(6, 7, True)]
-    assert shares(spans, 10) == Shares(compute_s=5, communication_s=4, exposed_s=2, idle_s=3)
+    intervals = [span(0, 3), span(2, 4), span(3, 6, True), span(6, 7), span(6, 7, True)]
+    assert shares(intervals, 10) == Shares(compute_s=5, communication_s=4, exposed_s=2, idle_s=3)
     assert shares([], 2) == Shares(compute_s=0, communication_s=0, exposed_s=0, idle_s=2)
 
 
@@ -51,11 +51,11 @@ def test_on_a_host_operators_count_and_what_calls_them_does_not() -> None:
         event("c10d::allreduce_", 20, 22),
         event("gloo:all_reduce", 21, 80, self_cpu_time_total=0),
     ]
-    spans = spans_of(events, CPU)
-    found = shares(spans, 100e-6)
+    intervals = intervals_of(events, CPU)
+    found = shares(intervals, 100e-6)
     assert (found.compute_s, found.communication_s) == (pytest.approx(20e-6), pytest.approx(60e-6))
     assert found.idle_s == pytest.approx(20e-6)
-    by_name = {operator.name: operator.seconds for operator in operators(spans)}
+    by_name = {operator.name: operator.seconds for operator in operators(intervals)}
     assert by_name["gloo:all_reduce"] == pytest.approx(59e-6)
     assert by_name["aten::linear"] == pytest.approx(5e-6)
 
@@ -68,10 +68,10 @@ def test_on_a_gpu_its_kernels_count_and_the_host_does_not() -> None:
         event("sm90_xmma_gemm_bf16", 50, 60, DeviceType.CUDA),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 30, 50, DeviceType.CUDA),
     ]
-    spans = spans_of(events, GPU)
-    found = shares(spans, 100e-6)
+    intervals = intervals_of(events, GPU)
+    found = shares(intervals, 100e-6)
     assert (found.compute_s, found.exposed_s, found.idle_s) == tuple(map(pytest.approx, (40e-6, 10e-6, 50e-6)))
-    assert next((operator.name, operator.calls) for operator in operators(spans)) == ("sm90_xmma_gemm_bf16", 2)
+    assert next((operator.name, operator.calls) for operator in operators(intervals)) == ("sm90_xmma_gemm_bf16", 2)
 
 
 @pytest.mark.timeout(120)  # torch.profiler's events are slow to read
