@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 # of each sample; its last token is not computed, so that four of them are a full micro-batch
 PROMPT, COMPLETION, NUM = 33, 224, 4
 TOKENS = NUM * (PROMPT + COMPLETION - 1)
-WITHIN = 0.15
+WITHIN = 0.02
 SMALL: dict[str, Any] = {
     "model_type": "qwen2",
     "num_hidden_layers": 4,
@@ -91,12 +91,26 @@ def measured(config: RunConfig, vocabulary: int) -> tuple[int, int]:
             engine.close()
 
 
+def norms_on_a_cpu(spec: ModelSpec) -> int:
+    """Bytes that norms keep in bfloat16 on a CPU beside the arithmetic, which has a GPU's: no kernel is fused there.
+
+    Input and result are kept in float32, where a GPU keeps the input in bfloat16.
+    """
+    columns = (2 * spec.num_layers + 1) * spec.hidden_size
+    if spec.qk_norm:
+        columns += spec.num_layers * (spec.size("q") + spec.size("kv"))
+    return TOKENS * columns * (4 + 4 - 2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_arithmetic_is_what_a_real_step_holds(size: str, dtype: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES[size]), encoding="utf-8")
     config = configuration(tmp_path, dtype)
     resident, peak = measured(config, SIZES[size]["vocab_size"])
-    (memory,) = trainer_memory(config, ModelSpec.from_config(SIZES[size]), completion_share=NUM * COMPLETION / TOKENS)
-    assert memory.resident == pytest.approx(resident, rel=0.02)
-    assert memory.peak == pytest.approx(peak, rel=WITHIN)
+    spec = ModelSpec.from_config(SIZES[size])
+    (memory,) = trainer_memory(config, spec, completion_share=NUM * COMPLETION / TOKENS)
+    assert memory.resident == pytest.approx(resident, rel=0.001)
+    assert memory.peak == pytest.approx(peak, rel=0.15)
+    further = norms_on_a_cpu(spec) if dtype == "bfloat16" else 0
+    assert memory.peak + further == pytest.approx(peak, rel=WITHIN)
