@@ -13,6 +13,7 @@ from launcher.plan.cli import plan
 from launcher.view.compare.cli import compare
 from launcher.view.logs.cli import logs
 from launcher.view.page import page
+from launcher.view.profile.cli import profile
 from launcher.view.samples.cli import samples
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app = typer.Typer(
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
     tandem checkpoints runs/<name>   what its checkpoints hold, and whether they are undamaged
     tandem samples                   prompts, completions and rewards of a run
+    tandem profile                   where the time of a profiled train step went
     tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
@@ -166,6 +168,7 @@ def check(
 app.command()(init)
 app.command()(plan)
 app.command()(samples)
+app.command()(profile)
 app.command()(logs)
 app.command()(compare)
 app.command()(page)

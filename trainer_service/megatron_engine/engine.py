@@ -22,6 +22,7 @@ from trainer_service.engine import StepResult
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
+from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
@@ -85,6 +86,7 @@ class MegatronEngine:
             share_prompts=trainer.share_prompts,
         )
         self._schedule = Schedule(wrapped)
+        self._profiler = StepProfiler(config.profile, run_dir, device)
         self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
@@ -157,6 +159,12 @@ class MegatronEngine:
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """Run one GRPO step."""
+        with self._profiler.around(self._steps_done + 1) as parts:
+            result = self._step(samples, num_updates)
+            parts |= result.seconds
+        return result
+
+    def _step(self, samples: Samples, num_updates: int) -> StepResult:
         config = self._config
         left = config.grpo.non_finite_budget - self._skipped_updates if config.grpo.on_non_finite == "skip" else 0
         key = (config.run.seed, self._steps_done)
