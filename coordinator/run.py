@@ -20,7 +20,9 @@ from coordinator.lead import Lead, check_lead, check_lease
 from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoint import Checkpointer, set_damaged_aside
+from coordinator.record.checkpoints.loading import set_damaged_aside
+from coordinator.record.checkpoints.missed import Missed
+from coordinator.record.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.progress import Progress
@@ -54,6 +56,7 @@ class Run:
         logprob_diff_stop: grpo.logprob_diff_stop.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
+        missed: counts checkpoints that could not be written.
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
@@ -70,6 +73,7 @@ class Run:
     loop: GrpoLoop
     evaluations: Evaluations
     checkpointer: Checkpointer
+    missed: Missed
     exporter: Exporter
     control: RunControl
     state: RunState
@@ -137,6 +141,7 @@ class Run:
         # On a resume too: replicas start without weights, and no other process would send them.
         self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
         self.progress.start()
+        self.missed.none()
         await self._evaluate_at_the_start()
         await self._check_lead()
         self._save_state("running")
@@ -210,14 +215,23 @@ class Run:
         checkpoint = self._has_checkpoint(number) or self.evaluations.wants_checkpoint(number, improved=improved)
         if checkpoint:
             with watch.part("checkpoint"):
-                await self._check_lead()
-                await self.checkpointer.save_trainer(number)
+                checkpoint = await self._save_trainer(number)
         if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
             with watch.part("export"):
                 await self._check_lead()
                 self.progress.warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
+
+    async def _save_trainer(self, number: int) -> bool:
+        """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
+        await self._check_lead()
+        try:
+            await self.checkpointer.save_trainer(number)
+        except NotWritten as error:
+            self.missed.note(number, error)
+            return False
+        return True
 
     def _has_checkpoint(self, number: int) -> bool:
         """Whether iteration `number` ends with a checkpoint, or has ended with one."""
@@ -238,9 +252,7 @@ class Run:
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:
-            self._rows.sync()
-            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-            self._checkpointed = record.iteration
+            await self._complete_checkpoint()
         if evaluated:
             await self.checkpointer.mark_best(self.state.best, self._check_lease)
         self.progress.report(row, {**timing.parts, "total": timing.total_s})
@@ -248,6 +260,17 @@ class Run:
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         self.progress.check_not_stuck()
+
+    async def _complete_checkpoint(self) -> None:
+        """Complete the checkpoint of the last iteration, or miss it."""
+        self._rows.sync()
+        try:
+            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
+        except NotWritten as error:
+            self.missed.note(self.state.iteration, error)
+            return
+        self._checkpointed = self.state.iteration
+        self.missed.none()
 
     def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""

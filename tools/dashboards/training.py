@@ -235,6 +235,11 @@ _TIME = Row(
             unit="s",
         ),
         panel(
+            "Missed checkpoints",
+            "In a row; 0 after one that was written.",
+            gauge("tandem_missed_checkpoints", "missed"),
+        ),
+        panel(
             "Overhead",
             "Share of an iteration outside the engine's and the trainer's computation.",
             gauge("tandem_overhead_ratio", "overhead"),

@@ -27,6 +27,7 @@ from servicekit.logs import get_logger
 from tandem_files.atomic import replace_folder, write_json_atomic
 from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
+from tandem_files.room import check_room
 from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import first_text, together
 from trainer_service.saved.files import (
@@ -97,7 +98,8 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     if shard.writes:
         mine.append(replace(shard, tensors=shard.tensors | _rng_state(device)))
     try:
-        together(what, device, (lambda: _prepare(partial)) if leads else None)
+        needed = together(what, device, lambda: sum(t.nbytes for file in mine for t in file.tensors.values()))
+        together(what, device, (lambda: _prepare(partial, needed)) if leads else None)
         size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
         together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
     except Internal:
@@ -107,9 +109,10 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     return size
 
 
-def _prepare(partial: Path) -> int:
-    """Make an empty folder; files that a crashed save left there are removed."""
+def _prepare(partial: Path, needed: int) -> int:
+    """Make an empty folder for `needed` bytes; files that a crashed save left there are removed."""
     shutil.rmtree(partial, ignore_errors=True)
+    check_room(partial.parent, needed)
     partial.mkdir(parents=True)
     return 0
 

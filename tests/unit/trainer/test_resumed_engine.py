@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Internal
 from tandem_config.schema import RunConfig
 from tandem_files.digests import file_digest, write_manifest
+from tandem_files.room import SPARE_BYTES
 from tests.kit.checkpoints import read_rank, unread
+from tests.kit.disks import small_disk
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
@@ -120,3 +122,15 @@ def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
     assert same(dict(engine.tensors()), saved) == []
     assert engine.policy_version == 1
     assert all(not t.any() for name, t in engine._adam.tensors().items() if not name.startswith("weights/"))
+
+
+def test_without_room_nothing_is_written_and_the_one_before_stays(engine: MegatronEngine, tmp_path: Path) -> None:
+    size = engine.save(tmp_path / "size")
+    with small_disk(tmp_path / "small", str(SPARE_BYTES + size * 3 // 2)) as disk:
+        engine.save(disk / "one")
+        with pytest.raises(Internal, match=r"cannot write checkpoint .*: No space left on device: \d+ MiB are needed"):
+            engine.save(disk / "two")
+        assert [path.name for path in disk.iterdir()] == ["one"]
+        step(engine)
+        engine.load_checkpoint(disk / "one")
+        assert engine.policy_version == 1
