@@ -115,6 +115,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             model=str(config.model.path),
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
+            background=config.run.checkpoint_async,
         ),
         missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
         exporter=Exporter(

@@ -33,7 +33,7 @@ from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch.control import RunControl
-from servicekit.errors import WrongVersion
+from servicekit.errors import TandemError, WrongVersion
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
@@ -87,7 +87,6 @@ class Run:
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
-    _checkpointed: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -95,7 +94,7 @@ class Run:
         # Seconds of work of earlier processes on this run.
         self._earlier_s = self.state.wall_s
         self._start_s = time.monotonic()
-        self._checkpointed = self.state.iteration if self.state.iteration else -1
+        self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
         """Execute the whole run; when asked to end early, do what leaving.py says.
@@ -111,8 +110,12 @@ class Run:
             await cancel(working)
             await self._save()
             self.leaving.left = True
+        except TandemError:
+            await self.checkpointer.linger(self.settings.stop_timeout_s)
+            raise
         finally:
             await cancel(working)
+            await self.checkpointer.close()
             await self._sinks.close()
 
     async def _work(self) -> None:
@@ -225,6 +228,7 @@ class Run:
 
     async def _save_trainer(self, number: int) -> bool:
         """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
+        await self._settle_checkpoint()
         await self._check_lead()
         try:
             await self.checkpointer.save_trainer(number)
@@ -236,13 +240,15 @@ class Run:
     def _has_checkpoint(self, number: int) -> bool:
         """Whether iteration `number` ends with a checkpoint, or has ended with one."""
         every, over = self.settings.checkpoint_every, self._is_over(number)
-        return number % every == 0 or over or number == self._checkpointed
+        return number % every == 0 or over or number == self.checkpointer.newest
 
     async def _report(
         self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool
     ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
+        if self.checkpointer.has_ended:
+            await self._settle_checkpoint()
         await self._check_lead()
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self.state.cursor, self.state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
@@ -262,15 +268,28 @@ class Run:
         self.progress.check_not_stuck()
 
     async def _complete_checkpoint(self) -> None:
-        """Complete the checkpoint of the last iteration, or miss it."""
+        """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
         self._rows.sync()
         try:
             await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
+        if not self.settings.checkpoint_async:
+            await self._settle_checkpoint()
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being finished, if there is one, and note how it ended."""
+        running = self.checkpointer.running
+        if running is None:
             return
-        self._checkpointed = self.state.iteration
-        self.missed.none()
+        try:
+            await self.checkpointer.settle()
+        except NotWritten as error:
+            self.missed.note(running.iteration, error)
+        else:
+            self.missed.none()
+            # One that was being written when it became the best could not be marked then.
+            await self.checkpointer.mark_best(self.state.best, self._check_lease)
 
     def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
@@ -280,13 +299,15 @@ class Run:
 
     async def _save(self) -> None:
         """Write a checkpoint of the last iteration, if there is one and it has none yet."""
-        if self.state.iteration in (0, self._checkpointed):
+        await self._settle_checkpoint()
+        if self.state.iteration in (0, self.checkpointer.newest):
             return
         await self._check_lead()
         await self.checkpointer.save_trainer(self.state.iteration)
         self._rows.sync()
         await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-        self._checkpointed = self.state.iteration
+        await self.checkpointer.settle()
+        self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
 
     async def _finish(self) -> None:

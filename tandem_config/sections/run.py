@@ -46,6 +46,14 @@ class RunSection(Section):
         description="Newest checkpoints kept, at least two: if the newest is damaged, the one before is used.",
         json_schema_extra=about("the newest, and one in case it is damaged", unit="checkpoints"),
     )
+    checkpoint_async: bool = Field(
+        False,
+        description=(
+            "Write checkpoints while training continues, from a copy in the trainer's host memory (as large as the "
+            "checkpoint, kept for the next). The last one, of the final iteration or a stop, is waited for."
+        ),
+        json_schema_extra=about("TODO"),
+    )
     missed_checkpoint_budget: Annotated[int, Field(ge=0)] = Field(
         2,
         description=(

@@ -1,5 +1,6 @@
 """A checkpoint that cannot be written leaves the one before as it was; the run ends after too many in a row."""
 
+import asyncio
 import errno
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from prometheus_client import REGISTRY
 from coordinator.record.checkpoints.missed import Missed
 from coordinator.record.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.progress import Progress
+from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
 from servicekit.errors import Internal, TandemError, Unavailable
 from tandem_files.checkpoints import list_all, newest_sound
@@ -24,22 +26,28 @@ class FakeTrainerClient:
     def __init__(self) -> None:
         self.fault: TandemError | None = None
         self.lost = False
+        self.written = asyncio.Event()
 
-    async def save_checkpoint(self, folder: Path) -> int:
+    async def save_checkpoint(self, folder: Path, *, background: bool) -> int:
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(1000))
-        if self.fault is not None:
+        if self.fault is not None and not background:
             raise self.fault
         return 1000
+
+    async def finish_checkpoint(self, folder: Path) -> None:
+        await self.written.wait()
+        if self.fault is not None:
+            raise self.fault
 
     async def status(self) -> None:
         if self.lost:
             raise Unavailable("trainer: it is gone")
 
 
-def make(run_dir: Path) -> tuple[FakeTrainerClient, Checkpointer]:
+def make(run_dir: Path, *, background: bool = False) -> tuple[FakeTrainerClient, Checkpointer]:
     client: Any = FakeTrainerClient()
-    return client, Checkpointer(run_dir=run_dir, model="models/a", trainer=client, keep=2)
+    return client, Checkpointer(run_dir=run_dir, model="models/a", trainer=client, keep=2, background=background)
 
 
 async def lead() -> None:
@@ -49,6 +57,7 @@ async def lead() -> None:
 async def write(checkpointer: Checkpointer, iteration: int) -> None:
     await checkpointer.save_trainer(iteration)
     await checkpointer.complete(state_at(iteration), lead)
+    await checkpointer.settle()
 
 
 def newest(run_dir: Path) -> int:
@@ -85,6 +94,33 @@ async def test_no_room_for_the_coordinators_own_files_is_a_miss_too(tmp_path: Pa
             await checkpointer.complete(state_at(4), lead)
         assert [iteration for iteration, _ in list_all(disk)] == [2]
         assert newest(disk) == 2
+
+
+async def test_one_that_is_written_beside_the_training_counts_when_it_is_complete(tmp_path: Path) -> None:
+    client, checkpointer = make(tmp_path, background=True)
+    client.written.set()
+    await write(checkpointer, 2)
+    client.written.clear()
+    state = state_at(4)
+    await checkpointer.save_trainer(4)
+    await checkpointer.complete(state, lead)
+    state.iteration = 5  # the run continues
+    assert (newest(tmp_path), checkpointer.newest, checkpointer.has_ended) == (2, 4, False)
+    client.written.set()
+    await checkpointer.settle()
+    assert newest(tmp_path) == 4
+    assert RunState.load(tmp_path / "checkpoints" / "step-00000004" / "coordinator.json").iteration == 4
+
+
+async def test_one_that_fails_beside_the_training_is_a_miss_and_the_one_before_stays(tmp_path: Path) -> None:
+    client, checkpointer = make(tmp_path, background=True)
+    client.written.set()
+    await write(checkpointer, 2)
+    client.fault = Internal("trainer: cannot write checkpoint: No space left on device")
+    with pytest.raises(NotWritten, match="No space left on device"):
+        await write(checkpointer, 4)
+    assert ([iteration for iteration, _ in list_all(tmp_path)], checkpointer.newest) == ([2], -1)
+    await checkpointer.settle()  # there is nothing left to wait for
 
 
 def test_misses_are_warned_of_until_there_are_too_many(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from safetensors.torch import save_file
 
 from servicekit.errors import ConfigError, Internal
 from tandem_config.schema import RunConfig
-from tandem_files.digests import file_digest, write_manifest
+from tandem_files.digests import file_digest, read_manifest, write_manifest
 from tandem_files.room import SPARE_BYTES
 from tests.kit.checkpoints import read_rank, unread
 from tests.kit.disks import small_disk
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
+from trainer_service.engine import Saving
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.saved.files import META, file_of, read_meta
 from weightsync.layouts.layout import Parallel
@@ -134,3 +135,22 @@ def test_without_room_nothing_is_written_and_the_one_before_stays(engine: Megatr
         step(engine)
         engine.load_checkpoint(disk / "one")
         assert engine.policy_version == 1
+
+
+def test_a_checkpoint_beside_the_training_has_the_bytes_of_its_moment(engine: MegatronEngine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "now")
+    written = [engine.begin_save(tmp_path / "beside"), step(engine), engine.saving][-1]
+    assert isinstance(written, Saving)
+    assert written.done.result(60) > 0
+    assert read_manifest(tmp_path / "beside") == read_manifest(tmp_path / "now")
+    expected = step(engine)
+    engine.begin_save(tmp_path / "later")
+    engine.begin_save(tmp_path / "beside")  # waits for the other, and replaces
+    last = engine.saving
+    assert last is not None
+    assert last.done.result(60) > 0
+    assert read_manifest(tmp_path / "later") == read_manifest(tmp_path / "beside") != read_manifest(tmp_path / "now")
+    engine.load_checkpoint(tmp_path / "now")
+    step(engine)
+    assert step(engine) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "later", "now"]
