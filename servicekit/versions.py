@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 
 # Increased with every incompatible change between services: protos, records in Redis, Lua.
@@ -13,13 +14,16 @@ def software_versions(names: Iterable[str]) -> dict[str, str]:
 
     Packages that are not installed are left out, e.g. torch on the coordinator.
     """
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    versions = {name: version for name in names if (version := _installed(name)) is not None}
+    return {"python": platform.python_version(), **versions}
+
+
+@cache  # reading one takes up to a millisecond, and every status has them
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def release() -> str:

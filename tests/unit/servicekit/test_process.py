@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from importlib import metadata
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_versions_are_those_installed() -> None:
     versions = software_versions(["pydantic_core", "no-such-package"])
     assert set(versions) == {"python", "pydantic_core"}
     assert versions["pydantic_core"][0].isdigit()
+
+
+def test_versions_are_read_once_since_each_status_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    software_versions(["numpy"])
+    monkeypatch.setattr(metadata, "version", None)
+    assert software_versions(["numpy"])["numpy"]
 
 
 def test_metrics_are_served_on_a_port_that_is_told() -> None:
