@@ -5,7 +5,6 @@ A wrong request is refused before any collective, so the trainer keeps serving.
 
 import asyncio
 import contextlib
-import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,7 +22,7 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_files.exports import EXPORT
-from tandem_files.run_paths import FolderKind, inside, replaceable
+from tandem_files.run_paths import inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
@@ -31,12 +30,12 @@ from trainer_service.batch.receive import ReceivedStep, receive_chunks, receive_
 from trainer_service.engine import Saving, TrainerEngine
 from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
+from trainer_service.saved.files import CHECKPOINT
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, RULES, name_of
 
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)

@@ -256,6 +256,8 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 def _restore_rng(path: Path, device: torch.device) -> None:
     with safe_open(path, framework="pt") as file:
         states = {name: file.get_tensor(name) for name in set(file.keys()) if name.startswith("rng/")}
+    if not states:  # an imported policy (saved/importing.py) has none
+        return
     torch.set_rng_state(states["rng/cpu"])
     if device.type == "cuda" and "rng/device" in states:
         torch.cuda.set_rng_state(states["rng/device"], device)

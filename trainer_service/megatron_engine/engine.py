@@ -130,11 +130,15 @@ class MegatronEngine:
             for parameter in self._parameters.values():
                 # padding of the vocabulary is in no file; it stays zero
                 parameter.zero_()
-        load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+        initial = self._config.trainer.initial_checkpoint
+        if initial is None or folder != self._config.model.path:
+            load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+        else:
+            self._reader.load(initial, weights_only(self._adam.tensors()))
         masters_from_weights(self._parameters)
         self._adam.forget()
         self._version = self._steps_done = self._skipped_updates = 0
-        self._load_reference(present=folder)
+        self._load_reference(present=folder if initial is None else None)
 
     def _load_reference(self, present: Path | None = None) -> None:
         """Load the reference policy that a run starts with.

@@ -6,7 +6,6 @@ collective: the order of these belongs to the thread that trains.
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
-from tandem_files.atomic import replace_folder, write_json_atomic
+from tandem_files.atomic import replace_folder, sync_file, write_json_atomic
 from tandem_files.digests import file_digest, write_manifest
 from trainer_service.saved.files import FORMAT, META
 from weightsync.transfer.tensors import tensor_checksums
@@ -73,8 +72,12 @@ def write_file(folder: Path, file: SavedFile) -> int:
     path = folder / file.name
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in file.tensors.items()}
     save_file(held, path, metadata=tensor_checksums(held))  # by which a damaged tensor is found
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
+    return leave_digest(path)
+
+
+def leave_digest(path: Path) -> int:
+    """Force a file to disk, and leave the note that it is there. Returns: its bytes. Raises: OSError."""
+    sync_file(path)
     digest = file_digest(path)
     _leave(path, _DIGEST, json.dumps(digest))
     return int(digest["bytes"])

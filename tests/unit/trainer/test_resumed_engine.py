@@ -22,8 +22,10 @@ from tests.unit.trainer.batches import random_samples
 from trainer_service.engine import Saving
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.saved.files import META, file_of, read_meta
+from trainer_service.saved.importing import import_policy
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
+from weightsync.transfer.tensors import poison_tensors
 
 # it builds real engines
 pytestmark = pytest.mark.timeout(120)
@@ -154,3 +156,16 @@ def test_a_checkpoint_beside_the_training_has_the_bytes_of_its_moment(engine: Me
     step(engine)
     assert step(engine) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "later", "now"]
+
+
+def test_a_run_starts_from_an_imported_checkpoint_as_from_its_model(
+    engine: MegatronEngine, model: Path, tmp_path: Path
+) -> None:
+    engine.load(model)
+    expected = step(engine)
+    import_policy(model, engine.spec, FOUR, torch.float32, tmp_path / "imported")
+    engine._config = run_config(model, initial_checkpoint=tmp_path / "imported")
+    poison_tensors(engine.tensors())
+    engine.load(model)
+    assert engine.policy_version == 0
+    assert step(engine) == expected
