@@ -8,24 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Tandem, rows_of, run_arguments, summary_of
+from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_of
 from tests.kit.disks import fill, small_disk
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 Start = Callable[..., Tandem]
-
-
-def pid_of(run: Tandem, module: str) -> int:
-    """The process of a service of this run: the one whose command runs the module and that has no guard's options."""
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if b"--parent" not in command and module.encode() in command and str(run.folder).encode() in b" ".join(command):
-            return int(entry.name)
-    raise AssertionError(f"no process of {module}; output:\n" + run.output())
 
 
 def weights(folder: Path) -> bytes:
