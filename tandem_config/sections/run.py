@@ -52,7 +52,9 @@ class RunSection(Section):
             "Write checkpoints while training continues, from a copy in the trainer's host memory (as large as the "
             "checkpoint, kept for the next). The last one, of the final iteration or a stop, is waited for."
         ),
-        json_schema_extra=about("TODO"),
+        json_schema_extra=about(
+            "the copy doubles what a rank holds, and on CPUs the writer takes the training's cores"
+        ),
     )
     missed_checkpoint_budget: Annotated[int, Field(ge=0)] = Field(
         2,
