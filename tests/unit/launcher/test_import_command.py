@@ -50,7 +50,7 @@ def test_a_model_becomes_a_checkpoint_at_the_configured_sizes(tmp_path: Path, co
     [
         (["--set", "trainer.tensor_parallel=64"], "64"),
         (["--set", "model.path=nowhere"], "nowhere"),
-        (["--set", "trainer.tensor=2"], "tensor_parallel"),
+        (["--set", "trainer.tensor_paralel=2"], "trainer.tensor_parallel"),
     ],
 )
 def test_what_cannot_be_imported_is_said(tmp_path: Path, config: Path, options: list[str], says: str) -> None:

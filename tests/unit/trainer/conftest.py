@@ -1,6 +1,6 @@
 """A real engine of one rank, for tests of whole steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,15 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as stack:
 
-        def engine(dtype: str = "float32", *, optimizer: bool = True, **grpo: Any) -> MegatronEngine:
+        def engine(
+            dtype: str = "float32", *, optimizer: bool = True, offload: Sequence[str] = (), **grpo: Any
+        ) -> MegatronEngine:
             stack.close()
             paths = {name: models / value for name, value in grpo.items() if name == "reference_path"}
             sections = {
                 "model": {"path": models / "policy", "dtype": dtype},
-                "trainer": CONFIG["trainer"] | {"checkpoint_optimizer": optimizer},
+                "trainer": CONFIG["trainer"]
+                | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)},
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
             }
             made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"))

@@ -42,7 +42,7 @@ def of_mcore(spec: ModelSpec, dtype: torch.dtype) -> GPTModel:
     build.initialize_parallel(Parallel(), 0, 60.0)
     config = build.transformer_config(spec, Parallel(), dtype, sequence_parallel=False)
     layer = get_gpt_layer_local_spec(num_experts=spec.num_experts or None, qk_layernorm=True, normalization="RMSNorm")
-    return GPTModel(
+    model = GPTModel(
         config,
         layer,
         vocab_size=spec.vocab_size,
@@ -50,6 +50,7 @@ def of_mcore(spec: ModelSpec, dtype: torch.dtype) -> GPTModel:
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="rope",
     )
+    return model.to(dtype)  # as Megatron-LM's Float16Module does: norms are made in float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
