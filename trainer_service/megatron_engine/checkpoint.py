@@ -96,6 +96,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
 
 def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torch.device) -> int:
     """Make an empty folder, where the disk has room for the files of all ranks. Returns: their bytes."""
+    needed = together(what, device, lambda: sum(file.num_bytes for file in mine))
 
     def prepare() -> int:
         discard(partial)
@@ -103,7 +104,6 @@ def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torc
         partial.mkdir(parents=True)
         return 0
 
-    needed = together(what, device, lambda: sum(file.num_bytes for file in mine))
     together(what, device, prepare if dist.get_rank() == 0 else None)
     return needed
 

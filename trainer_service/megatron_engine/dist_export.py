@@ -16,6 +16,7 @@ from servicekit.errors import ConfigError
 from tandem_files.atomic import replace_folder, sync_file, sync_folder
 from tandem_files.room import check_room
 from trainer_service.megatron_engine import build
+from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.saved.files import WEIGHTS
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
@@ -66,7 +67,7 @@ def write_dist(folder: Path, spec: ModelSpec, out: Path) -> int:
     return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
 
-def _filled(shards: SavedShards, spec: ModelSpec) -> torch.nn.Module:
+def _filled(shards: SavedShards, spec: ModelSpec) -> PolicyModel:
     """Build the model at one rank, with the weights of a checkpoint."""
     one = Parallel()
     build.initialize_parallel(one, 0, _TIMEOUT_S)

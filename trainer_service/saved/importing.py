@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def import_policy(model: Path, spec: ModelSpec, parallel: Parallel, dtype: torch
             tensors = stream_shards(model, spec, layout, rank, names, dtype)
             write_stream(partial / file, {name: shapes[name] for name in names}, dtype, tensors)
             leave_digest(partial / file)
-        meta = {"model": json.loads(spec.fingerprint()), "dtype": str(dtype).removeprefix("torch.")}
+        meta: dict[str, Any] = {"model": json.loads(spec.fingerprint()), "dtype": str(dtype).removeprefix("torch.")}
         meta |= {"parallel": asdict(parallel), "policy_version": 0, "steps_done": 0, OPTIMIZER: False}
         return publish(partial, out, meta)
     finally:
@@ -74,7 +75,7 @@ def write_stream(
     """
     with path.open("wb") as file:
         file.write(_header(shapes, dtype, {}))
-        digests = {}
+        digests: dict[str, str] = {}
         for name, tensor in tensors:
             file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
             digests |= tensor_checksums({name: tensor})
@@ -85,7 +86,9 @@ def write_stream(
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, digests: Mapping[str, str]) -> bytes:
     """Return a safetensors header: 8 bytes with its length, JSON, padding to 8 bytes."""
-    entries, metadata, begin = {}, {}, 0
+    entries: dict[str, dict[str, Any]] = {}
+    metadata: dict[str, str] = {}
+    begin = 0
     for name, shape in shapes.items():
         end = begin + math.prod(shape) * dtype.itemsize
         entries[f"{WEIGHTS}/{name}"] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
