@@ -37,10 +37,15 @@ class Trained:
 
 def train(engine: MegatronEngine, monkeypatch: pytest.MonkeyPatch) -> Trained:
     held, loss = [0], TokenState.loss
+
+    def weighed(*given: Any) -> torch.Tensor:
+        held.append(live.total())
+        return loss(*given)
+
     # What lives before the second update is not counted: gradients, optimizer state, copies of both.
     engine.train_step(SAMPLES, NUM_UPDATES)
     with LiveBytes() as live, monkeypatch.context() as patch:
-        patch.setattr(TokenState, "loss", lambda *given: held.append(live.total()) or loss(*given))
+        patch.setattr(TokenState, "loss", weighed)
         metrics = engine.train_step(SAMPLES, NUM_UPDATES).metrics
     weights = {name: tensor.clone() for name, tensor in engine.tensors().items()}
     return Trained(dict(metrics), weights, held[-1])

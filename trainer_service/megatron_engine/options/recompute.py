@@ -15,6 +15,6 @@ def recompute_arguments(trainer: TrainerSection, num_layers: int) -> dict[str, A
         return {"recompute_granularity": "selective", "recompute_modules": list(trainer.recompute_modules)}
     if trainer.recompute == "full":
         layers = num_layers if trainer.recompute_layers is None else trainer.recompute_layers
-        # one checkpoint per layer: a checkpoint of several would hold the activations of all of them at once
+        # one checkpoint per layer: a checkpoint of several would hold the activations of them all together
         return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     return {}
