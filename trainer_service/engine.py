@@ -16,11 +16,13 @@ class StepResult:
     """Result of one train step.
 
     Attributes:
-        metrics: by name, over all ranks.
+        metrics: by name, over all ranks; they depend on the samples and the policy.
+        performance: further metrics, which depend on the machine too.
         seconds: by part, of this rank.
     """
 
     metrics: Mapping[str, float]
+    performance: Mapping[str, float]
     seconds: Mapping[str, float]
 
 

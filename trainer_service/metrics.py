@@ -31,6 +31,21 @@ PACKING_EFFICIENCY = Gauge(
     "tandem_packing_efficiency_ratio",
     "Tokens of the samples per token that went through the model in the last step, on all ranks.",
 )
+TOKENS_PER_SECOND = Gauge(
+    "tandem_train_tokens_per_second", "Tokens of the last step's samples, prompts included, per second of the step."
+)
+FLOPS_UTILIZATION = Gauge(
+    "tandem_train_model_flops_utilization_ratio",
+    "FLOPs that the last step needed / what the devices of all ranks could have done meanwhile (MFU).",
+)
+PEAK_FLOPS = Gauge(
+    "tandem_train_peak_flops_per_second",
+    "Highest speed of all ranks' devices: by trainer.peak_tflops, or measured before the first step.",
+)
+PEAK_MEMORY = Gauge(
+    "tandem_train_peak_memory_bytes",
+    "Most bytes in the last step on the rank that had most: allocated on its GPU, resident on a host without one.",
+)
 PUBLISH_SECONDS = Histogram(
     "tandem_trainer_publish_seconds",
     "Wall seconds of a weight-sync phase on the trainer.",
@@ -77,3 +92,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     LOGPROB_DIFF.labels(statistic="mean").set(metrics["logprob_abs_diff_mean"])
     LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])
     PACKING_EFFICIENCY.set(metrics["packing_efficiency"])
+    TOKENS_PER_SECOND.set(metrics["train_tokens_per_s"])
+    FLOPS_UTILIZATION.set(metrics["model_flops_utilization"])
+    PEAK_FLOPS.set(metrics["train_peak_flops_per_s"])
+    PEAK_MEMORY.set(metrics["train_peak_memory_bytes"])

@@ -37,7 +37,12 @@ _TRAINER_FIELDS = (
     "correction_outside_fraction",
     "learning_rate",
     "packing_efficiency",
+    "train_tokens_per_s",
+    "model_flops_utilization",
+    "train_peak_memory_bytes",
 )
+# Parts of a train step, as the trainer names them; seconds in the rows' fields `train_NAME_s`.
+_STEP_PARTS = ("receive", "pack", "old_logprobs", "reference", "forward_backward", "optimizer")
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.
@@ -150,6 +155,7 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
     overhead_s = timing.busy_s - record.generation.engine_s - compute_s
     return {
         **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},
+        **{f"train_{part}_s": None if record.step is None else record.step.seconds.get(part) for part in _STEP_PARTS},
         "iteration_s": timing.total_s,
         "engine_s": record.generation.engine_s,
         "trainer_compute_s": compute_s,

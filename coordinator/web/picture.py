@@ -25,6 +25,10 @@ CURVES = (
     ("clip_fraction_low", "Clipped below", "share"),
     ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
     ("tokens_per_s", "Tokens per second", ""),
+    ("train_tokens_per_s", "Trainer, tokens per second", ""),
+    ("model_flops_utilization", "Trainer, share of peak FLOP/s", "share"),
+    ("train_peak_memory_bytes", "Trainer, peak memory of a rank", "bytes"),
+    ("packing_efficiency", "Packing efficiency", "share"),
     ("iteration_s", "Iteration", "s"),
     ("sync_s", "Weight sync", "s"),
 )

@@ -213,8 +213,8 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
     else:
-        # Projected q, k, v (v is read from there), rotated q and k, the output.
-        attention += tokens * ((q + 2 * kv) + (q + kv) + q) * width
+        # Projected q, k, v (v is read from there), and the output.
+        attention += tokens * ((q + 2 * kv) + q) * width
         attention += tokens * (q + kv) * width if spec.qk_norm else 0
     core, mlp = _core_attention(config, spec, parallel), _mlp(config, spec, parallel, layer)
     return norms + attention + core + mlp
@@ -232,15 +232,16 @@ def _core_attention(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> i
     if parallel.context > 1 and q != kv:
         return _scores(config, parallel, tokens, q, q // spec.head_dim)
     gathered = 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
-    return gathered + tokens * (q // spec.head_dim) * _FLOAT  # a log-sum per head
+    # rotated q and k; a log-sum per head
+    return gathered + tokens * (q + kv) * width + tokens * (q // spec.head_dim) * _FLOAT
 
 
 def _unkept_inputs(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
     """Return the bytes of queries, keys and values that only a core attention that is computed again keeps."""
     q, kv = _projected(spec, parallel)
-    if parallel.context == 1 or q == kv:
+    if parallel.context == 1 or q == kv or spec.qk_norm:
         return 0
-    return _tokens(config, parallel) * ((q + 2 * kv) + (q + kv)) * _width(config)
+    return _tokens(config, parallel) * (q + 2 * kv) * _width(config)
 
 
 def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:

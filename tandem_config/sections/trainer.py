@@ -131,6 +131,14 @@ class TrainerSection(Section):
         description="Layers of each stage (or of each of its virtual chunks) that full recompute covers; null: all.",
         json_schema_extra=about("least memory; fewer where there is memory left", unit="layers"),
     )
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Highest speed of a rank's device in the model's type, which the model-FLOPs utilisation is a share of; "
+            "null: a matrix product is measured before the first step."
+        ),
+        json_schema_extra=about("data sheets promise what no program reaches", unit="10^12 FLOP/s"),
+    )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",

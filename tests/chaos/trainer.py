@@ -39,7 +39,7 @@ class FakeTrainerEngine:
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         self.policy_version += 1
         self._fill(self.policy_version)
-        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={"pack": 0.0})
+        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, performance={}, seconds={"pack": 0.0})
 
     def load(self, folder: Path) -> None:
         """The initial model."""

@@ -19,6 +19,9 @@ ROW_KEYS = {
     "entropy",
     "logprob_abs_diff_max",
     "tokens_per_s",
+    "train_tokens_per_s",
+    "train_peak_memory_bytes",
+    "train_forward_backward_s",
 }
 SUMMARY_KEYS = {
     "iterations",
@@ -51,6 +54,7 @@ def test_the_demo_learns_to_add(tandem: Callable[..., Tandem], tmp_path: Path) -
     assert summary["weight_sync"]["redundancy"] == 1.0
     assert summary["weight_sync"]["count"] == 41
     assert all(set(row) >= ROW_KEYS for row in rows_of(folder))
+    assert all(0 < row["model_flops_utilization"] < 1 for row in rows_of(folder))
     # Where an iteration's time goes is measured; that Tandem adds at most 15 % is a ratio, so it may be asserted.
     assert summary["time"]["overhead_share_median"] <= 0.15
     assert abs(transformers_accuracy(folder / "hf") - summary["final_accuracy"]) <= 0.004  # two of 500 near-ties

@@ -47,7 +47,7 @@ class Engine:
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         self.policy_version += 1
-        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, seconds={})
+        return StepResult(metrics={"loss": 0.0, "grad_norm": 0.0}, performance={}, seconds={})
 
     def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[Any, Any]:
         return np.zeros(samples.num_completion_tokens, np.float32), np.zeros(samples.num_completion_tokens, np.float32)

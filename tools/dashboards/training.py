@@ -229,6 +229,37 @@ _TIME = Row(
             stacked=True,
         ),
         panel(
+            "Trainer's tokens per second",
+            "Tokens of the last step's samples, prompts included, per second of the step.",
+            gauge("tandem_train_tokens_per_second", "tokens/s", TRAINER),
+            unit="short",
+        ),
+        panel(
+            "Model-FLOPs utilisation",
+            "FLOPs that the last step needed / what the devices could have done meanwhile. Small models and short "
+            "samples cannot fill a device.",
+            gauge("tandem_train_model_flops_utilization_ratio", "utilisation", TRAINER),
+            unit="percentunit",
+        ),
+        panel(
+            "FLOP/s",
+            "What the devices of all ranks can do (trainer.peak_tflops, or measured), and what the last step did.",
+            gauge("tandem_train_peak_flops_per_second", "peak", TRAINER),
+            Series(
+                expr=f"tandem_train_model_flops_utilization_ratio{{{TRAINER}}} "
+                f"* tandem_train_peak_flops_per_second{{{TRAINER}}}",
+                legend="last step",
+            ),
+            unit="short",
+            logarithmic=True,
+        ),
+        panel(
+            "Trainer's peak memory",
+            "Of the rank that had most in the last step: allocated on its GPU, or resident on a host without one.",
+            gauge("tandem_train_peak_memory_bytes", "peak", TRAINER),
+            unit="bytes",
+        ),
+        panel(
             "Checkpoints",
             "Seconds to write one, on the trainer.",
             mean("tandem_checkpoint_seconds", "mean", TRAINER),

@@ -17,6 +17,7 @@ class Packed:
     """
 
     input_ids: IntArray  # [1, T]
+    position_ids: IntArray  # [1, T] each token's place in its sequence
     lengths: IntArray  # [B or B + 1] tokens of each sequence, on all context-parallel ranks together, with its padding
     positions: IntArray  # [t]
     targets: IntArray  # [t] the completion tokens' ids
@@ -47,9 +48,11 @@ def pack(
     padding = -int(room.sum()) % row_multiple
     input_ids = np.zeros(int(room.sum()) + padding, np.int64)
     input_ids[span_indices(starts(room), true)] = samples.token_ids[span_indices(samples.token_starts[rows], true)]
+    lengths = np.append(room, padding) if padding else room
     return Packed(
         input_ids=input_ids[None],
-        lengths=np.append(room, padding) if padding else room,
+        position_ids=span_indices(np.zeros_like(lengths), lengths)[None],
+        lengths=lengths,
         # the logits at prompt - 1 predict the first completion token
         positions=span_indices(starts(room) + prompts - 1, completions),
         targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)],
@@ -75,6 +78,7 @@ def context_share(packed: Packed, rank: int, size: int) -> Packed:
     return replace(
         packed,
         input_ids=packed.input_ids[:, held],
+        position_ids=packed.position_ids[:, held],
         positions=positions[mine],
         targets=packed.targets[mine],
         token_index=packed.token_index[mine],

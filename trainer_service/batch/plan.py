@@ -8,6 +8,7 @@ from tandem_config.schema import GrpoSection
 from trainer_service.batch.cuts import cut, deal
 from trainer_service.batch.packed import Packed, context_share, inputs, pack
 from trainer_service.batch.samples import BoolArray, IntArray, Samples
+from trainer_service.measure.flops import BACKWARD, FlopCosts
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
@@ -46,25 +47,13 @@ class RankShare:
             data_parallel=parallel.data,
             pipeline_parallel=parallel.pipeline,
             max_tokens=max_tokens,
-            even_length=even_length(spec),
+            even_length=FlopCosts.of(spec).even_length,
             sequence_multiple=chunks,
             row_multiple=chunks * (parallel.tensor if sequence_parallel else 1),
             context_rank=context_rank,
             context_parallel=parallel.context,
             count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         )
-
-
-def even_length(spec: ModelSpec) -> float:
-    """Return the tokens of a sequence whose attention scores cost as many FLOPs as the rest of an average layer.
-
-    A token costs 2 FLOPs for each weight that it meets and, over a causal sequence of L tokens, 2 * L for each of the
-    queries' dimensions: half of L keys, twice (scores, weighted values).
-    """
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    experts = sum(spec.has_experts(layer) for layer in range(spec.num_layers)) / spec.num_layers
-    ffn = (1 - experts) * spec.ffn_size + experts * spec.experts_per_token * spec.expert_ffn_size
-    return spec.hidden_size * (2 * queries + 2 * keys + 3 * ffn) / queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +63,29 @@ class StepPlan:
     Attributes:
         measured: run forward without gradients at the start of the step, for log-probs and entropies of the policy that
             the step starts from.
+        measures: [S] whether a sample is measured so.
+        trains: [S] whether a sample is trained on, in each epoch.
         updates: by optimizer update; empty where no sample of the update has a gradient.
         packing_efficiency: the samples' tokens per token that goes through the model, in all passes of all ranks.
     """
 
     measured: list[Packed]
+    measures: BoolArray
+    trains: BoolArray
     updates: list[list[Packed]]
     packing_efficiency: float
+
+    def flops(self, samples: Samples, costs: FlopCosts, *, epochs: int, reference: bool) -> float:
+        """Count the FLOPs that all ranks together need for the step.
+
+        Args:
+            reference: the samples that are trained on go through the reference policy too.
+        """
+
+        def forward(chosen: BoolArray) -> float:
+            return costs.forward(samples.prompt_lengths[chosen], samples.completion_lengths[chosen])
+
+        return forward(self.measures) + (int(reference) + (1 + BACKWARD) * epochs) * forward(self.trains)
 
 
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
@@ -101,6 +106,8 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     computed = sum(cut_pass.computed for cut_pass in (first, *others))
     return StepPlan(
         measured=_micro_batches(samples, first, ranks),
+        measures=measured,
+        trains=active,
         updates=[_micro_batches(samples, cut_pass, ranks) for cut_pass in others],
         packing_efficiency=sum(cut_pass.true for cut_pass in (first, *others)) / computed if computed else 1.0,
     )

@@ -20,6 +20,8 @@ from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
 from trainer_service.identity import identity
+from trainer_service.measure.flops import FlopCosts
+from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
@@ -95,6 +97,8 @@ class MegatronEngine:
             ranks=self._ranks,
             clip_grad=trainer.clip_grad,
             device=device,
+            meter=StepMeter(device, self._dtype, trainer.peak_tflops),
+            costs=FlopCosts.of(self._spec),
             reference=self._reference if config.grpo.kl_in_loss else None,
         )
 

@@ -20,6 +20,7 @@ class MicroBatchTensors:
     """`Packed` on the device: T tokens, of which t are completion tokens."""
 
     input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
     positions: Tensor  # [t]
     targets: Tensor  # [t]
     token_index: Tensor  # [t]
@@ -39,6 +40,7 @@ def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
 
     return MicroBatchTensors(
         input_ids=move(batch.input_ids),
+        position_ids=move(batch.position_ids),
         positions=move(batch.positions),
         targets=move(batch.targets),
         token_index=move(batch.token_index),
@@ -94,8 +96,7 @@ class Schedule:
     ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
         chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
-        # rotary embeddings count each sequence's tokens themselves: no position ids
-        out = model(batch.input_ids, None, None, labels=chosen, packed_seq_params=batch.packing)
+        out = model(batch.input_ids, batch.position_ids, None, labels=chosen, packed_seq_params=batch.packing)
         return out, partial(self._loss, on_tokens, batch)
 
     def _loss(

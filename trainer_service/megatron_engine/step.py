@@ -24,6 +24,8 @@ from trainer_service.batch.packed import Packed
 from trainer_service.batch.plan import RankShare, plan_step, plan_updates
 from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
+from trainer_service.measure.flops import FlopCosts
+from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
@@ -47,6 +49,8 @@ class StepRunner:
     ranks: RankShare
     clip_grad: float
     device: torch.device
+    meter: StepMeter
+    costs: FlopCosts
     # None: no KL term in the loss
     reference: ReferencePolicy | None = None
 
@@ -67,6 +71,7 @@ class StepRunner:
             skips_left: updates that may be left out, with grpo.on_non_finite: skip.
         Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
+        self.meter.begin()
         watch, grpo = Stopwatch(), self.grpo
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -96,8 +101,11 @@ class StepRunner:
                     state.begin_epoch(samples)
             for update, batches in enumerate(updates):
                 self._update(batches, state, done, (samples, update), watch)
-        metrics = self._metrics(done, state, learning_rate, samples)
-        return StepResult(metrics=metrics | {"packing_efficiency": plan.packing_efficiency}, seconds=watch.parts)
+        metrics = self._metrics(done, state, learning_rate, samples) | {"packing_efficiency": plan.packing_efficiency}
+        flops = plan.flops(samples, self.costs, epochs=grpo.epochs, reference=self.reference is not None)
+        tokens = int(samples.lengths.sum())
+        performance = self.meter.metrics(tokens=tokens, flops=flops, seconds=watch.total_s())
+        return StepResult(metrics=metrics, performance=performance, seconds=watch.parts)
 
     def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
         return step_metrics(

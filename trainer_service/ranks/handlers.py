@@ -44,6 +44,7 @@ class CommandHandlers:
         result = self._engine.train_step(Samples.from_parts(parts[1:]), header.num_updates)
         response = pb.TrainStepResponse(policy_version=self._engine.policy_version)
         response.metrics.update(result.metrics)
+        response.metrics.update(result.performance)
         response.seconds.update(result.seconds)
         return response.SerializeToString()
 

@@ -95,6 +95,10 @@ async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
         reply.metrics
     )
     assert reply.metrics["samples"] == 8
+    assert 0 < reply.metrics["model_flops_utilization"] < 1
+    tokens = sum(len(batch.token_ids) for batch in batches)
+    assert tokens / reply.metrics["train_tokens_per_s"] <= reply.seconds["total"]
+    assert reply.metrics["train_peak_memory_bytes"] > 2**20
     assert 0.9 < reply.metrics["packing_efficiency"] <= 1
     assert reply.metrics["tokens"] == sum(sum(batch.completion_lengths) for batch in batches)
     assert {"receive", "pack", "old_logprobs", "forward_backward", "optimizer", "total"} == set(reply.seconds)

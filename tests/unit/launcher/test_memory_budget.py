@@ -162,8 +162,9 @@ def test_recompute_leaves_the_inputs_of_layers() -> None:
     modules = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn, mlp]")
     (parts,) = trainer_memory(overlay("cluster", *modules), spec)
     tokens, hidden, ffn = 16384, 3584, 18944
-    of_mlp, log_sums = 5 * tokens * ffn // 4 * 2, tokens * 28 // 4 * 4  # tensor_parallel: 4
-    assert kept.activations - parts.activations == 28 * parts.recomputed == 28 * (of_mlp + log_sums)
+    # tensor_parallel: 4; rotated queries and keys, and a log-sum per head
+    of_mlp, of_core = 5 * tokens * ffn // 4 * 2, tokens * ((28 + 4) // 4 * 128 * 2 + 28 // 4 * 4)
+    assert kept.activations - parts.activations == 28 * parts.recomputed == 28 * (of_mlp + of_core)
     shared = tokens * hidden * 2 + 2 * tokens // 4 * hidden * 2  # beside the layers: gathered, and the final norm's
     assert full.activations - shared == 28 * tokens // 4 * hidden * 2  # sequence_parallel
     assert half.activations - full.activations == (kept.activations - full.activations) // 2

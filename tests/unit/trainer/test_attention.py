@@ -114,6 +114,7 @@ def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, s
     empty = np.zeros(0, np.int64)
     row = Packed(
         input_ids=np.arange(sum(lengths))[None],
+        position_ids=np.arange(sum(lengths))[None],
         lengths=np.array(lengths),
         positions=empty,
         targets=empty,

@@ -98,7 +98,13 @@ class Batch:
         index = torch.from_numpy(np.flatnonzero(np.isin(owner, range(len(self.samples)) if rows is None else rows)))
         none: Any = torch.zeros(0)  # the loss reads none of these
         batch = MicroBatchTensors(
-            input_ids=none, positions=none, targets=none, token_index=index, packing=none, counted=True
+            input_ids=none,
+            position_ids=none,
+            positions=none,
+            targets=none,
+            token_index=index,
+            packing=none,
+            counted=True,
         )
         logprobs, entropies = self.both(logits)
         return self.state.loss(batch, logprobs[index], entropies[index])

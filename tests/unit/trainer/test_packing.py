@@ -13,8 +13,9 @@ from tests.kit.stores import tiny_spec
 from tests.unit.trainer.batches import random_samples
 from trainer_service.batch.cuts import cut, deal
 from trainer_service.batch.packed import Packed, context_share, pack
-from trainer_service.batch.plan import RankShare, even_length, measure_all, plan_step
+from trainer_service.batch.plan import RankShare, measure_all, plan_step
 from trainer_service.batch.samples import Samples
+from trainer_service.measure.flops import FlopCosts
 from weightsync.layouts.layout import Parallel
 
 
@@ -38,6 +39,7 @@ def test_a_row_holds_the_sequences_and_knows_where_completions_are() -> None:
     batch = pack(samples, np.array([4, 1]))
     assert batch.input_ids.tolist() == [tokens_of(samples, 4) + tokens_of(samples, 1)]
     assert batch.lengths.tolist() == [samples.lengths[4] - 1, samples.lengths[1] - 1]
+    assert batch.position_ids.tolist() == [[*range(batch.lengths[0]), *range(batch.lengths[1])]]
     # the token before each target, in the sample, is the one at its position
     first = samples.token_starts + samples.prompt_lengths - 1
     before = [samples.token_ids[first[i] : first[i] + samples.completion_lengths[i]] for i in (4, 1)]
@@ -51,6 +53,7 @@ def test_padding_follows_each_sequence_and_then_the_row(sequences: int, row: int
     batch = pack(samples, np.arange(6), sequence_multiple=sequences, row_multiple=row)
     whole = batch.input_ids[0].tolist()
     assert len(whole) == batch.lengths.sum()
+    assert batch.position_ids[0].tolist() == [place for length in batch.lengths for place in range(length)]
     assert len(whole) % row == 0
     assert not np.any(batch.lengths % sequences)
     start = 0
@@ -139,7 +142,7 @@ def test_even_length_is_where_scores_cost_as_much_as_the_weights() -> None:
     weights = (
         2 * spec.hidden_size * (queries + spec.num_kv_heads * spec.head_dim) + 3 * spec.hidden_size * spec.ffn_size
     )
-    length = even_length(spec)
+    length = FlopCosts.of(spec).even_length
     # of each of L tokens: two products, on average with L / 2 keys, 2 FLOPs each
     assert 2 * (2 * queries * length / 2) == pytest.approx(2 * weights)
 
@@ -184,11 +187,12 @@ def test_context_ranks_share_each_sequence_and_every_completion_token_once(size:
     whole = pack(random_samples(6), np.arange(6), sequence_multiple=2 * size, row_multiple=8 * size)
     shares = [context_share(whole, rank, size) for rank in range(size)]
     for rank, share in enumerate(shares):
-        expected: list[int] = []
-        for sequence in np.split(whole.input_ids[0], np.cumsum(whole.lengths)[:-1]):
-            chunks = np.split(sequence, 2 * size)
-            expected += [*chunks[rank], *chunks[2 * size - 1 - rank]]
-        assert share.input_ids.tolist() == [expected]
+        held: list[int] = []
+        for tokens_of_sequence in np.split(np.arange(whole.input_ids.size), np.cumsum(whole.lengths)[:-1]):
+            chunks = np.split(tokens_of_sequence, 2 * size)
+            held += [*chunks[rank], *chunks[2 * size - 1 - rank]]
+        assert np.array_equal(share.input_ids, whole.input_ids[:, held])
+        assert np.array_equal(share.position_ids, whole.position_ids[:, held])
         # the token that predicts each target is the one at its position, as in the whole
         mine = np.isin(whole.token_index, share.token_index)
         assert np.array_equal(share.input_ids[0, share.positions], whole.input_ids[0, whole.positions[mine]])

@@ -1,4 +1,4 @@
-"""Megatron's angles, and its factor on queries and keys, are those of transformers' functions."""
+"""The model's angles, and its factor on queries and keys, are those of transformers' functions; rotating by them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.kit.stores import tiny_spec
+from trainer_service.megatron_engine.attention.rotary import Rotation
 from trainer_service.megatron_engine.build import build_chunks, initialize_parallel, transformer_config
 from weightsync.layouts.layout import Parallel
 
@@ -46,15 +47,18 @@ def alone() -> Iterator[None]:
 
 
 def angles_and_factor(entries: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """The first positions' angles, [positions, head_dim / 2], and the factor, as Megatron's attention has them."""
-    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
-
+    """The first positions' angles, [positions, head_dim / 2], and the factor, as the model's attention has them."""
     spec = tiny_spec("qwen2", num_hidden_layers=1, **entries)
     config = transformer_config(spec, Parallel(), torch.float32, False)
     (model,) = build_chunks(spec, config, 1.0, torch.device("cpu"))
     made = model.rotary_pos_emb(4)
-    factor: float = yarn._yarn_get_concentration_factor_from_config(model.decoder.layers[0].self_attention.config)
-    return (made[0] if isinstance(made, tuple) else made)[:, 0, 0, : spec.head_dim // 2], factor
+    angles = (made[0] if isinstance(made, tuple) else made)[:, 0, 0, : spec.head_dim // 2]
+    rotation = model._rotation(torch.tensor([[3, 0, 1]]), 4)
+    factor = float(rotation.cos[1, 0, 0])  # at position 0
+    expected = angles[[3, 0, 1], None]
+    torch.testing.assert_close(rotation.cos, (expected.cos() * factor).repeat(1, 1, 2), rtol=0, atol=0)
+    torch.testing.assert_close(rotation.sin, expected.sin() * factor, rtol=0, atol=0)
+    return angles, factor
 
 
 def of_transformers(config: Any) -> tuple[torch.Tensor, float, int]:
@@ -72,4 +76,26 @@ def test_angles_and_factor_are_those_of_transformers(entries: dict[str, Any]) ->
     angles, factor = angles_and_factor(entries)
     torch.testing.assert_close(angles[1], expected, rtol=1.2e-7, atol=0)  # one rounding of float32
     torch.testing.assert_close(angles, torch.arange(4.0)[:, None] * expected, rtol=2.4e-7, atol=0)
-    assert factor == pytest.approx(expected_factor, abs=1e-12)
+    assert factor == pytest.approx(expected_factor, rel=6e-8)  # in float32
+
+
+def test_halves_of_heads_are_rotated_as_complex_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(7, 4, generator=generator, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 6, 0, 1]])
+    x = torch.randn(6, 3, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    rotation = Rotation.of(angles.repeat(1, 2)[:, None, None], positions, 1.5, torch.float64)
+    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.full_like(angles, 1.5), angles)[positions[0], None]
+    torch.testing.assert_close(rotation.apply(x), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-14)
+    torch.autograd.gradcheck(rotation.apply, x)
+
+
+def test_rotations_in_float32_and_bfloat16_differ_by_rounding_from_megatrons() -> None:
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    angles = torch.rand(6, 1, 1, 4).repeat(1, 1, 1, 2)
+    x = torch.randn(6, 3, 8)
+    for dtype, tolerance in ((torch.float32, 5e-7), (torch.bfloat16, 4e-2)):
+        rotation = Rotation.of(angles, torch.arange(6)[None], 1.0, dtype)
+        theirs = _apply_rotary_pos_emb_bshd(x.to(dtype)[:, None], angles).squeeze(1)
+        torch.testing.assert_close(rotation.apply(x.to(dtype)), theirs, rtol=0, atol=tolerance)

@@ -31,6 +31,8 @@ _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
 class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
+    Queries and keys come without rotary embeddings, which are applied here.
+
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys
     and values of all ranks and attends with its own queries.
     """
@@ -58,6 +60,8 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """Attend: query [T, heads, head_dim], key and value [T, groups, head_dim] -> [T, heads * head_dim]."""
+        if packed_seq_params.rotation is not None:
+            query, key = (packed_seq_params.rotation.apply(x) for x in (query, key))
         if self.config.context_parallel_size > 1:
             out = self._share(query, key, value, packed_seq_params)
         elif has_kernel(query):

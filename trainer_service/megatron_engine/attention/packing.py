@@ -8,20 +8,20 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from trainer_service.megatron_engine.attention.rotary import Rotation
+
 
 @dataclass(kw_only=True)
 class RowPacking(PackedSeqParams):
     """mcore's parameters of a packed row, and the same as plain numbers, which no kernel must be waited for to read.
 
-    mcore's rotary embeddings read `cu_seqlens_*_padded`, which are on the host: their positions begin anew with each
-    sequence, and under context parallelism are those of a rank's two chunks. `max_seqlen_*` is exactly the longest
-    sequence's: mcore takes angles of as many positions as the row has tokens for those of the row.
-
     Attributes:
         runs: [(n, L)]: n sequences of L tokens each follow one another; L with padding, and of all context ranks.
+        rotation: of queries and keys; None: they are used as they are.
     """
 
     runs: tuple[tuple[int, int], ...]
+    rotation: Rotation | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "RowPacking":
@@ -31,13 +31,11 @@ class RowPacking(PackedSeqParams):
             lengths: tokens of each sequence, on all context ranks.
         """
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        there = ends.to(device, non_blocking=True)
+        ends = ends.to(device, non_blocking=True)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=there,
-            cu_seqlens_kv=there,
-            cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),

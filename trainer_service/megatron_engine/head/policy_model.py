@@ -1,6 +1,9 @@
-"""mcore's GPTModel whose last stage returns log-probs and entropies of chosen tokens instead of all logits."""
+"""mcore's GPTModel whose last stage returns log-probs and entropies of chosen tokens instead of all logits.
 
-from dataclasses import dataclass
+Its layers get the rotations of queries and keys ready to use, with the packing of the row.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from trainer_service.batch.chunks import chunk_tokens
+from trainer_service.megatron_engine.attention.packing import RowPacking
+from trainer_service.megatron_engine.attention.rotary import Rotation
 from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
 
 
@@ -60,8 +65,31 @@ class PolicyModel(GPTModel):
 
     def __init__(self, *args: Any, true_vocab: int, temperature: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.position_embedding_type = "none"  # of this name mcore has no angles to give to its layers
         if self.post_process:
             self.output_layer = OutputHead(self.output_layer, true_vocab=true_vocab, temperature=temperature)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: RowPacking,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the chunk on a packed row.
+
+        Args:
+            input_ids, position_ids: [1, T] of this rank; positions begin anew with each sequence.
+        """
+        packing = replace(packed_seq_params, rotation=self._rotation(position_ids, packed_seq_params.max_seqlen_q))
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packing, **kwargs)
+
+    def _rotation(self, position_ids: Tensor, longest: int) -> Rotation:
+        made = self.rotary_pos_emb.get_emb(longest)
+        angles, factor = made if isinstance(made, tuple) else (made, 1.0)  # YaRN's come with its factor
+        return Rotation.of(angles, position_ids, factor, self.config.params_dtype)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Any:
         """Return hidden states to the next stage, or the results of the last one."""

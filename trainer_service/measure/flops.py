@@ -1,0 +1,64 @@
+"""FLOPs of a model's passes over samples, from its sizes: two for each multiplication of a matrix product.
+
+Norms, activations, rotary embeddings, softmaxes and the optimizer are not counted (usual for a model-FLOPs
+utilisation), nor is anything that is computed twice, or for padding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightsync.model.spec import ModelSpec
+
+# A backward pass computes two products for each of the forward pass: the gradients of its input and of its weight.
+BACKWARD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCosts:
+    """FLOPs of a forward pass through all layers.
+
+    Attributes:
+        token: of a token, for the weights that it meets: attention's projections, its MLP or its chosen experts and
+            their router.
+        pair: of a query and a key that it sees, over all heads: its score, and its share of the weighted values.
+        completion: of a completion token, in the output layer, which sees no others.
+    """
+
+    token: float
+    pair: float
+    completion: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "FlopCosts":
+        """Derive them from a model's sizes."""
+        queries, hidden = spec.size("q"), spec.hidden_size
+        weights = sum(
+            hidden * (2 * queries + 2 * spec.size("kv") + _mlp(spec, layer)) for layer in range(spec.num_layers)
+        )
+        return cls(token=2 * weights, pair=4 * queries * spec.num_layers, completion=2 * hidden * spec.vocab_size)
+
+    @property
+    def even_length(self) -> float:
+        """Return the tokens of a sequence whose pairs cost as much as its tokens: a token sees half of them on average."""
+        return self.token / (self.pair / 2)
+
+    def forward(self, prompt_lengths: NDArray[np.int64], completion_lengths: NDArray[np.int64]) -> float:
+        """Count a forward pass over samples, [S] each.
+
+        The last token of a sample predicts nothing, so it is not computed; token i sees i + 1 keys, its own included.
+        """
+        tokens = prompt_lengths + completion_lengths - 1
+        pairs = tokens * (tokens + 1) // 2
+        counts = (tokens.sum(), pairs.sum(), completion_lengths.sum())
+        return sum(
+            cost * float(count) for cost, count in zip((self.token, self.pair, self.completion), counts, strict=True)
+        )
+
+
+def _mlp(spec: ModelSpec, layer: int) -> int:
+    """Return the columns of the MLP's weights that a token meets, per dimension of its hidden state."""
+    if not spec.has_experts(layer):
+        return 3 * spec.ffn_size
+    return spec.num_experts + 3 * spec.experts_per_token * spec.expert_ffn_size
