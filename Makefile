@@ -23,7 +23,7 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync images
+.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,10 @@ lock: venv ## resolve requirements/cuda-*.txt and torch-cuda.txt anew
 bench-sync: venv ## measure weight sync against SGLang's own updates (half an hour, both cores)
 	@$(PY) -W ignore -m tools.bench_sync
 
+bench-train: venv ## measure a train step against transformers, TRL and the matmul floor (20 minutes, both cores)
+	@tools/bench_train/make_venv.sh
+	@$(PY) -W ignore -m tools.bench_train $(ARGS)
+
 images: ## build the container images with Docker, for CPUs or with VARIANT=gpu (docs/docker.md)
 	@deploy/images/build.sh
 
@@ -97,6 +101,6 @@ gpu-check: ## real services and weight sync on this machine's GPUs: make gpu-che
 	@$(PY) -m tools.gpu_check $(ARGS)
 
 clean: ## remove caches and reports (environments and runs/ stay)
-	@[ ! -d .cache ] || find .cache -mindepth 1 -maxdepth 1 ! -name 'cuda-venv-*' -exec rm -rf {} +
+	@[ ! -d .cache ] || find .cache -mindepth 1 -maxdepth 1 ! -name '*-venv*' -exec rm -rf {} +
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist ./*.egg-info
 	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +

@@ -192,6 +192,7 @@ class GrpoLoop:
             step_id=f"i{number}.v{policy_version}.{self.incarnation}",
             policy_version=policy_version,
             num_updates=self.grpo.updates_per_iteration,
+            divide=self.grpo.updates_divide,
             rng=self.rng,
         )
 

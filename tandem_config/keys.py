@@ -93,6 +93,8 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length"), "rollout.context_length"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "warmup_ratio"), "trainer.warmup_iterations"),
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "trainer.clip_grad"),
+    **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload", "offload_train", "cpu_offload"),
+                    "trainer.offload"),
     **dict.fromkeys(("train_files", "train_file", "train_data", "dataset", "dataset_name", "prompt_data"),
                     "data.train"),
     **dict.fromkeys(("eval_data", "eval_prompt_data", "val_files", "val_data", "test_files"), "data.heldout"),

@@ -19,7 +19,7 @@ from tandem_config.sections.run import HELDOUT, EvaluationSection, EvaluationSet
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
-from tandem_config.sections.trainer import TrainerSection
+from tandem_config.sections.trainer import OffloadSection, TrainerSection
 
 __all__ = [
     "LISTED",
@@ -30,6 +30,7 @@ __all__ = [
     "DataSection",
     "RewardSection",
     "GrpoSection",
+    "OffloadSection",
     "TrainerSection",
     "RolloutSection",
     "SyncSection",

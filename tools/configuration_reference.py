@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
 from tandem_config.keys import kinds, note_of, sections
-from tandem_config.schema import Section
+from tandem_config.schema import OffloadSection, Section
 from tandem_config.sections.data import DataSource
 from tandem_config.sections.reward import CodeReference
 from tandem_config.sections.run import EvaluationSet
@@ -48,21 +48,25 @@ def _section(name: str, model: type[Section]) -> str:
     if kinds(name):
         return _kinds(name)
     rows = [f"| `{key}` | {_setting(field)}" for key, field in model.model_fields.items()]
-    entries = [_entries(name, key) for key, field in model.model_fields.items() if _holds_sets(field)]
+    entries = [
+        _entries(f"{name}.{key}", entry) for key, field in model.model_fields.items() if (entry := _entry_of(field))
+    ]
     return "\n\n".join([_table(f"key | {_SETTING}", rows), *entries])
 
 
-def _holds_sets(field: FieldInfo) -> bool:
-    return typing.get_args(field.annotation)[:1] == (EvaluationSet,)
+def _entry_of(field: FieldInfo) -> type[Section] | None:
+    """Return what the mappings of a setting hold: an evaluation set of the list, or what is offloaded."""
+    found = (typing.get_args(field.annotation) or (field.annotation,))[0]
+    return next((entry for entry in (EvaluationSet, OffloadSection) if entry is found), None)
 
 
-def _entries(section: str, key: str) -> str:
-    """Describe the entries of a list of evaluation sets."""
+def _entries(key: str, model: type[Section]) -> str:
+    """Describe the entries of a setting that holds mappings."""
     rows = [
         f"| `{name}` | {type_text(entry)} | {default_text(entry)} | {_cell(entry.description)} |"
-        for name, entry in EvaluationSet.model_fields.items()
+        for name, entry in model.model_fields.items()
     ]
-    return f"An entry of `{section}.{key}`:\n\n{_table('key | type | default | what it is', rows)}"
+    return f"An entry of `{key}`:\n\n{_table('key | type | default | what it is', rows)}"
 
 
 def _kinds(section: str) -> str:

@@ -1,6 +1,7 @@
 """The interface of a training engine. Every method is called on all ranks together, with equal arguments."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +81,14 @@ class TrainerEngine(Protocol):
         """Set the version of the present policy to `policy_version`."""
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return this rank's live parameters (torch tensors), by the engine's own names."""
+        """Return this rank's live parameters (torch tensors), by the engine's own names: see `weights`."""
+
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
+        """Have the parameters' bytes in memory inside of a `with` block; elsewhere they may be offloaded.
+
+        Yields: seconds by part that this has taken: `onload`, and `offload` after the block.
+        Raises: Internal: on every rank: there is no memory for them.
+        """
 
     def export(self, folder: Path) -> int:
         """Write the policy as a Hugging Face folder, atomically. Returns: bytes written."""

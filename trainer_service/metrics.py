@@ -9,7 +9,7 @@ from tandem_api.weights.v1 import weights_pb2
 STEP_SECONDS = Histogram(
     "tandem_train_step_seconds",
     "Wall seconds of a train step by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, "
-    "optimizer, total.",
+    "optimizer, onload and offload (trainer.offload), total.",
     ["part"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
 )
@@ -29,7 +29,11 @@ CLIP_FRACTION = Gauge("tandem_clip_fraction", "Share of trained tokens whose rat
 LOGPROB_DIFF = Gauge("tandem_logprob_abs_diff", "|log pi_trainer - log pi_engine| of the last step.", ["statistic"])
 PACKING_EFFICIENCY = Gauge(
     "tandem_packing_efficiency_ratio",
-    "Tokens of the samples per token that went through the model in the last step, on all ranks.",
+    "Tokens of the samples, shared prompts once, per token that went through the model in the last step, on all ranks.",
+)
+PROMPT_SHARING = Gauge(
+    "tandem_prompt_sharing_ratio",
+    "Tokens that went through the model in the last step per token that would have without shared prompts.",
 )
 TOKENS_PER_SECOND = Gauge(
     "tandem_train_tokens_per_second", "Tokens of the last step's samples, prompts included, per second of the step."
@@ -92,6 +96,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     LOGPROB_DIFF.labels(statistic="mean").set(metrics["logprob_abs_diff_mean"])
     LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])
     PACKING_EFFICIENCY.set(metrics["packing_efficiency"])
+    PROMPT_SHARING.set(metrics["prompt_sharing"])
     TOKENS_PER_SECOND.set(metrics["train_tokens_per_s"])
     FLOPS_UTILIZATION.set(metrics["model_flops_utilization"])
     PEAK_FLOPS.set(metrics["train_peak_flops_per_s"])

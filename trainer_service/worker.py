@@ -112,7 +112,8 @@ class Worker:
         self.liveness.on_interrupt = member.interrupt
         self.loaded.set_result(engine)
         try:
-            handlers = CommandHandlers(engine, Publisher(member.run_phase), self._settings.config.model.path)
+            publisher = Publisher(member.run_phase, engine.weights)
+            handlers = CommandHandlers(engine, publisher, self._settings.config.model.path)
             self._serve(Wire(group), handlers.table())
             self.liveness.end()
         finally:
@@ -183,6 +184,7 @@ class Worker:
             lease_ttl_s=self._settings.config.sync.lease_ttl_s,
             on_lost=self._fail,
             disk_folder=self._settings.config.sync.published_folder(environment.run_dir),
+            lends=not self._settings.config.trainer.offload.parameters,
         )
 
 

@@ -34,7 +34,8 @@ class TrainResult:
     policy_version: int
     # loss, grad_norm, entropy, ... as the trainer names them.
     metrics: dict[str, float]
-    # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, total.
+    # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
+    # offload (of trainer.offload), total.
     seconds: dict[str, float]
 
     @property

@@ -36,6 +36,11 @@ class Sample:
     trainable: bool
 
     @property
+    def group_id(self) -> str:
+        """Name of its group, see Group.sample_id."""
+        return self.sample_id.rpartition("#")[0]
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes that it adds to a message at most."""
         completion = len(self.completion.token_ids)
@@ -97,6 +102,19 @@ def split_updates(num_samples: int, num_updates: int, rng: np.random.Generator) 
     return np.array_split(rng.permutation(num_samples), min(num_updates, num_samples))
 
 
+def split_groups(samples: Sequence[Sample], num_updates: int, rng: np.random.Generator) -> list[Indices]:
+    """Spread groups over optimizer updates, in random order, in shares that differ by at most one group.
+
+    Returns: sample indices of each update; with fewer groups than updates, one update per group.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(index)
+    members = list(groups.values())
+    shares = split_updates(len(members), num_updates, rng)
+    return [np.array([index for group in share.tolist() for index in members[group]]) for share in shares]
+
+
 def chunk_starts(bytes_S: Sequence[int], max_bytes: int) -> list[int]:
     """Cut consecutive samples into chunks of at most `max_bytes`; a larger sample is a chunk of its own.
 
@@ -124,15 +142,20 @@ def make_batch(
     policy_version: int,
     num_updates: int,
     rng: np.random.Generator,
+    divide: Literal["samples", "prompts"] = "samples",
     chunk_bytes: int = SAMPLE_CHUNK_BYTES,
 ) -> TrainBatch:
-    """Make one train step of the samples; it has fewer than `num_updates` updates if samples are fewer.
+    """Make one train step of the samples; it has fewer than `num_updates` updates if samples (groups) are fewer.
 
     Args:
+        divide: what is divided among the updates; "prompts" keeps the samples of a group together.
         step_id: the step's name, by which the trainer recognises a repeated request.
         chunk_bytes: maximum size of a message. It only changes the number of messages, not the step.
     """
-    updates = split_updates(len(samples), num_updates, rng)
+    if divide == "prompts":
+        updates = split_groups(samples, num_updates, rng)
+    else:
+        updates = split_updates(len(samples), num_updates, rng)
     chunks = tuple(
         _chunk(update_index, part)
         for update_index, members in enumerate(updates)

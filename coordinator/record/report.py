@@ -37,12 +37,13 @@ _TRAINER_FIELDS = (
     "correction_outside_fraction",
     "learning_rate",
     "packing_efficiency",
+    "prompt_sharing",
     "train_tokens_per_s",
     "model_flops_utilization",
     "train_peak_memory_bytes",
 )
 # Parts of a train step, as the trainer names them; seconds in the rows' fields `train_NAME_s`.
-_STEP_PARTS = ("receive", "pack", "old_logprobs", "reference", "forward_backward", "optimizer")
+_STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.

@@ -85,8 +85,16 @@ def _trainer_line(config: RunConfig, trainer: TrainerMemory, gib: float) -> str:
     return (
         f"trainer rank{stage}: {_gib(trainer.peak)} of {gib:g} {trainer.moment} ({_gib(trainer.resident)} parameters, "
         f"gradients and AdamW; with {tokens} tokens in a micro-batch {_gib(trainer.activations)} activations and "
-        f"{_gib(trainer.head_backward)} at the output layer)"
+        f"{_gib(trainer.head_backward)} at the output layer){_idle(config, trainer)}"
     )
+
+
+def _idle(config: RunConfig, trainer: TrainerMemory) -> str:
+    """Say what is left between uses, and what it takes of the host; "" where nothing is offloaded."""
+    if trainer.idle == trainer.resident:
+        return ""
+    ranks = f" for each of {config.trainer.world_size} ranks" if config.trainer.world_size > 1 else ""
+    return f"; between uses {_gib(trainer.idle)}, and {_gib(trainer.host)} of page-locked host memory{ranks}"
 
 
 def _rollout_line(config: RunConfig, rollout: RolloutMemory, gib: float) -> str:

@@ -47,6 +47,8 @@ class TrainerMemory:
         optimizer: temporary memory of AdamW's step.
         reference: the reference policy's weights, which are on the GPU only while it is measured.
         buffers: message buffers of a weight sync.
+        idle: what is left of `resident` while the trainer does nothing (trainer.offload).
+        host: page-locked host memory: what is offloaded, the reference policy, and a copy to undo a step.
     """
 
     stage: int
@@ -58,6 +60,8 @@ class TrainerMemory:
     optimizer: int
     reference: int
     buffers: int
+    idle: int
+    host: int
 
     @property
     def forward(self) -> int:
@@ -135,6 +139,8 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
         logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
         activations, recomputed = _activations(config, spec, parallel, chunks, stage)
         masters = _FLOAT if width < _FLOAT else 0
+        reference = width if config.grpo.kl_coefficient != 0 else 0
+        kept, dropped = _offloaded(config, width, masters)
         found.append(
             TrainerMemory(
                 stage=stage,
@@ -144,11 +150,26 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
                 logits=logits,
                 head_backward=head_backward,
                 optimizer=elements * _FLOAT,
-                reference=elements * width if config.grpo.kl_coefficient != 0 else 0,
+                reference=elements * reference,
                 buffers=buffers,
+                idle=elements * (width + masters + 3 * _FLOAT - kept - dropped),
+                host=elements * (kept + reference + _undone(config)),
             )
         )
     return found
+
+
+def _offloaded(config: RunConfig, width: int, masters: int) -> tuple[int, int]:
+    """Return the bytes of a parameter that go to the host between uses, and those that are dropped."""
+    offload = config.trainer.offload
+    kept = (width if offload.parameters else 0) + (masters + 2 * _FLOAT if offload.optimizer else 0)
+    return kept, _FLOAT if offload.gradients else 0
+
+
+def _undone(config: RunConfig) -> int:
+    """Return the bytes of a parameter that a step of several updates remembers: a master and two moments."""
+    updates = config.grpo.updates_per_iteration * config.grpo.epochs
+    return 3 * _FLOAT if updates > 1 else 0
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,21 @@ def _updates_divide_samples(config: RunConfig) -> ConfigProblem | None:
     )
 
 
+@check("grpo.updates_divide", "grpo.prompts_per_iteration", "grpo.updates_per_iteration")
+def _updates_divide_prompts(config: RunConfig) -> ConfigProblem | None:
+    grpo = config.grpo
+    if grpo.updates_divide == "samples" or grpo.prompts_per_iteration % grpo.updates_per_iteration == 0:
+        return None
+    return ConfigProblem(
+        key="grpo.updates_divide",
+        value="prompts",
+        message=f"but grpo.updates_per_iteration {grpo.updates_per_iteration} does not divide the "
+        f"{grpo.prompts_per_iteration} prompts of an iteration",
+        suggestion="change grpo.prompts_per_iteration or grpo.updates_per_iteration, or set "
+        "grpo.updates_divide: samples",
+    )
+
+
 @check("grpo.prompts_per_iteration", "grpo.group_size", "grpo.updates_per_iteration", "trainer.data_parallel")
 def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
     grpo, copies = config.grpo, config.trainer.data_parallel

@@ -69,6 +69,12 @@ class GrpoSection(Section):
         "undo a step.",
         json_schema_extra=about("four steps from one rollout: the ratio stays within the clip", unit="updates"),
     )
+    updates_divide: Literal["samples", "prompts"] = Field(
+        "samples",
+        description="What is divided among the updates, at random: samples, or prompts with all of their completions. "
+        "With prompts trainer.share_prompts saves more: an update computes a prompt once for all of its group.",
+        json_schema_extra=about("every update then has samples of nearly all prompts"),
+    )
     epochs: PositiveInt = Field(
         1,
         description="Passes over an iteration's samples, each with updates_per_iteration updates; from the second on "

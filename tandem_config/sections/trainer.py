@@ -7,6 +7,32 @@ from pydantic import Field
 from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
 
 
+class OffloadSection(Section):
+    """What of the trainer's memory goes to the host while it is not used, and comes back bitwise."""
+
+    parameters: bool = Field(
+        False,
+        description=(
+            "The weights, and those of the reference policy: on the device in train steps, log-probs, weight syncs, "
+            "exports and checkpoints only."
+        ),
+        json_schema_extra=about("a device of its own needs no room for others"),
+    )
+    gradients: bool = Field(
+        False,
+        description="Gradient buffers: there in train steps only; nothing is copied, they are made anew.",
+        json_schema_extra=about("a device of its own needs no room for others"),
+    )
+    optimizer: bool = Field(
+        False,
+        description=(
+            "AdamW's moments, and the float32 masters of bfloat16 parameters: on the device in train steps and "
+            "checkpoints only."
+        ),
+        json_schema_extra=about("a device of its own needs no room for others"),
+    )
+
+
 class TrainerSection(Section):
     """The Megatron trainer service."""
 
@@ -131,6 +157,14 @@ class TrainerSection(Section):
         description="Layers of each stage (or of each of its virtual chunks) that full recompute covers; null: all.",
         json_schema_extra=about("least memory; fewer where there is memory left", unit="layers"),
     )
+    share_prompts: bool = Field(
+        False,
+        description=(
+            "Compute a prompt once for all of its completions in a micro-batch, instead of once for each; not with "
+            "context_parallel."
+        ),
+        json_schema_extra=about("prompts that are short beside their completions gain little"),
+    )
     peak_tflops: PositiveFloat | None = Field(
         None,
         description=(
@@ -151,6 +185,14 @@ class TrainerSection(Section):
             "(bfloat16: a seventh), and a resume starts AdamW anew."
         ),
         json_schema_extra=about("a resume then equals the undisturbed run"),
+    )
+    offload: OffloadSection = Field(
+        default_factory=OffloadSection,
+        description=(
+            "What of the trainer's memory is free while it is not used, for a device that others use as well. Its "
+            "bytes go to page-locked host memory, those of a trainer on CPUs to a file in the run's folder."
+        ),
+        json_schema_extra=about("moving it back and forth takes time in every step and weight sync"),
     )
 
     @property

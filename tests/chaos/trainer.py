@@ -1,6 +1,7 @@
 """A trainer rank of the chaos tests: the real service, with plain tensors in the place of Megatron."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,9 @@ class FakeTrainerEngine:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
+
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
+        return nullcontext({})
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         self.policy_version += 1

@@ -136,6 +136,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.models.gpt import GPTModel
 
     from trainer_service.megatron_engine import checkpoint
+    from weightsync.transfer import tensors
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))
     monkeypatch.setattr(states, "_set_cuda_rng_state", lambda *_, **__: None)
@@ -148,6 +149,8 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(fake.shape, dtype=fake.dtype) if isinstance(fake, FakeTensor) else fake
 
     monkeypatch.setattr(torch.Tensor, "numpy", lambda self: numpy(zeros(self)))
+    memory_of = tensors.memory_of
+    monkeypatch.setattr(tensors, "memory_of", lambda tensor: memory_of(zeros(tensor)))
     monkeypatch.setattr(
         checkpoint,
         "save_file",

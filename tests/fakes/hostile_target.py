@@ -7,6 +7,7 @@ its standard input ends.
 import asyncio
 import sys
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +77,7 @@ def trainer(folder: Path, server: GrpcServer) -> None:
     from weightsync.round.client import SERVICE
 
     commander, engine = Commander(), Engine()
-    handlers = CommandHandlers(engine, Publisher(run_phase), folder).table()  # type: ignore[arg-type]
+    handlers = CommandHandlers(engine, Publisher(run_phase, lambda: nullcontext({})), folder).table()  # type: ignore[arg-type]
     threading.Thread(target=commander.run, args=(WIRE, handlers), daemon=True).start()
     servicer = TrainerServicer(commander, max_samples=8, run_dir=folder)
     servicer.serve_engine(engine)  # type: ignore[arg-type]

@@ -6,11 +6,8 @@ commit and at which load it was measured.
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +19,7 @@ from tools.bench_sync.methods.registry import BUSY, METHODS
 from tools.bench_sync.report.definitions import DEFINITIONS
 from tools.bench_sync.report.page import write
 from tools.bench_sync.shapes import CASES, DEFAULT_SHAPES, SHAPES, config_of, write_model
+from tools.conditions import commit, cpu, now
 
 HEADLINE = "TP2 -> TP2"
 BUCKET_MIB = 32.0
@@ -32,7 +30,7 @@ async def run(arguments: argparse.Namespace) -> None:
     wanted = [(shape, case) for shape in arguments.shapes for case in CASES]
     wanted = [(shape, case) for shape, case in wanted if _is_selected(f"{shape}, {case.name}", arguments.only)]
     cases = merged(_earlier(arguments), [f"{shape}, {case.name}" for shape, case in wanted])
-    conditions = {"run": _now(), "commit": _commit(), "bucket_mib": arguments.bucket_mib}
+    conditions = {"run": now(), "commit": commit(), "bucket_mib": arguments.bucket_mib}
     with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
         for shape, case in wanted:
             name = f"{shape}, {case.name}"
@@ -42,7 +40,7 @@ async def run(arguments: argparse.Namespace) -> None:
             # Two busy engines on two cores leave none for the round: busy ones are measured at the headline only.
             methods = [method for method in arguments.methods if method not in BUSY or case.name == HEADLINE]
             found = await measure(case, model, arguments.repetitions, arguments.bucket_mib, methods)
-            cases[name] = {"measured": _now(), **conditions, **found}
+            cases[name] = {"measured": now(), **conditions, **found}
             print(f"  {found['seconds']} s, {found['ratios']}", file=sys.stderr, flush=True)
             write(summarize(cases), arguments.out)
 
@@ -54,8 +52,8 @@ def summarize(cases: dict[str, Any]) -> dict[str, Any]:
     named = [name for name in cases if name.endswith(HEADLINE)]
     headline = max(named, key=lambda name: cases[name]["parameters"]) if named else list(cases)[-1]
     return {
-        "created": _now(),
-        "host": {"cpu": _cpu(), "cores": os.cpu_count()},
+        "created": now(),
+        "host": {"cpu": cpu(), "cores": os.cpu_count()},
         "software": software_versions(("torch", "sglang")),
         "runs": sorted({case["run"] for case in cases.values()}),
         "dtype": "bfloat16",
@@ -77,21 +75,6 @@ def _earlier(arguments: argparse.Namespace) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _commit() -> str:
-    """Return the commit, with "-dirty" if the code differs from it; empty outside a repository."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> int:

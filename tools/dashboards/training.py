@@ -145,8 +145,10 @@ _SAMPLES = Row(
         ),
         panel(
             "Packing",
-            "Tokens of the samples per token that went through the model in the last step; the rest is padding.",
+            "Tokens of the samples per token that went through the model in the last step, the rest is padding; and "
+            "tokens that went through it per token that would have without shared prompts.",
             gauge("tandem_packing_efficiency_ratio", "packing efficiency", TRAINER),
+            gauge("tandem_prompt_sharing_ratio", "with shared prompts", TRAINER),
             unit="percentunit",
         ),
         panel(

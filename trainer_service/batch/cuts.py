@@ -6,7 +6,8 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_service.batch.samples import BoolArray, IntArray, Samples
+from trainer_service.batch.groups import costs, divided
+from trainer_service.batch.samples import BoolArray, IntArray, Samples, by_value
 
 # A pipeline of p stages idles for (p - 1) of (m + p - 1) slots: two micro-batches per stage keep that under a third.
 MICRO_BATCHES_PER_STAGE = 2
@@ -16,47 +17,69 @@ MIN_TOKENS_TO_SPLIT = 512
 _MORE = 1 / 16
 
 
-def deal(samples: Samples, active: BoolArray, data_parallel: int, even_length: float) -> IntArray:
+def deal(
+    samples: Samples, active: BoolArray, data_parallel: int, even_length: float, *, share_prompts: bool = False
+) -> IntArray:
     """Choose the data-parallel rank of each sample, for the whole step: it is measured and trained on the same rank.
 
     The active samples of an update, and its others, are each dealt out by falling cost, to the rank that has least,
-    so that every pass over them is balanced. Deterministic: every rank computes the same.
+    so that every pass over them is balanced. With shared prompts the samples of one prompt stay together, or are
+    divided among so many ranks as gives the one with the most work least. Deterministic: every rank computes the same.
 
     Args:
         active: [S] whether a sample is trained on.
         even_length: tokens of a sequence whose attention costs as much as the rest of its layer.
     Returns: [S] ranks.
     """
-    cost = samples.lengths * (1 + samples.lengths / even_length)
     owner = np.zeros(len(samples), np.int64)
     if data_parallel == 1:
         return owner
     keys = samples.update_index * 2 + active
-    sums = [0.0] * data_parallel  # of all groups: equal ranks of a group are taken by it
-    for key in np.unique(keys):
-        group = np.flatnonzero(keys == key)
-        loads = [(0.0, sums[rank], rank) for rank in range(data_parallel)]
-        heapify(loads)
-        for sample in group[np.argsort(-cost[group], kind="stable")].tolist():
-            load, total, rank = loads[0]
-            owner[sample] = rank
-            heapreplace(loads, (load + cost[sample], total, rank))
-        for load, _, rank in loads:
-            sums[rank] += load
+    sums = np.zeros(data_parallel)  # of all passes: equal ranks of a pass are taken by it
+    for rows in by_value(np.arange(len(samples)), keys):
+        ways = _ways(samples, rows, data_parallel) if share_prompts else [np.split(rows, rows.size)]
+        found = [_deal_groups(samples, groups, sums, even_length) for groups in ways]
+        groups, ranks, loads = min(found, key=lambda way: float(way[2].max()))
+        owner[np.concatenate(groups)] = np.repeat(ranks, [group.size for group in groups])
+        sums += loads
     return owner
+
+
+def _ways(samples: Samples, rows: IntArray, data_parallel: int) -> list[list[IntArray]]:
+    """Return the ways to divide samples that are tried: by prompt, and prompts in 2, 4, ... parts."""
+    groups = by_value(rows, samples.prompt_index[rows])
+    return [divided(groups, 2**power) for power in range(data_parallel.bit_length())]
+
+
+def _deal_groups(
+    samples: Samples, groups: list[IntArray], sums: NDArray[np.float64], even_length: float
+) -> tuple[list[IntArray], IntArray, NDArray[np.float64]]:
+    """Deal groups of samples to ranks. Returns: the groups, the rank of each, what each rank got."""
+    cost = costs(samples, groups, even_length)
+    ranks = np.zeros(len(groups), np.int64)
+    loads = [(0.0, float(total), rank) for rank, total in enumerate(sums)]
+    heapify(loads)
+    for group in np.argsort(-cost, kind="stable").tolist():
+        load, total, rank = loads[0]
+        ranks[group] = rank
+        heapreplace(loads, (load + float(cost[group]), total, rank))
+    got = np.zeros(sums.size)
+    for load, _, rank in loads:
+        got[rank] = load
+    return groups, ranks, got
 
 
 def cut(
     shares: Sequence[IntArray], tokens: IntArray, *, max_tokens: int, pipeline_parallel: int, count_multiple: int = 1
 ) -> list[list[IntArray]]:
-    """Cut each data-parallel rank's samples into micro-batches, equally many on all ranks.
+    """Cut each data-parallel rank's groups of samples into micro-batches, equally many on all ranks.
 
     Args:
-        shares: sample indices of each rank.
-        tokens: [S] tokens of each sample in a row; one that has more than max_tokens is alone.
+        shares: indices of each rank's groups.
+        tokens: tokens of each group in a row; one that has more than max_tokens is alone.
         max_tokens: most tokens of a micro-batch.
         count_multiple: the number of micro-batches is a multiple of this.
-    Returns: by rank and micro-batch, sample indices by falling length; some are empty where a rank has few samples.
+    Returns: by rank and micro-batch, groups by falling length; some are empty where a rank has few.
     """
     if not any(share.size for share in shares):
         return [[] for _ in shares]
@@ -81,7 +104,7 @@ def _fewest(shares: Sequence[NDArray[np.int64]], max_tokens: int, pipeline_paral
 
 
 def _spread(share: IntArray, tokens: IntArray, count: int, max_tokens: int) -> list[IntArray] | None:
-    """Spread samples evenly, longest first, over `count` micro-batches; None: they do not fit."""
+    """Spread groups evenly, longest first, over `count` micro-batches; None: they do not fit."""
     loads = [(0, index) for index in range(count)]
     parts: list[list[int]] = [[] for _ in range(count)]
     for position in np.argsort(-tokens, kind="stable").tolist():

@@ -9,21 +9,36 @@ from trainer_service.batch.samples import IntArray, Samples, span_indices, start
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """One row of T tokens: the sequences of B samples, each without its last token, which predicts nothing.
+    """One row of T tokens: B samples, each without its last token, which predicts nothing.
 
-    It has t completion tokens in the row's order: the logits at `positions[k]` predict token k. Padding is 0s: after a
-    sequence, up to a multiple that context parallelism needs, and as one more sequence at the row's end, up to a
-    multiple that sequence parallelism needs.
+    The row is s sequences. One is a whole sample, or a prompt that several samples share, or the completion of one of
+    those, which attends to the prompt's tokens (its prefix) and to its own. It has t completion tokens: the logits at
+    `positions[k]` predict token k; several completions' first tokens are predicted at one position if they share a
+    prompt. Padding is 0s: after a sequence, up to a multiple that context parallelism needs, and as one more sequence
+    at the row's end, up to a multiple that sequence parallelism needs.
     """
 
     input_ids: IntArray  # [1, T]
-    position_ids: IntArray  # [1, T] each token's place in its sequence
-    lengths: IntArray  # [B or B + 1] tokens of each sequence, on all context-parallel ranks together, with its padding
+    position_ids: IntArray  # [1, T] each token's place in its sample
+    lengths: IntArray  # [s] tokens of each sequence, on all context-parallel ranks together, with its padding
+    prefix_starts: IntArray  # [s] where in the row the tokens are that a sequence attends to before its own
+    prefix_lengths: IntArray  # [s] how many there are: 0 but for completions that share a prompt
     positions: IntArray  # [t]
     targets: IntArray  # [t] the completion tokens' ids
     token_index: IntArray  # [t] index of the token in the step's [T] arrays
-    rows: IntArray  # [B] sample index of each sequence
+    rows: IntArray  # [B] index of each sample
     counted: bool  # False: a stand-in, so that all ranks run the same collectives; its tokens count nowhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sequences:
+    """The sequences of a row, and where the predictions of each sample are: of its first token, and of the others."""
+
+    sources: IntArray  # [s] index of the first token in the step's token ids
+    lengths: IntArray  # [s] without padding
+    prefixes: IntArray  # [s] the sequence that is its prefix; -1: none
+    first: IntArray  # [B] the sequence that ends with the sample's prompt, or goes on with the completion
+    own: IntArray  # [B] the sequence with the completion's tokens; any, for a completion of one token
 
 
 def inputs(samples: Samples, rows: IntArray, multiple: int = 1) -> IntArray:
@@ -33,28 +48,42 @@ def inputs(samples: Samples, rows: IntArray, multiple: int = 1) -> IntArray:
 
 
 def pack(
-    samples: Samples, rows: IntArray, *, sequence_multiple: int = 1, row_multiple: int = 1, counted: bool = True
+    samples: Samples,
+    rows: IntArray,
+    *,
+    share_prompts: bool = False,
+    sequence_multiple: int = 1,
+    row_multiple: int = 1,
+    counted: bool = True,
 ) -> Packed:
     """Pack the given samples, in their order.
 
     Args:
         rows: [B] sample indices, B >= 1.
+        share_prompts: samples of equal prompts share one copy of it, which precedes all completions in the row.
         sequence_multiple: each sequence is padded to a multiple of this (context parallelism: 2 * CP).
         row_multiple: T is a multiple of this, and this of sequence_multiple (sequence parallelism: TP).
     """
-    true = inputs(samples, rows)
-    room = inputs(samples, rows, sequence_multiple)
-    completions, prompts = samples.completion_lengths[rows], samples.prompt_lengths[rows]
-    padding = -int(room.sum()) % row_multiple
+    found = _shared(samples, rows) if share_prompts else _whole(samples, rows)
+    room = -(-found.lengths // sequence_multiple) * sequence_multiple
+    begin, padding = starts(room), -int(room.sum()) % row_multiple
     input_ids = np.zeros(int(room.sum()) + padding, np.int64)
-    input_ids[span_indices(starts(room), true)] = samples.token_ids[span_indices(samples.token_starts[rows], true)]
-    lengths = np.append(room, padding) if padding else room
+    input_ids[span_indices(begin, found.lengths)] = samples.token_ids[span_indices(found.sources, found.lengths)]
+    has_prefix, rest = found.prefixes >= 0, [0] if padding else []
+    lengths = np.append(room, [padding] if padding else []).astype(np.int64)
+    prefixes = np.append(np.where(has_prefix, found.lengths[found.prefixes], 0), rest).astype(np.int64)
+    completions, prompts = samples.completion_lengths[rows], samples.prompt_lengths[rows]
+    apart = has_prefix[found.own]  # the completion is a sequence of its own
+    positions = span_indices(begin[found.own] + np.where(apart, 0, prompts) - 1, completions)
+    # the logits of the prompt's last token predict the first completion token
+    positions[starts(completions)] = begin[found.first] + prompts - 1
     return Packed(
         input_ids=input_ids[None],
-        position_ids=span_indices(np.zeros_like(lengths), lengths)[None],
+        position_ids=span_indices(prefixes, lengths)[None],
         lengths=lengths,
-        # the logits at prompt - 1 predict the first completion token
-        positions=span_indices(starts(room) + prompts - 1, completions),
+        prefix_starts=np.append(np.where(has_prefix, begin[found.prefixes], 0), rest).astype(np.int64),
+        prefix_lengths=prefixes,
+        positions=positions,
         targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)],
         token_index=span_indices(samples.completion_starts[rows], completions),
         rows=rows,
@@ -62,11 +91,50 @@ def pack(
     )
 
 
+def _whole(samples: Samples, rows: IntArray) -> _Sequences:
+    """Make each sample a sequence."""
+    numbers = np.arange(rows.size)
+    return _Sequences(
+        sources=samples.token_starts[rows],
+        lengths=inputs(samples, rows),
+        prefixes=np.full(rows.size, -1),
+        first=numbers,
+        own=numbers,
+    )
+
+
+def _shared(samples: Samples, rows: IntArray) -> _Sequences:
+    """Make sequences of prompts that several samples share and of samples that share none, then of completions.
+
+    Among each of the two, equal lengths follow one another: attention computes those together.
+    """
+    prompts, completions = samples.prompt_lengths[rows], samples.completion_lengths[rows]
+    _, lead, group, counts = np.unique(
+        samples.prompt_index[rows], return_index=True, return_inverse=True, return_counts=True
+    )
+    several = counts > 1
+    lengths = np.where(several, prompts[lead], inputs(samples, rows[lead]))
+    order = np.argsort(-lengths, kind="stable")
+    first = np.argsort(order)[group]
+    apart = np.flatnonzero(several[group] & (completions > 1))
+    apart = apart[np.lexsort((-completions[apart], -prompts[apart]))]
+    own = first.copy()
+    own[apart] = order.size + np.arange(apart.size)
+    begin = samples.token_starts[rows]
+    return _Sequences(
+        sources=np.concatenate([begin[lead][order], begin[apart] + prompts[apart]]),
+        lengths=np.concatenate([lengths[order], completions[apart] - 1]),
+        prefixes=np.concatenate([np.full(order.size, -1), first[apart]]),
+        first=first,
+        own=own,
+    )
+
+
 def context_share(packed: Packed, rank: int, size: int) -> Packed:
     """Take a context-parallel rank's tokens: of each sequence, chunks `rank` and `2 * size - 1 - rank` of 2 * size.
 
     With causal attention later chunks cost more; an early and a late one together cost the same on every rank. The
-    sequences' lengths must be multiples of 2 * size. A rank may get no completion token.
+    sequences' lengths must be multiples of 2 * size, and none may have a prefix. A rank may get no completion token.
     """
     chunks = packed.lengths // (2 * size)
     first, second = (starts(packed.lengths) + number * chunks for number in (rank, 2 * size - 1 - rank))

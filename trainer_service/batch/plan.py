@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.cuts import cut, deal
+from trainer_service.batch.cuts import MICRO_BATCHES_PER_STAGE, MIN_TOKENS_TO_SPLIT, cut, deal
+from trainer_service.batch.groups import Groups, by_prompt, repeated, row_tokens, singles
 from trainer_service.batch.packed import Packed, context_share, inputs, pack
 from trainer_service.batch.samples import BoolArray, IntArray, Samples
 from trainer_service.measure.flops import BACKWARD, FlopCosts
@@ -28,6 +29,7 @@ class RankShare:
     context_parallel: int = 1
     # The number of micro-batches is a multiple of this: of the stages, under virtual pipeline parallelism.
     count_multiple: int = 1
+    share_prompts: bool = False
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class RankShare:
         max_tokens: int,
         data_rank: int,
         context_rank: int,
+        share_prompts: bool = False,
     ) -> "RankShare":
         """Derive the limits from the parallel sizes and the model."""
         chunks = 2 * parallel.context if parallel.context > 1 else 1
@@ -53,6 +56,7 @@ class RankShare:
             context_rank=context_rank,
             context_parallel=parallel.context,
             count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            share_prompts=share_prompts,
         )
 
 
@@ -66,7 +70,10 @@ class StepPlan:
         measures: [S] whether a sample is measured so.
         trains: [S] whether a sample is trained on, in each epoch.
         updates: by optimizer update; empty where no sample of the update has a gradient.
-        packing_efficiency: the samples' tokens per token that goes through the model, in all passes of all ranks.
+        packing_efficiency: the samples' tokens, after sharing prompts, per token that goes through the model, in all
+            passes of all ranks.
+        prompt_sharing: tokens that go through the model per token that would without shared prompts, padding left out.
+        spared: lengths of the prompts that are not computed once more, in measuring and in an epoch's updates.
     """
 
     measured: list[Packed]
@@ -74,6 +81,8 @@ class StepPlan:
     trains: BoolArray
     updates: list[list[Packed]]
     packing_efficiency: float
+    prompt_sharing: float
+    spared: tuple[IntArray, IntArray]
 
     def flops(self, samples: Samples, costs: FlopCosts, *, epochs: int, reference: bool) -> float:
         """Count the FLOPs that all ranks together need for the step.
@@ -82,10 +91,12 @@ class StepPlan:
             reference: the samples that are trained on go through the reference policy too.
         """
 
-        def forward(chosen: BoolArray) -> float:
-            return costs.forward(samples.prompt_lengths[chosen], samples.completion_lengths[chosen])
+        def forward(chosen: BoolArray, spared: IntArray) -> float:
+            whole = costs.forward(samples.prompt_lengths[chosen], samples.completion_lengths[chosen])
+            return whole - costs.prompts(spared)
 
-        return forward(self.measures) + (int(reference) + (1 + BACKWARD) * epochs) * forward(self.trains)
+        measured, trained = forward(self.measures, self.spared[0]), forward(self.trains, self.spared[1])
+        return measured + (int(reference) + (1 + BACKWARD) * epochs) * trained
 
 
 def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> StepPlan:
@@ -100,16 +111,19 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
     measured = np.zeros(len(samples), np.bool_)
     if grpo.old_logprobs == "recompute":
         measured = ~(active & (samples.update_index == 0))
-    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
-    first = _cut(samples, measured, owner, ranks)
+    first = _cut(samples, measured, _owner(samples, active, ranks), ranks)
     others = _cut_updates(samples, num_updates, grpo, ranks)
-    computed = sum(cut_pass.computed for cut_pass in (first, *others))
+    spared = (first.spared, np.concatenate([first.spared[:0], *(each.spared for each in others)]))
+    whole, computed = (sum(getattr(each, name) for each in (first, *others)) for name in ("whole", "computed"))
+    shared = whole - int(spared[0].sum() + spared[1].sum())
     return StepPlan(
         measured=_micro_batches(samples, first, ranks),
         measures=measured,
         trains=active,
         updates=[_micro_batches(samples, cut_pass, ranks) for cut_pass in others],
-        packing_efficiency=sum(cut_pass.true for cut_pass in (first, *others)) / computed if computed else 1.0,
+        packing_efficiency=shared / computed if computed else 1.0,
+        prompt_sharing=shared / whole if whole else 1.0,
+        spared=spared,
     )
 
 
@@ -128,8 +142,12 @@ def has_gradient(samples: Samples, grpo: GrpoSection) -> BoolArray:
 
 def measure_all(samples: Samples, ranks: RankShare) -> list[Packed]:
     """Plan this rank's share of a forward pass over all samples."""
-    owner = deal(samples, samples.trainable, ranks.data_parallel, ranks.even_length)
+    owner = _owner(samples, samples.trainable, ranks)
     return _micro_batches(samples, _cut(samples, np.ones(len(samples), np.bool_), owner, ranks), ranks)
+
+
+def _owner(samples: Samples, active: BoolArray, ranks: RankShare) -> IntArray:
+    return deal(samples, active, ranks.data_parallel, ranks.even_length, share_prompts=ranks.share_prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,40 +157,66 @@ class _Pass:
     Attributes:
         mine: samples of each micro-batch of this rank; none: a stand-in.
         stand_in: the sample of stand-ins, [1].
-        true: the samples' tokens.
+        whole: the samples' tokens.
+        spared: lengths of the prompts that are not computed once more, since they are shared.
         computed: tokens of all rows, with padding and stand-ins.
     """
 
     mine: list[IntArray]
     stand_in: IntArray
-    true: int
+    whole: int
+    spared: IntArray
     computed: int
 
 
 def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare) -> _Pass:
     """Cut the chosen samples into micro-batches: equally many on all ranks, whose experts and gradients meet."""
     rows = np.flatnonzero(chosen)
-    tokens = inputs(samples, np.arange(len(samples)), ranks.sequence_multiple)
+    shares = [_groups(samples, rows[owner[rows] == rank], ranks) for rank in range(ranks.data_parallel)]
+    members = [group for share in shares for group in share.members]
+    tokens = np.concatenate([share.tokens for share in shares])
     parts = cut(
-        [rows[owner[rows] == rank] for rank in range(ranks.data_parallel)],
+        np.split(np.arange(tokens.size), np.cumsum([share.tokens.size for share in shares])[:-1]),
         tokens,
         max_tokens=ranks.max_tokens,
         pipeline_parallel=ranks.pipeline_parallel,
         count_multiple=ranks.count_multiple,
     )
+    of_ranks = [[np.concatenate([members[group] for group in part] or [rows[:0]]) for part in each] for each in parts]
     stand_in = rows[[np.argmin(samples.lengths[rows])]] if rows.size else rows
-    sizes = [int(tokens[part if part.size else stand_in].sum()) for of_rank in parts for part in of_rank]
+    sizes = [_tokens(samples, part if part.size else stand_in, ranks) for each in of_ranks for part in each]
+    spared = [repeated(samples, part) for each in of_ranks for part in each] if ranks.share_prompts else []
     return _Pass(
-        mine=parts[ranks.data_rank],
+        mine=of_ranks[ranks.data_rank],
         stand_in=stand_in,
-        true=int(inputs(samples, rows).sum()),
+        whole=int(inputs(samples, rows).sum()),
+        spared=np.concatenate([rows[:0], *spared]),
         computed=sum(-(-size // ranks.row_multiple) * ranks.row_multiple for size in sizes),
     )
 
 
+def _tokens(samples: Samples, rows: IntArray, ranks: RankShare) -> int:
+    """Count the tokens of a row, but for padding at its end."""
+    if ranks.share_prompts:
+        return row_tokens(samples, rows)
+    return int(inputs(samples, rows, ranks.sequence_multiple).sum())
+
+
+def _groups(samples: Samples, rows: IntArray, ranks: RankShare) -> Groups:
+    """Group a rank's samples of a pass: what is in a group goes through the model together."""
+    if not ranks.share_prompts:
+        return singles(samples, rows, ranks.sequence_multiple)
+    groups = by_prompt(samples, rows, ranks.max_tokens)
+    if ranks.pipeline_parallel == 1:
+        return groups
+    # small enough for the micro-batches that keep all stages at work
+    wanted = int(groups.tokens.sum()) // (MICRO_BATCHES_PER_STAGE * ranks.pipeline_parallel)
+    return by_prompt(samples, rows, ranks.max_tokens, max(MIN_TOKENS_TO_SPLIT, wanted))
+
+
 def _cut_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[_Pass]:
     active = has_gradient(samples, grpo)
-    owner = deal(samples, active, ranks.data_parallel, ranks.even_length)
+    owner = _owner(samples, active, ranks)
     return [_cut(samples, active & (samples.update_index == update), owner, ranks) for update in range(num_updates)]
 
 
@@ -185,6 +229,7 @@ def _micro_batch(samples: Samples, part: IntArray, of: _Pass, ranks: RankShare) 
     batch = pack(
         samples,
         part if part.size else of.stand_in,
+        share_prompts=ranks.share_prompts,
         sequence_multiple=ranks.sequence_multiple,
         row_multiple=ranks.row_multiple,
         counted=part.size > 0,

@@ -50,6 +50,16 @@ def span_indices(first: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(first - starts(lengths), lengths) + np.arange(int(lengths.sum()))
 
 
+def by_value(indices: IntArray, values: IntArray) -> list[IntArray]:
+    """Split indices by their values, each part in their order.
+
+    >>> [part.tolist() for part in by_value(np.array([4, 5, 6]), np.array([1, 0, 1]))]
+    [[5], [4, 6]]
+    """
+    order = np.argsort(values, kind="stable")
+    return np.split(indices[order], np.flatnonzero(np.diff(values[order])) + 1) if indices.size else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """Samples of one step, in the order of arrival; ragged fields are flattened in sample order."""
@@ -95,6 +105,14 @@ class Samples:
     def completion_starts(self) -> IntArray:
         """[S] index of each sample's first completion token in [T] arrays."""
         return starts(self.completion_lengths)
+
+    @cached_property
+    def prompt_index(self) -> IntArray:
+        """[S] number of each sample's prompt: equal for samples whose prompts have equal tokens."""
+        numbers: dict[bytes, int] = {}
+        ends = self.token_starts + self.prompt_lengths
+        prompts = (self.token_ids[first:end].tobytes() for first, end in zip(self.token_starts, ends, strict=True))
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
 
     @property
     def num_completion_tokens(self) -> int:

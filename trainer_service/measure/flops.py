@@ -41,7 +41,7 @@ class FlopCosts:
 
     @property
     def even_length(self) -> float:
-        """Return the tokens of a sequence whose pairs cost as much as its tokens: a token sees half of them on average."""
+        """Return the tokens of a sequence whose pairs cost as much as its tokens: a token sees half on average."""
         return self.token / (self.pair / 2)
 
     def forward(self, prompt_lengths: NDArray[np.int64], completion_lengths: NDArray[np.int64]) -> float:
@@ -55,6 +55,10 @@ class FlopCosts:
         return sum(
             cost * float(count) for cost, count in zip((self.token, self.pair, self.completion), counts, strict=True)
         )
+
+    def prompts(self, lengths: NDArray[np.int64]) -> float:
+        """Count the part of prompts in a forward pass."""
+        return self.token * float(lengths.sum()) + self.pair * float((lengths * (lengths + 1) // 2).sum())
 
 
 def _mlp(spec: ModelSpec, layer: int) -> int:

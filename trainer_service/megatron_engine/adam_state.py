@@ -115,6 +115,10 @@ class AdamState:
         # No wait: the copies are in the order of the GPU's stream, as everything that changes these tensors.
         torch._foreach_copy_(self._copies, self._remembered, non_blocking=True)
 
+    def release_copies(self) -> None:
+        """Free what `remember` has copied, until it copies again."""
+        self._copies = None
+
     def restore(self) -> None:
         """Undo everything since `remember`."""
         if self._copies is None:

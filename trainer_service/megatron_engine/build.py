@@ -266,4 +266,13 @@ def build_optimizer(
     for group in optimizer.param_groups:
         # mcore only marks the group; its OptimizerParamScheduler, which we do not use, would multiply.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    _use_one_kernel(optimizer)
     return optimizer
+
+
+def _use_one_kernel(optimizer: ChainedOptimizer) -> None:
+    """Let torch's AdamW update a tensor in one pass on CPUs; its default takes five times as long there."""
+    for part in optimizer.chained_optimizers:
+        if ON_CPU and isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True

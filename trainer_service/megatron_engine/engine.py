@@ -1,8 +1,8 @@
 """Implements `TrainerEngine` on megatron-core."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.offload.build import build_offload
+from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, State
 from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
@@ -83,9 +85,11 @@ class MegatronEngine:
             max_tokens=trainer.max_tokens_per_micro_batch,
             data_rank=parallel_state.get_data_parallel_rank(),
             context_rank=parallel_state.get_context_parallel_rank(),
+            share_prompts=trainer.share_prompts,
         )
         self._schedule = Schedule(wrapped)
-        self._reference = ReferencePolicy(self._parameters) if config.grpo.kl_coefficient != 0 else None
+        self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir)
+        self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
         self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None
         self._runner = StepRunner(
@@ -128,15 +132,16 @@ class MegatronEngine:
 
     def load(self, folder: Path) -> None:
         """Load this rank's slices of a Hugging Face folder's weights."""
-        with torch.no_grad():
-            for parameter in self._parameters.values():
-                # padding of the vocabulary is in no file; it stays zero
-                parameter.zero_()
-        load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
-        masters_from_weights(self._parameters)
-        self._adam.forget()
-        self._version = self._steps_done = self._skipped_updates = 0
-        self._load_reference(present=folder)
+        with self._offload.use(*CHECKPOINT):
+            with torch.no_grad():
+                for parameter in self._parameters.values():
+                    # padding of the vocabulary is in no file; it stays zero
+                    parameter.zero_()
+            load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+            masters_from_weights(self._parameters)
+            self._adam.forget()
+            self._version = self._steps_done = self._skipped_updates = 0
+            self._load_reference(present=folder)
 
     def _load_reference(self, present: Path | None = None) -> None:
         """Load the reference policy that a run starts with.
@@ -158,12 +163,17 @@ class MegatronEngine:
         config = self._config
         left = config.grpo.non_finite_budget - self._skipped_updates if config.grpo.on_non_finite == "skip" else 0
         key = (config.run.seed, self._steps_done)
-        result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
-        self._version += 1
-        self._steps_done += 1
-        self._skipped_updates += int(result.metrics["skipped_updates"])
-        self._refresh_reference()
-        return result
+        with self._offload.use(*STEP) as seconds:
+            try:
+                result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
+            finally:
+                if State.OPTIMIZER in self._offload and self._device.type == "cpu":
+                    self._adam.release_copies()
+            self._version += 1
+            self._steps_done += 1
+            self._skipped_updates += int(result.metrics["skipped_updates"])
+            self._refresh_reference()
+        return replace(result, seconds={**result.seconds, **seconds})
 
     def _refresh_reference(self) -> None:
         every = self._config.grpo.reference_refresh_every
@@ -184,7 +194,7 @@ class MegatronEngine:
             out[1, batch.token_index] = entropies
 
         batches = [to_device(batch, self._device) for batch in measure_all(samples, self._ranks)]
-        with nullcontext() if self._reference is None or not reference else self._reference.in_place():
+        with self.weights() if self._reference is None or not reference else self._reference.in_place():
             self._schedule.measure(batches, record)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             out.zero_()
@@ -198,7 +208,8 @@ class MegatronEngine:
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
         meta = {**self._reader.meta, "parallel": asdict(self._parallel), **about}
-        return checkpoint.save(folder, self._tensors_in(about), meta, self._device)
+        with self._offload.use(*CHECKPOINT, changes=False):
+            return checkpoint.save(folder, self._tensors_in(about), meta, self._device)
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
@@ -211,36 +222,43 @@ class MegatronEngine:
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
-        self._reader.check(folder, self._tensors_in(_about(folder)))
+        with self._offload.use(*CHECKPOINT, changes=False):
+            self._reader.check(folder, self._tensors_in(_about(folder)))
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load what `save` has saved, at this or any other layout.
 
         A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
         """
-        saved = self._reader.load(folder, self._tensors_in(_about(folder)))
-        if has_optimizer(saved):
-            self._adam.written()
-        else:
-            masters_from_weights(self._parameters)
-            self._adam.forget()
-        self._version = int(saved["policy_version"])
-        self._steps_done = int(saved.get("steps_done", self._version))
-        self._skipped_updates = int(saved.get("skipped_updates", 0))
-        if not (self._refreshes and saved.get("reference")):
-            self._load_reference()
+        with self._offload.use(*CHECKPOINT):
+            saved = self._reader.load(folder, self._tensors_in(_about(folder)))
+            if has_optimizer(saved):
+                self._adam.written()
+            else:
+                masters_from_weights(self._parameters)
+                self._adam.forget()
+            self._version = int(saved["policy_version"])
+            self._steps_done = int(saved.get("steps_done", self._version))
+            self._skipped_updates = int(saved.get("skipped_updates", 0))
+            if not (self._refreshes and saved.get("reference")):
+                self._load_reference()
 
     def renumber(self, policy_version: int) -> None:
         """Give the same policy another version."""
         self._version = policy_version
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the live parameters, by megatron-core's local names."""
+        """Return the live parameters, by megatron-core's local names; their bytes are there inside of `weights`."""
         return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    def weights(self) -> AbstractContextManager[Mapping[str, float]]:
+        """Have the parameters in memory inside of a `with` block, which does not change them."""
+        return self._offload.use(State.PARAMETERS, changes=False)
 
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""
-        gathered = gather_tensors(self._spec, self._parallel, dist.get_rank(), self.tensors(), dist.group.WORLD)
+        with self.weights():
+            gathered = gather_tensors(self._spec, self._parallel, dist.get_rank(), self.tensors(), dist.group.WORLD)
 
         def write() -> int:
             if gathered is None:

@@ -4,9 +4,6 @@ It is mcore's local spec with two modules replaced through ModuleSpec, mcore's e
 refuses sequence parallelism, and DotProductAttention, which refuses packed rows and builds the full score matrix.
 """
 
-from typing import Any
-
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,18 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from trainer_service.megatron_engine.attention.core import PackedAttention
+from trainer_service.megatron_engine.norm import TorchRMSNorm
 
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
-
-
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight's gradient mcore sums over tensor-parallel ranks under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:

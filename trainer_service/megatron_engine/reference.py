@@ -15,6 +15,7 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
+from trainer_service.megatron_engine.offload.states import Offload, State
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import load_shards
@@ -28,42 +29,48 @@ class ReferencePolicy:
 
     Args:
         parameters: of the policy, by name.
+        offload: with the policy's parameters, where the host is the device, the reference's are offloaded too.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], offload: Offload) -> None:
+        self._parameters, self._offload = parameters, offload
         # zeros: padding of the vocabulary is in no file
         self._values = {
             name: torch.zeros_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
             for name, parameter in parameters.items()
         }
+        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
+        if State.PARAMETERS in offload and on_host:
+            offload.add(State.REFERENCE, self._values.values())
 
     def load(self, folder: Path, spec: ModelSpec, layout: Layout) -> None:
         """Load this rank's slices of a Hugging Face folder. Raises: ConfigError: as load_shards."""
-        load_shards(folder, spec, layout, dist.get_rank(), self._values)
+        with self._offload.use(State.REFERENCE):
+            load_shards(folder, spec, layout, dist.get_rank(), self._values)
 
     def take(self) -> None:
-        """Make the present policy the reference."""
-        with torch.no_grad():
+        """Make the present policy the reference; its parameters must be in memory."""
+        with self._offload.use(State.REFERENCE), torch.no_grad():
             for name, value in self._values.items():
                 value.copy_(self._parameters[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live values by their names in a checkpoint."""
+        """Return the live values by their names in a checkpoint (of State.REFERENCE)."""
         return {f"{REFERENCE}{name}": value for name, value in self._values.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model compute the reference policy inside of a `with` block."""
+        """Let the model compute the reference policy inside of a `with` block; the policy may be offloaded."""
         own = {name: parameter.data for name, parameter in self._parameters.items()}
-        try:
-            for name, parameter in self._parameters.items():
-                # no copy where the host is the device
-                parameter.data = self._values[name].to(parameter.device, non_blocking=True)
-            yield
-        finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = own[name]
+        with self._offload.use(State.REFERENCE, changes=False):
+            try:
+                for name, parameter in self._parameters.items():
+                    # no copy where the host is the device
+                    parameter.data = self._values[name].to(parameter.device, non_blocking=True)
+                yield
+            finally:
+                for name, parameter in self._parameters.items():
+                    parameter.data = own[name]
 
 
 def check_reference(config: RunConfig, spec: ModelSpec) -> None:

@@ -44,7 +44,7 @@ def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
         positions=move(batch.positions),
         targets=move(batch.targets),
         token_index=move(batch.token_index),
-        packing=RowPacking.of(batch.lengths.tolist(), device),
+        packing=RowPacking.of(batch, device),
         counted=batch.counted,
     )
 

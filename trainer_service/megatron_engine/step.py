@@ -95,13 +95,14 @@ class StepRunner:
         for epoch in range(grpo.epochs):
             if epoch > 0:
                 with watch.part("pack"):
-                    samples = reordered(samples, num_updates, [*order_key, epoch])
+                    samples = reordered(samples, num_updates, [*order_key, epoch], grpo.updates_divide)
                     plans = plan_updates(samples, num_updates, grpo, self.ranks)
                     updates = [self._load(batches) for batches in plans]
                     state.begin_epoch(samples)
             for update, batches in enumerate(updates):
                 self._update(batches, state, done, (samples, update), watch)
-        metrics = self._metrics(done, state, learning_rate, samples) | {"packing_efficiency": plan.packing_efficiency}
+        metrics = self._metrics(done, state, learning_rate, samples)
+        metrics |= {"packing_efficiency": plan.packing_efficiency, "prompt_sharing": plan.prompt_sharing}
         flops = plan.flops(samples, self.costs, epochs=grpo.epochs, reference=self.reference is not None)
         tokens = int(samples.lengths.sum())
         performance = self.meter.metrics(tokens=tokens, flops=flops, seconds=watch.total_s())

@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from servicekit.errors import DigestMismatch
+from weightsync.transfer.tensors import memory_of
 
 MAGIC = b"TANDEMW1"
 # magic, plan digest, policy version, sequence, payload bytes, payload digest; padded to 64 bytes, so that a payload
@@ -44,7 +45,7 @@ class PayloadDigest:
     def update(self, part: torch.Tensor) -> None:
         """Add a part (contiguous uint8)."""
         if part.device.type == "cpu":
-            self._bytes.update(part.numpy().data)
+            self._bytes.update(memory_of(part))
             return
         if self._words is None:
             self._words = WordSums()

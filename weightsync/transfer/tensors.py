@@ -1,5 +1,6 @@
-"""Functions on whole tensors: checksums for comparing two engines, and the NaN fill that proves coverage."""
+"""Functions on whole tensors: their bytes, checksums for comparing two engines, the NaN fill that proves coverage."""
 
+import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,23 @@ from servicekit.errors import ConfigError
 
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.argtypes, _memory_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on a CPU; keep the tensor as long as they are used.
+
+    As `.numpy().data`, which however fixes the size of the tensor's storage for good: parameters that a trainer
+    offloads (trainer.offload) must be resizable.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("only a contiguous tensor on a CPU has bytes in a row")
+    found: memoryview = _memory_at(tensor.data_ptr(), size, _WRITABLE) if size > 0 else memoryview(b"")
+    return found.cast("B")
+
 
 def tensor_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """ "dtype:shape:xxh3-128" by name; equal strings mean bitwise equal tensors."""
@@ -16,9 +34,9 @@ def tensor_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    held = tensor.detach().contiguous().cpu()
     shape = "x".join(map(str, tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}:{shape}:{xxhash.xxh3_128(raw).hexdigest()}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{shape}:{xxhash.xxh3_128(memory_of(held)).hexdigest()}"
 
 
 def poison_tensors(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -235,13 +235,15 @@ class TrainStepResponse(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """loss, grad_norm, entropy, clip_fraction_low, clip_fraction_high, logprob_abs_diff_mean, logprob_abs_diff_max,
-        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, learning_rate,
-        train_tokens_per_s, model_flops_utilization, train_peak_memory_bytes, ...
+        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, prompt_sharing,
+        learning_rate, train_tokens_per_s, model_flops_utilization, train_peak_memory_bytes, ...
         """
 
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, total."""
+        """Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
+        offload (of trainer.offload), total.
+        """
 
     def __init__(
         self,

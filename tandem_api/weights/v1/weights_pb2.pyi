@@ -382,7 +382,9 @@ class PhaseReport(_message.Message):
     """What carried the round: "collective", "colocated" or "disk"; empty before PREPARE."""
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds by stage: rendezvous, prepare, pause, transfer, install, verify, commit."""
+        """Seconds by stage: onload, rendezvous, prepare, pause, transfer, install, verify, commit, offload (onload and offload
+        of a trainer with trainer.offload).
+        """
 
     def __init__(
         self,

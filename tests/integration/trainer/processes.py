@@ -58,7 +58,9 @@ class TrainerProcesses(Services):
         """Waits for the announcement."""
         return self.record_of("trainer", "trainer")
 
-    def receive(self, layout: Parallel) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
+    def receive(
+        self, layout: Parallel, transport: weights_pb2.SyncTransport.ValueType = weights_pb2.SYNC_TRANSPORT_AUTO
+    ) -> tuple[Tensors, Sequence[weights_pb2.PhaseReport]]:
         """A whole round to a rollout rank without an engine.
 
         Returns: what arrived, and the trainer ranks' reports of TRANSFER.
@@ -69,7 +71,8 @@ class TrainerProcesses(Services):
             replicas, services = {"rollout-0": Parallel()}, {"trainer": service_at(channel)}
             with Fleet(self.redis_url, spec, layout, replicas, group=group, services=services) as fleet:
                 times = {"formation_timeout_s": 20.0, "transfer_timeout_s": 20.0}
-                reports = fleet.sync(fleet.round(status.policy_version, wait_s=10.0, **times))["trainer"].reports
+                round_ = fleet.round(status.policy_version, wait_s=10.0, transport=transport, **times)
+                reports = fleet.sync(round_)["trainer"].reports
                 return fleet.stores["rollout-0/0"], reports
 
     async def exported(self, stub: Any, folder: Path) -> Tensors:

@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "decay": {},
+    "shared": {},
     "chunks": {},
     "skips": {"entropy_coefficient": 0.0},
     "rollout": {
@@ -70,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {
     "decay": {"weight_decay": 0.1},
+    "shared": {"share_prompts": True},
     "recompute": {"recompute": "full"},
     "recompute-one": {"recompute": "full", "recompute_layers": 1},
     "recompute-parts": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
@@ -78,11 +80,18 @@ TRAINER_VARIANTS: dict[str, dict[str, Any]] = {
 CHUNK_VARIANTS = {"chunks": 4 * 64 * 5}
 
 
-def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19) -> Samples:
-    """Ragged samples of up to `longest` tokens for NUM_UPDATES updates; some masked, some with advantage 0."""
+def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19, group_size: int = 5) -> Samples:
+    """Ragged samples of up to `longest` tokens for NUM_UPDATES updates; some masked, some with advantage 0.
+
+    Every group_size samples have a prompt together; those of one are in both updates.
+    """
     random = np.random.default_rng(seed)
-    prompts = random.integers(1, 9, num_samples)
+    first = np.arange(num_samples) // group_size * group_size  # of each sample's group
+    prompts = random.integers(1, 9, num_samples)[first]
     completions = random.integers(1, longest - 7, num_samples)
+    ids = random.integers(0, TRAINED_VOCABULARY, (num_samples, longest))
+    of_prompt = np.arange(longest) < prompts[:, None]
+    ids = np.where(of_prompt, ids[first], ids)
     advantages = random.normal(size=num_samples).astype(np.float32)
     advantages[::7] = 0
     return Samples(
@@ -90,7 +99,7 @@ def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19) -> Sam
         update_index=np.repeat(np.arange(NUM_UPDATES), num_samples // NUM_UPDATES),
         prompt_lengths=prompts,
         completion_lengths=completions,
-        token_ids=random.integers(0, TRAINED_VOCABULARY, int((prompts + completions).sum())),
+        token_ids=ids[np.arange(longest) < (prompts + completions)[:, None]],
         rollout_logprobs=random.normal(-4, 1, int(completions.sum())).astype(np.float32),
         advantages=advantages,
         trainable=np.arange(num_samples) % 5 != 0,

@@ -183,7 +183,21 @@ BAD_FILES = [
     ("reward: {kind: regex}", "reward.pattern", "", "is missing and has no default", "group 1 must equal"),
     ("reward: {kind: regex, pattern: '(a'}", "reward.pattern", "(a", "not a regular expression", "single quotes"),
     ("grpo: {updates_per_iteration: 7}", "grpo.updates_per_iteration", "7", "does not divide the 1024 samples", "8"),
+    (
+        "grpo: {prompts_per_iteration: 6, updates_divide: prompts}",
+        "grpo.updates_divide",
+        "prompts",
+        "updates_per_iteration 4 does not divide the 6 prompts",
+        "samples",
+    ),
     ("trainer: {sequence_parallel: true}", "trainer.sequence_parallel", "true", "tensor_parallel is 1", "false"),
+    (
+        "trainer: {share_prompts: true, context_parallel: 2}",
+        "trainer.share_prompts",
+        "true",
+        "trainer.context_parallel 2 divides every sequence",
+        "trainer.context_parallel: 1",
+    ),
     ("rollout: {tensor_parallel: 4, nodes: 3}", "rollout.nodes", "3", "4 ranks", "1, 2, 4"),
     (
         "rollout: {tensor_parallel: 4, nodes: 2}\nfleet: {kind: kubernetes}",

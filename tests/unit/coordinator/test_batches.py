@@ -156,3 +156,24 @@ def test_fewer_samples_than_updates_announce_fewer_updates() -> None:
     batch = make_batch(samples_of(groups([1, 2])), step_id="s", policy_version=0, num_updates=4, rng=RNG)
     assert batch.num_updates == 2
     assert [chunk.update_index for chunk in batch.chunks] == [0, 1]
+
+
+def test_updates_that_divide_prompts_have_whole_groups() -> None:
+    samples = samples_of(groups([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1], [2, 2, 2]))
+    kept = [sample for number, sample in enumerate(samples) if number != 4]  # one without a reward
+
+    def updates(num_updates: int, seed: int) -> list[set[str]]:
+        rng = np.random.default_rng(seed)
+        batch = make_batch(kept, step_id="s", policy_version=0, num_updates=num_updates, rng=rng, divide="prompts")
+        found: list[set[str]] = [set() for _ in range(batch.num_updates)]
+        for chunk in batch.chunks:
+            found[chunk.update_index] |= set(chunk.sample_ids)
+        return found
+
+    shares = updates(2, seed=0)
+    assert set.union(*shares) == {sample.sample_id for sample in kept}
+    prompts = [{sample_id.split("#")[0] for sample_id in share} for share in shares]
+    assert sorted(map(len, prompts)) == [2, 3]
+    assert not set.intersection(*prompts)
+    assert shares == updates(2, seed=0) != updates(2, seed=1)
+    assert len(updates(9, seed=0)) == 5

@@ -1,5 +1,6 @@
 """The memory budget against figures that real Megatron gave under fake tensors, and what `tandem check` says of it."""
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -239,3 +240,38 @@ def test_no_gpus_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_memory, "visible_gpus", lambda: ["0"])
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked nvidia-smi"))
     assert gpu_memory_gib(overlay("cluster")) is None
+
+
+@pytest.mark.parametrize(
+    ("states", "idle", "host"),
+    [
+        ((), 18, 12),
+        (("parameters",), 16, 14),
+        (("gradients",), 14, 12),
+        (("optimizer",), 6, 24),
+        (("parameters", "gradients", "optimizer"), 0, 26),
+    ],
+)
+def test_offloaded_bytes_of_a_parameter(states: tuple[str, ...], idle: int, host: int) -> None:
+    """Of 2 bytes of weight, 4 of gradient, 4 of master, 8 of moments; a step of several updates remembers 12."""
+    offload = ", ".join(f"{name}: true" for name in states)
+    config = overlay("single-node-gpu", f"trainer.offload={{{offload}}}")
+    (found,) = trainer_memory(config, preset("qwen2.5-1.5b"))
+    parameters = found.resident / 18
+    assert (found.idle, found.host) == (idle * parameters, host * parameters)
+    (once,) = trainer_memory(config.model_copy(update={"grpo": one_update(config)}), preset("qwen2.5-1.5b"))
+    assert once.host == (host - 12) * parameters
+
+
+def one_update(config: RunConfig) -> Any:
+    return config.grpo.model_copy(update={"updates_per_iteration": 1})
+
+
+def test_the_check_says_what_is_left_and_what_the_host_holds() -> None:
+    spec = preset("qwen2.5-1.5b")
+    lines = [
+        check_memory(overlay("single-node-gpu", f"trainer.offload={offload}"), spec, 80).lines[0]
+        for offload in ("{}", "{optimizer: true}")
+    ]
+    assert "between uses" not in lines[0]
+    assert re.search(r"; between uses 8\.\d GiB, and 3\d\.\d GiB of page-locked host memory", lines[1])

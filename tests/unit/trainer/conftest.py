@@ -1,6 +1,6 @@
 """A real engine of one rank, for tests of whole steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,7 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
             dtype: str = "float32",
             *,
             optimizer: bool = True,
+            offload: Sequence[str] = (),
             trainer: Mapping[str, Any] = MappingProxyType({}),
             **grpo: Any,
         ) -> MegatronEngine:
@@ -52,7 +53,9 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
             paths = {name: models / value for name, value in grpo.items() if name == "reference_path"}
             sections = {
                 "model": {"path": models / "policy", "dtype": dtype},
-                "trainer": CONFIG["trainer"] | {"checkpoint_optimizer": optimizer} | trainer,
+                "trainer": CONFIG["trainer"]
+                | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)}
+                | trainer,
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
             }
             made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"))

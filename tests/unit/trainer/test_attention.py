@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kit.stores import tiny_spec
+from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.batch.packed import Packed, context_share
 from trainer_service.megatron_engine.attention import core
 from trainer_service.megatron_engine.attention.core import PackedAttention
@@ -32,15 +33,44 @@ def inputs(tokens: int) -> Three:
     return made[0], made[1], made[2]
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    of_keys: Sequence[int] | None = None,
+) -> Tensor:
     """Softmax of each sequence's scores, written out. Keys may be more than queries, which are the last of them."""
-    out = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+    out, of_keys = [], lengths if of_keys is None else of_keys
+    for q, k, v in zip(query.split(lengths), key.split(of_keys), value.split(of_keys), strict=True):
         k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(out).flatten(1)
+
+
+def row(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Packed:
+    """A row of sequences, some of which attend to (start, length) of the row first."""
+    empty = np.zeros(0, np.int64)
+    starts, sizes = zip(*(prefixes or [(0, 0)] * len(lengths)), strict=True)
+    return Packed(
+        input_ids=np.arange(sum(lengths))[None],
+        position_ids=np.arange(sum(lengths))[None],  # not read
+        lengths=np.array(lengths),
+        prefix_starts=np.array(starts),
+        prefix_lengths=np.array(sizes),
+        positions=empty,
+        targets=empty,
+        token_index=empty,
+        rows=empty,
+        counted=True,
+    )
+
+
+def packing(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> RowPacking:
+    return RowPacking.of(row(lengths, prefixes), CPU)
 
 
 def attention(context: int = 1) -> PackedAttention:
@@ -60,11 +90,50 @@ def assert_equal_with_gradients(got: Tensor, expected: Tensor, of: Three) -> Non
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
     of = inputs(sum(lengths))
-    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
+    got = attention()(*of, packed_seq_params=packing(lengths))
     assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
 
 
-def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch) -> None:
+# Two prompts, of 3 and 4 tokens; a sample of its own; completions of the prompts, two of them of equal length.
+SHARED_LENGTHS = [3, 5, 4, 2, 2, 1, 4]
+SHARED_PREFIXES = [(0, 0), (0, 0), (0, 0), (0, 3), (0, 3), (8, 4), (8, 4)]
+SHARED_KEYS = [
+    index
+    for (start, size), (end, length) in zip(
+        SHARED_PREFIXES, zip(np.cumsum(SHARED_LENGTHS).tolist(), SHARED_LENGTHS, strict=True), strict=True
+    )
+    for index in (*range(start, start + size), *range(end - length, end))
+]
+
+
+def expected_of_shared(of: Three) -> Tensor:
+    """Each completion after its own copy of the prompt's keys and values."""
+    sizes = [length + size for length, (_, size) in zip(SHARED_LENGTHS, SHARED_PREFIXES, strict=True)]
+    return alone(of[0], of[1][SHARED_KEYS], of[2][SHARED_KEYS], SHARED_LENGTHS, 0.3, sizes)
+
+
+def test_a_completion_attends_to_its_shared_prompt_and_to_itself() -> None:
+    of = inputs(sum(SHARED_LENGTHS))
+    got = attention()(*of, packed_seq_params=packing(SHARED_LENGTHS, SHARED_PREFIXES))
+    assert_equal_with_gradients(got, expected_of_shared(of), of)
+
+
+def test_copies_of_a_prompt_are_not_held_for_the_backward_pass() -> None:
+    prompt, completions = 64, 16
+    lengths, prefixes = [prompt, *([2] * completions)], [(0, 0), *([(0, prompt)] * completions)]
+    of = [torch.randn(sum(lengths), HEADS, DIM).requires_grad_() for _ in range(3)]
+    described, module = packing(lengths, prefixes), attention()
+    module(*of, packed_seq_params=described)  # its mask stays
+    with LiveBytes() as live:
+        out = module(*of, packed_seq_params=described)
+        held = live.total()
+    copies = 2 * completions * (prompt + 2) * HEADS * DIM * out.element_size()
+    assert live.peak > copies
+    assert held < copies / 4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     """The call of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
 
     def varlen(
@@ -73,16 +142,16 @@ def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.M
         assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
         assert options.pop("window_size") == (-1, 0)
         assert options.pop("enable_gqa") is True
-        lengths = ends.diff().tolist()
-        assert torch.equal(ends, of_keys)
-        assert longest == (max(lengths), max(lengths))
-        return alone(query, key, value, lengths, options["scale"]).unflatten(1, (HEADS, DIM))
+        lengths, sizes = ends.diff().tolist(), of_keys.diff().tolist()
+        assert longest == (max(lengths), max(sizes))
+        return alone(query, key, value, lengths, options["scale"], sizes).unflatten(1, (HEADS, DIM))
 
     monkeypatch.setattr(core, "varlen_attn", varlen)
     monkeypatch.setattr(core, "has_kernel", lambda query: True)
-    of, lengths = inputs(12), [3, 3, 1, 5]
-    got = attention()(*of, packed_seq_params=RowPacking.of(lengths, CPU))
-    assert_equal_with_gradients(got, alone(*of, lengths, 0.3), of)
+    lengths = SHARED_LENGTHS if shared else [3, 3, 1, 5]
+    of = inputs(sum(lengths))
+    got = attention()(*of, packed_seq_params=packing(lengths, SHARED_PREFIXES if shared else None))
+    assert_equal_with_gradients(got, expected_of_shared(of) if shared else alone(*of, lengths, 0.3), of)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +180,9 @@ def test_the_kernel_is_used_where_it_can_be(
 def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     lengths = [4 * size, 2 * size, 2 * size, 6 * size]
     of = inputs(sum(lengths))
-    empty = np.zeros(0, np.int64)
-    row = Packed(
-        input_ids=np.arange(sum(lengths))[None],
-        position_ids=np.arange(sum(lengths))[None],
-        lengths=np.array(lengths),
-        positions=empty,
-        targets=empty,
-        token_index=empty,
-        rows=empty,
-        counted=True,
-    )
     from megatron.core import parallel_state  # not before `core`, which prepares it for CPUs
 
-    held = [torch.from_numpy(context_share(row, rank, size).input_ids[0]) for rank in range(size)]
+    held = [torch.from_numpy(context_share(row(lengths), rank, size).input_ids[0]) for rank in range(size)]
     gathered = torch.cat(held)
     out = torch.zeros(sum(lengths), HEADS * DIM, dtype=torch.float64)
     for rank in range(size):
@@ -132,6 +190,6 @@ def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, s
         monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda group=group: group)
         others = iter([of[1][gathered], of[2][gathered]])
         monkeypatch.setattr(core, "gather_from_sequence_parallel_region", lambda x, group, o=others: next(o))
-        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=RowPacking.of(lengths, CPU))
+        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=packing(lengths))
         out = out.index_put((held[rank],), mine)
     assert_equal_with_gradients(out, alone(*of, lengths, 0.3), of)

@@ -1,5 +1,6 @@
 """Megatron on packed rows: log-probs of transformers, and the same results however the samples are packed."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,9 +48,9 @@ def engine_of(folder: Path) -> Iterator[MegatronEngine]:
         engine.close()
 
 
-def set_budget(engine: MegatronEngine, tokens: int) -> None:
-    """Change trainer.max_tokens_per_micro_batch of an engine."""
-    engine._ranks = replace(engine._ranks, max_tokens=tokens)
+def set_limits(engine: MegatronEngine, tokens: int, share_prompts: bool) -> None:
+    """Change trainer.max_tokens_per_micro_batch and share_prompts of an engine."""
+    engine._ranks = replace(engine._ranks, max_tokens=tokens, share_prompts=share_prompts)
     engine._runner = replace(engine._runner, ranks=engine._ranks)
 
 
@@ -59,8 +60,8 @@ def test_logprobs_equal_transformers_at_every_budget(kind: str, tmp_path: Path) 
     with torch.no_grad():
         expected = token_logprobs(model, SAMPLES, range(NUM), CONFIG["grpo"]["temperature"])
     with engine_of(tmp_path) as engine:
-        for budget in (19, 64, 16384):
-            set_budget(engine, budget)
+        for budget, share in itertools.product((19, 64, 16384), (False, True)):
+            set_limits(engine, budget, share)
             for got, other in zip(engine.logprobs(SAMPLES), expected, strict=True):
                 assert np.abs(got - other.numpy()).max() <= TOLERANCE
 
@@ -94,7 +95,7 @@ def results(engine: MegatronEngine, batches: Sequence[Packed]) -> dict[str, Tens
     return out | grads
 
 
-def test_order_cuts_padding_and_stand_ins_change_nothing(model: Path) -> None:
+def test_order_cuts_padding_stand_ins_and_shared_prompts_change_nothing(model: Path) -> None:
     with engine_of(model) as engine:
         expected = results(engine, [pack(SAMPLES, np.array([i])) for i in range(NUM)])
         assert min(float(each.abs().max()) for each in expected.values()) > 100 * TOLERANCE
@@ -105,9 +106,11 @@ def test_order_cuts_padding_and_stand_ins_change_nothing(model: Path) -> None:
             ends=st.sets(st.integers(1, NUM - 1), max_size=6),
             multiples=st.sampled_from([(1, 1), (1, 8), (4, 4), (4, 16)]),
             stand_in=st.booleans(),
+            share=st.booleans(),
         )
-        def packed(order: list[int], ends: set[int], multiples: tuple[int, int], stand_in: bool) -> None:
+        def packed(order: list[int], ends: set[int], multiples: tuple[int, int], stand_in: bool, share: bool) -> None:
             options: dict[str, Any] = {"sequence_multiple": multiples[0], "row_multiple": multiples[1]}
+            options["share_prompts"] = share
             parts = np.split(np.array(order), sorted(ends))
             batches = [pack(SAMPLES, part, **options) for part in parts]
             if stand_in:
@@ -122,16 +125,18 @@ def test_a_step_is_the_same_at_every_budget(model: Path) -> None:
     """Loss, gradient norm and weights of a GRPO step of two updates, in the samples' order and another."""
     with engine_of(model) as engine:
 
-        def step(samples: Samples, budget: int) -> dict[str, Any]:
-            set_budget(engine, budget)
+        def step(samples: Samples, budget: int, share: bool = False) -> dict[str, Any]:
+            set_limits(engine, budget, share)
             engine.load(model)
             metrics = engine.train_step(samples, 2).metrics
             weights = {name: weight.clone() for name, weight in engine.tensors().items()}
             return {"metrics": dict(metrics), "weights": weights}
 
         expected = step(SAMPLES, 64)
-        for budget in (19, 30, 1000):
-            got = step(reversed_within_updates(SAMPLES), budget)
+        assert expected["metrics"].pop("prompt_sharing") == 1.0
+        for budget, share in itertools.product((19, 30, 1000), (False, True)):
+            got = step(reversed_within_updates(SAMPLES), budget, share)
+            assert (got["metrics"].pop("prompt_sharing") < 1) == share
             assert got["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
             for name, weight in got["weights"].items():
                 assert float((weight - expected["weights"][name]).abs().max()) <= TOLERANCE

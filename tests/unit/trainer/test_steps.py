@@ -45,6 +45,12 @@ def test_a_step_equals_that_of_transformers(make_engine: Make, models: Path, set
     assert found["trained_tokens"] == settings.get("epochs", 1) * SAMPLES.per_token(SAMPLES.trainable).sum()
 
 
+def test_adamw_runs_as_one_kernel(make_engine: Make) -> None:
+    groups = make_engine()._runner.optimizer.param_groups
+    assert groups
+    assert all(group["fused"] for group in groups)
+
+
 def test_epochs_have_other_orders_and_the_same_ones_again() -> None:
     orders = [reordered(SAMPLES, 3, [7, step, epoch]).update_index for step in (0, 1) for epoch in (1, 2)]
     assert all(np.bincount(order).tolist() == [6, 5, 5] for order in orders)
@@ -52,13 +58,24 @@ def test_epochs_have_other_orders_and_the_same_ones_again() -> None:
     assert np.array_equal(reordered(SAMPLES, 3, [7, 0, 1]).update_index, orders[0])
 
 
+def test_epochs_that_divide_prompts_keep_groups_whole() -> None:
+    orders = [reordered(SAMPLES, 3, [7, 0, epoch], "prompts").update_index for epoch in (1, 2)]
+    for order in orders:
+        assert set(order.tolist()) == {0, 1, 2}
+        assert all(len(set(order[SAMPLES.prompt_index == prompt].tolist())) == 1 for prompt in range(4))
+    assert not np.array_equal(*orders)
+    # fewer prompts than updates: none is empty
+    assert set(reordered(SAMPLES, 6, [7, 0, 1], "prompts").update_index.tolist()) == set(range(6))
+
+
 def test_every_step_has_orders_of_its_own(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_service.megatron_engine import step
 
     keys: list[list[int]] = []
 
-    def note(samples: Samples, num_updates: int, key: list[int]) -> Samples:
+    def note(samples: Samples, num_updates: int, key: list[int], divide: str) -> Samples:
         keys.append(key)
+        assert divide == "samples"
         return reordered(samples, num_updates, key)
 
     monkeypatch.setattr(step, "reordered", note)

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from trainer_service.megatron_engine.attention.copies import with_copies
 from trainer_service.megatron_engine.attention.packing import RowPacking, cut_runs
 
 try:
@@ -31,7 +32,8 @@ _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
 class PackedAttention(MegatronModule):
     """Attends within each sequence: all of them in one kernel where it exists, else those of one length together.
 
-    Queries and keys come without rotary embeddings, which are applied here.
+    A completion that shares its prompt attends to a copy of the prompt's keys and values, followed by its own; autograd
+    adds the gradients of all copies up. Queries and keys come without rotary embeddings, which are applied here.
 
     Under context parallelism a rank has two chunks of each sequence (see packed.context_share): it gathers the keys
     and values of all ranks and attends with its own queries.
@@ -71,30 +73,48 @@ class PackedAttention(MegatronModule):
         return out.flatten(1)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-        out: Tensor = varlen_attn(
-            query,
-            key,
-            value,
-            ends,
-            ends,
-            longest,
-            longest,
-            scale=self.softmax_scale,
-            window_size=(-1, 0),  # causal
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out
+        def attend(keys: Tensor, values: Tensor) -> Tensor:
+            out: Tensor = varlen_attn(
+                query,
+                keys,
+                values,
+                packing.cu_seqlens_q,
+                packing.cu_seqlens_kv,
+                packing.max_seqlen_q,
+                packing.max_seqlen_kv,
+                scale=self.softmax_scale,
+                window_size=(-1, 0),  # causal; the last query is that of the last key
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+            return out
+
+        return attend(key, value) if packing.keys is None else with_copies(key, value, packing.keys, attend)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
-        cut = zip(*(cut_runs(row, packing.runs) for row in (query, key, value)), strict=True)
-        return _joined([self._attend(q, k, v, None) for q, k, v in cut])
+        out = []
+        cut = (cut_runs(row, packing.query_runs) for row in (query, key, value))
+        for q, k, v, run, index in zip(*cut, packing.key_runs, packing.keys_of_runs, strict=True):
+            if index is None:
+                out.append(self._attend(q, k, v, None))
+            else:
+                out.append(self._attend_after(q, key, value, run, index))
+        return _joined(out)
+
+    def _attend_after(self, query: Tensor, key: Tensor, value: Tensor, run: tuple[int, int], index: Tensor) -> Tensor:
+        """Attend with a run of completions, each to its prompt and itself: key and value are the whole row's."""
+        mask = _causal_after(query.shape[2], run[1], query.device)
+
+        def attend(*copies: Tensor) -> Tensor:
+            keys, values = (cut_runs(copy, [run])[0] for copy in copies)
+            return self._attend(query, keys, values, mask)
+
+        return with_copies(key, value, index, attend)
 
     def _share(self, query: Tensor, key: Tensor, value: Tensor, packing: RowPacking) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
         out = []
-        queries = cut_runs(query, packing.runs, group.size())
+        queries = cut_runs(query, packing.query_runs, group.size())
         keys, values = (_cut_gathered(row, packing, group.size()) for row in (key, value))
         for q, k, v in zip(queries, keys, values, strict=True):
             mask = _causal_over_ranks(q.shape[2], group.rank(), group.size(), q.device)
@@ -126,6 +146,12 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
+@lru_cache(maxsize=256)  # the layers of a micro-batch ask for the same ones
+def _causal_after(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Make the mask of the last `queries` of `keys` tokens, [queries, keys] bool: each attends to those before it."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+
+
 def _joined(runs: list[Tensor]) -> Tensor:
     """Put runs [n, heads, L, head_dim] one after the other: [T, heads, head_dim]."""
     parts = [run.transpose(1, 2).flatten(0, 1) for run in runs]
@@ -134,7 +160,7 @@ def _joined(runs: list[Tensor]) -> Tensor:
 
 def _cut_gathered(row: Tensor, packing: RowPacking, size: int) -> list[Tensor]:
     """Cut all ranks' rows [size * T, heads, head_dim] into runs [n, heads, L, head_dim], L in the ranks' order."""
-    by_rank = [cut_runs(part, packing.runs, size) for part in row.chunk(size)]
+    by_rank = [cut_runs(part, packing.query_runs, size) for part in row.chunk(size)]
     return [torch.cat(parts, 2) for parts in zip(*by_rank, strict=True)]
 
 

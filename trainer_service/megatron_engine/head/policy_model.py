@@ -81,9 +81,9 @@ class PolicyModel(GPTModel):
         """Run the chunk on a packed row.
 
         Args:
-            input_ids, position_ids: [1, T] of this rank; positions begin anew with each sequence.
+            input_ids, position_ids: [1, T] of this rank; positions begin anew with each sample.
         """
-        packing = replace(packed_seq_params, rotation=self._rotation(position_ids, packed_seq_params.max_seqlen_q))
+        packing = replace(packed_seq_params, rotation=self._rotation(position_ids, packed_seq_params.max_seqlen_kv))
         return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packing, **kwargs)
 
     def _rotation(self, position_ids: Tensor, longest: int) -> Rotation:

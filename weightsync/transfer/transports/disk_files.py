@@ -29,6 +29,7 @@ from tandem_files.atomic import SCRATCH_SUFFIX, write_bytes_atomic
 from tandem_files.model.safetensors_header import DamagedFile, TensorInfo, parse_header
 from tandem_files.run_paths import FolderKind
 from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
+from weightsync.transfer.tensors import memory_of
 
 FORMAT = 1
 BLOCK_BYTES = 2**20  # unit of digests: a receiver that wants a slice reads and checks whole blocks of rows
@@ -101,9 +102,9 @@ def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype
         for box in boxes:
             digests[box.key] = []
             for block in _row_blocks(box.values, dtype):
-                data = block.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8).numpy()
-                digests[box.key].append(xxhash.xxh3_128_hexdigest(data.data))
-                file.write(data.data)
+                held = block.to(device="cpu", dtype=dtype).contiguous()
+                digests[box.key].append(xxhash.xxh3_128_hexdigest(memory_of(held)))
+                file.write(memory_of(held))
         file.flush()
         os.fsync(file.fileno())
     scratch.rename(folder / f"rank-{rank}.safetensors")

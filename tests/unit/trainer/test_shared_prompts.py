@@ -1,0 +1,167 @@
+"""Samples of one prompt share it: in a row, in a micro-batch, on a rank."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem_config.schema import GrpoSection
+from tests.unit.trainer.batches import random_samples
+from tests.unit.trainer.test_packing import ranks, rows_of, tokens_of
+from trainer_service.batch.cuts import deal
+from trainer_service.batch.groups import by_prompt, costs, row_tokens
+from trainer_service.batch.packed import pack
+from trainer_service.batch.plan import measure_all, plan_step
+from trainer_service.batch.samples import Samples
+from trainer_service.measure.flops import FlopCosts
+
+
+def grouped(prompts: int, completions: list[int], prompt: int = 4, **changes: Any) -> Samples:
+    """Samples of `prompts` prompts, in turns; each prompt has completions of these lengths."""
+    num = prompts * len(completions)
+    lengths = np.repeat(completions, prompts)
+    ids = [[*([1 + i % prompts] * prompt), *range(10, 10 + length)] for i, length in enumerate(lengths.tolist())]
+    fields: dict[str, Any] = {
+        "prompt_lengths": np.full(num, prompt),
+        "completion_lengths": lengths,
+        "token_ids": np.concatenate(ids),
+        "rollout_logprobs": np.zeros(int(lengths.sum()), np.float32),
+        "updates": 1,
+    }
+    return random_samples(num, **{**fields, **changes})
+
+
+def test_samples_have_the_number_of_their_prompt() -> None:
+    assert grouped(3, [1, 2]).prompt_index.tolist() == [0, 1, 2, 0, 1, 2]
+    # one prompt is the beginning of the other
+    assert random_samples(
+        2, prompt_lengths=np.array([1, 2]), completion_lengths=np.array([2, 1]), token_ids=np.array([7, 7, 7, 7, 7, 7])
+    ).prompt_index.tolist() == [0, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    completions=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    prompts=st.integers(1, 3),
+    multiple=st.sampled_from([1, 8]),
+    seed=st.integers(0, 9),
+)
+def test_a_row_holds_each_prompt_once_and_every_prediction_has_its_past(
+    completions: list[int], prompts: int, multiple: int, seed: int
+) -> None:
+    samples = grouped(prompts, completions)
+    rows = np.random.default_rng(seed).permutation(len(samples))
+    batch = pack(samples, rows, share_prompts=True, row_multiple=multiple)
+    size = row_tokens(samples, rows)
+    assert batch.input_ids.size == batch.lengths.sum() == -(-size // multiple) * multiple
+    ends = np.cumsum(batch.lengths)
+    number = 0
+    for row in rows.tolist():
+        past = tokens_of(samples, row)
+        for before in range(4, 4 + int(samples.completion_lengths[row])):
+            position = batch.positions[number]
+            sequence = int(np.searchsorted(ends, position, side="right"))
+            start, length = int(batch.prefix_starts[sequence]), int(batch.prefix_lengths[sequence])
+            begin = int(ends[sequence] - batch.lengths[sequence])
+            seen = [*batch.input_ids[0, start : start + length], *batch.input_ids[0, begin : position + 1]]
+            assert seen == past[:before]
+            assert batch.position_ids[0, position] == before - 1
+            assert batch.token_index[number] == samples.completion_starts[row] + before - 4
+            number += 1
+    assert number == batch.positions.size
+
+
+def test_equal_lengths_follow_one_another() -> None:
+    """Attention computes those together: here all prompts, then the completions of each length."""
+    batch = pack(grouped(3, [3, 5, 3]), np.arange(9), share_prompts=True)
+    assert batch.lengths.tolist() == [4] * 3 + [4] * 3 + [2] * 6
+    assert batch.prefix_lengths.tolist() == [0] * 3 + [4] * 9
+
+
+def test_a_sample_that_shares_with_no_other_is_one_sequence() -> None:
+    batch = pack(grouped(3, [3, 5]), np.array([0, 1, 5]), share_prompts=True)
+    assert batch.lengths.tolist() == [8, 6, 6]
+    assert not batch.prefix_lengths.any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    completions=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    max_tokens=st.integers(44, 200),
+    wanted=st.one_of(st.none(), st.integers(1, 100)),
+)
+def test_groups_hold_every_sample_once_within_the_budget(
+    completions: list[int], max_tokens: int, wanted: int | None
+) -> None:
+    samples = grouped(2, completions)
+    found = by_prompt(samples, np.arange(len(samples)), max_tokens, wanted)
+    assert sorted(np.concatenate(found.members).tolist()) == list(range(len(samples)))
+    for members, tokens in zip(found.members, found.tokens.tolist(), strict=True):
+        assert len(set(samples.prompt_index[members].tolist())) == 1
+        assert tokens == pack(samples, members, share_prompts=True).input_ids.size <= max_tokens
+    if wanted is None and row_tokens(samples, np.arange(len(samples))) <= 2 * 44:
+        assert len(found.members) == 2 or max(found.tokens) > max_tokens // 2
+
+
+def test_a_wanted_size_divides_groups_but_not_into_copies_of_prompts() -> None:
+    samples = grouped(1, [11] * 8, prompt=20)
+    rows = np.arange(8)
+    assert by_prompt(samples, rows, 1000).tokens.tolist() == [20 + 80]
+    assert by_prompt(samples, rows, 1000, 60).tokens.tolist() == [20 + 40] * 2
+    assert by_prompt(samples, rows, 1000, 1).tokens.tolist() == [20 + 20] * 4
+    assert by_prompt(samples, rows, 50).tokens.tolist() == [20 + 30, 20 + 30, 20 + 20]
+
+
+def test_costs_count_the_prompt_once_and_all_pairs() -> None:
+    samples = grouped(2, [3, 5], prompt=6)
+    alone = samples.lengths * (1 + samples.lengths / 100.0)
+    assert costs(samples, [np.array([0]), np.array([2])], 100.0) == pytest.approx(alone[[0, 2]])
+    (both,) = costs(samples, [np.array([0, 2])], 100.0)
+    assert both == pytest.approx(alone[[0, 2]].sum() - 6 * (1 + 6 / 100.0))
+
+
+def test_ranks_get_whole_groups_where_these_balance_and_parts_where_not() -> None:
+    many = grouped(8, [4] * 4, prompt=50)
+    owner = deal(many, np.ones(32, np.bool_), 2, 1000.0, share_prompts=True)
+    assert all(len(set(owner[many.prompt_index == prompt].tolist())) == 1 for prompt in range(8))
+    assert np.bincount(owner).tolist() == [16, 16]
+    few = grouped(1, [50] * 4, prompt=5)
+    assert sorted(deal(few, np.ones(4, np.bool_), 4, 1000.0, share_prompts=True).tolist()) == [0, 1, 2, 3]
+    # another copy of this prompt costs more than the completions
+    long = grouped(2, [4] * 4, prompt=500)
+    assert sorted(np.bincount(deal(long, np.ones(8, np.bool_), 2, 1000.0, share_prompts=True)).tolist()) == [4, 4]
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_with_shared_prompts_has_every_sample_and_says_what_it_saves(data_parallel: int, stages: int) -> None:
+    update = np.arange(40) // 20
+    samples = grouped(8, [3, 3, 7, 1, 9], update_index=update)
+    options: dict[str, Any] = {"share_prompts": True, "row_multiple": 4, "max_tokens": 40, "pipeline_parallel": stages}
+    each = [ranks(rank, data_parallel, **options) for rank in range(data_parallel)]
+    plans = [plan_step(samples, 2, GrpoSection(), of) for of in each]
+    computed = tokens = 0
+    for number in range(2):
+        trained = [[batch for batch in plan.updates[number] if batch.counted] for plan in plans]
+        rows = [row for batches in trained for batch in batches for row in batch.rows.tolist()]
+        assert sorted(rows) == np.flatnonzero(update == number).tolist()
+    batches = [batch for plan in plans for part in (plan.measured, *plan.updates) for batch in part]
+    for batch in batches:
+        assert batch.input_ids.size <= 40
+        computed += batch.input_ids.size
+        tokens += row_tokens(samples, batch.rows) if batch.counted else 0
+    whole = sum(int((samples.lengths[batch.rows] - 1).sum()) for batch in batches if batch.counted)
+    assert {(plan.packing_efficiency, plan.prompt_sharing) for plan in plans} == {(tokens / computed, tokens / whole)}
+    assert tokens < whole
+    costs = FlopCosts(token=1.0, pair=0.0, completion=0.0)
+    passes = [
+        plan.flops(samples, costs, epochs=1, reference=reference) for plan in plans for reference in (False, True)
+    ]
+    assert len(set(passes)) == 2
+    trained = max(passes) - min(passes)
+    assert (min(passes) - 3 * trained) + trained == pytest.approx(tokens)
+    assert FlopCosts(token=1.0, pair=2.0, completion=9.0).prompts(np.array([4, 1])) == 5 + 2 * (10 + 1)
+    measured = [measure_all(samples, of) for of in each]
+    assert set.union(*(rows_of(batches) for batches in measured)) == set(range(40))

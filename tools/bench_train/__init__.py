@@ -1,0 +1,1 @@
+"""Benchmark of a train step against plain transformers, TRL and the matmul floor: `make bench-train`."""

@@ -1,0 +1,1 @@
+"""The processes that compute steps: one for each way, or a rank of ours."""

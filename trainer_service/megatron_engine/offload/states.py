@@ -1,0 +1,209 @@
+"""Which memory the engine's work needs; it is there during that work only.
+
+| work                           | states                                                                |
+|--------------------------------|-----------------------------------------------------------------------|
+| a train step                   | parameters, gradients, optimizer; the reference while it is measured  |
+| publishing, export, log-probs  | parameters                                                            |
+| log-probs of the reference     | reference                                                             |
+| writing a checkpoint           | parameters, optimizer, reference                                      |
+| reading one, loading the model | the same, which it changes                                            |
+
+A state is a set of storages. Each is resized to 0 bytes and back, as mcore does with its gradient buffers: the storage
+itself stays, so that every view of it (`parameter.data`, `main_grad`, a bucket, the weight sync's) is valid again when
+the bytes are back, wherever they are then. In between nothing may touch the bytes: not even torch notices.
+"""
+
+import ctypes
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from servicekit.errors import ConfigError, Internal
+from servicekit.logs import get_logger
+from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.offload.copies import GIB, Copies, copies_for
+
+log = get_logger(__name__)
+
+
+class State(StrEnum):
+    """A part of the engine's memory, as trainer.offload names it; `reference` goes with the parameters."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    REFERENCE = "reference"
+
+
+STEP = (State.PARAMETERS, State.GRADIENTS, State.OPTIMIZER)
+CHECKPOINT = (State.PARAMETERS, State.OPTIMIZER, State.REFERENCE)
+
+
+@dataclass(kw_only=True)
+class _Memory:
+    """The memory of a state.
+
+    Attributes:
+        copies: None: its bytes are not kept.
+        users: blocks of `Offload.use` that need it now.
+        changed: `copies` are older than the memory.
+        is_away: whether the bytes are on the host only.
+    """
+
+    storages: list[UntypedStorage]
+    sizes: list[int]
+    copies: Copies | None
+    is_away: bool = False
+    users: int = 0
+    changed: bool = True
+
+    def bring(self) -> None:
+        """Take the memory again and fill it. Raises: OSError, RuntimeError: there is none; nothing has changed."""
+        if not self.is_away:
+            return
+        try:
+            for number, (storage, size) in enumerate(zip(self.storages, self.sizes, strict=True)):
+                storage.resize_(size)
+                if self.copies is not None:
+                    self.copies.load(number, storage)
+        except (OSError, RuntimeError):
+            self.free()
+            raise
+        self.is_away = False
+
+    def store(self) -> None:
+        """Copy to the host what has changed. Raises: OSError."""
+        if self.changed and self.copies is not None:
+            for number, storage in enumerate(self.storages):
+                self.copies.store(number, storage)
+        self.changed = False
+
+    def free(self) -> None:
+        """Free the memory, whose bytes are on the host."""
+        for storage in self.storages:
+            storage.resize_(0)
+        self.is_away = True
+
+
+class Offload:
+    """The states that are offloaded; those that are not are always there.
+
+    Args:
+        folder: of files that hold a CPU's bytes; None: the folder of temporary files.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self._device, self._folder = device, folder
+        self._memory: dict[State, _Memory] = {}
+
+    def add(self, state: State, tensors: Iterable[Tensor], *, keep: bool = True, beside: Iterable[Tensor] = ()) -> None:
+        """Offload a state from the first use on.
+
+        Args:
+            tensors: whose storages are the state; those of other devices than this rank's are left out.
+            keep: false: its bytes need not come back; the memory has any value then.
+            beside: tensors of other states, whose storages are not this one's.
+        Raises: ConfigError: the host has no room.
+        """
+        others = {tensor.untyped_storage()._cdata for tensor in beside}
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        storages = [
+            storage
+            for key, storage in found.items()
+            if key not in others and storage.device.type == self._device.type and storage.nbytes() > 0
+        ]
+        sizes = [storage.nbytes() for storage in storages]
+        copies = copies_for(state, sizes, self._device, self._folder) if keep else None
+        self._memory[state] = _Memory(storages=storages, sizes=sizes, copies=copies)
+        log.info("offloaded between uses", state=state, bytes=sum(sizes), kept=keep, device=str(self._device))
+
+    def __contains__(self, state: State) -> bool:
+        """Whether a state is offloaded."""
+        return state in self._memory
+
+    @contextmanager
+    def use(self, *states: State, changes: bool = True) -> Iterator[Mapping[str, float]]:
+        """Have states in memory inside of a `with` block; every rank must enter it together.
+
+        Blocks may be nested: memory is freed at the end of the outermost that needs it.
+
+        Args:
+            changes: whether the block may change them; false saves the copy at its end.
+        Yields: seconds by part: `onload`, and `offload` after the block; empty if nothing is offloaded.
+        Raises: Internal: on every rank: there is no memory for them, on one at least; nothing has changed.
+        """
+        needed = [self._memory[state] for state in states if state in self._memory]
+        seconds: dict[str, float] = {}
+        if not needed:
+            yield seconds
+            return
+        started_s = time.perf_counter()
+        self._onload(needed, ", ".join(states))
+        seconds["onload"] = time.perf_counter() - started_s
+        for memory in needed:
+            memory.users += 1
+            memory.changed |= changes
+        try:
+            yield seconds
+        finally:
+            started_s = time.perf_counter()
+            for memory in needed:
+                memory.users -= 1
+            self._offload([memory for memory in needed if memory.users == 0])
+            seconds["offload"] = time.perf_counter() - started_s
+
+    def _onload(self, needed: list[_Memory], names: str) -> None:
+        def bring() -> int:
+            try:
+                for memory in needed:
+                    memory.bring()
+                self._wait()
+            except RuntimeError as error:  # torch's, of a GPU's memory and of a CPU's
+                wanted = sum(sum(memory.sizes) for memory in needed)
+                raise ConfigError(
+                    f"they take {wanted / GIB:.2f} GiB, and so much is not free there: free some (does a rollout still "
+                    f"use it?) and repeat; nothing is lost ({error})"
+                ) from error
+            return 0
+
+        try:
+            together(f"bring {names} back to {self._device}", self._device, bring)
+        except Internal:  # of any rank
+            self._offload([memory for memory in needed if memory.users == 0])
+            raise
+
+    def _offload(self, unused: list[_Memory]) -> None:
+        """Free memory; what cannot be copied stays where it is."""
+        if not unused:
+            return
+        try:
+            for memory in unused:
+                memory.store()
+            self._wait()
+        except (OSError, RuntimeError) as error:
+            log.error("offload failed: the memory stays in use", device=str(self._device), error=str(error))
+            return
+        for memory in unused:
+            memory.free()
+        _give_back(self._device)
+
+    def _wait(self) -> None:
+        """Wait for copies."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _give_back(device: torch.device) -> None:
+    """Make allocators return what is free, since other processes are to have it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; another libc returns memory by itself
+    if trim is not None:
+        trim(0)
