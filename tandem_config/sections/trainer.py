@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
 
 
 class OffloadSection(Section):
@@ -136,6 +136,27 @@ class TrainerSection(Section):
         16384,
         description="Tokens of one micro-batch, packed into one row; bounds activation memory.",
         json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description=(
+            "Activations that the backward pass computes again instead of keeping them. selective: those of "
+            "recompute_modules in every layer; full: whole layers, of which only the input is kept."
+        ),
+        json_schema_extra=about("costs nothing; full costs a forward pass more, a third of the time of an update"),
+    )
+    recompute_modules: ListOf[Literal["core_attn", "mlp", "moe"]] = Field(
+        ("core_attn",),
+        description=(
+            "What selective recompute leaves out, by Megatron's names: core_attn, mlp (of dense layers), moe (experts "
+            "and router). Its layernorm needs TransformerEngine, and is not offered."
+        ),
+        json_schema_extra=about("as Megatron's; a fused attention kernel keeps little, mlp or moe the most of a layer"),
+    )
+    recompute_layers: PositiveInt | None = Field(
+        None,
+        description="Layers of each stage (or of each of its virtual chunks) that full recompute covers; null: all.",
+        json_schema_extra=about("least memory; fewer where there is memory left", unit="layers"),
     )
     share_prompts: bool = Field(
         False,

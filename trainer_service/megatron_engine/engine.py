@@ -28,6 +28,7 @@ from trainer_service.megatron_engine.adam_state import AdamState, masters_from_w
 from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.offload.build import build_offload
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
+from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
@@ -71,7 +72,9 @@ class MegatronEngine:
         )
         self._saver = checkpoint.BackgroundSaver()
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
-        mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
+        recompute = recompute_arguments(trainer, self._spec.num_layers)
+        sizes = (self._spec, self._parallel, self._dtype, sequence_parallel)
+        mcore_config = build.transformer_config(*sizes, **recompute)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
         self._parameters = build.named_parameters(chunks)
         wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
