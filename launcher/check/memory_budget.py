@@ -183,7 +183,10 @@ def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks:
     # the final norm's input and output; mcore's buffer for what sequence parallelism gathers
     last = 2 * split * row if stage == parallel.pipeline - 1 else 0
     gathered = _tokens(config, parallel) * row if split < _tokens(config, parallel) else 0
-    return held + last + gathered
+    # cosines and half as many sines of each micro-batch under way, for all layers (megatron_engine/attention/rotary.py)
+    rotations = 3 * _tokens(config, parallel) * spec.head_dim * _width(config) // 2
+    under_way = -(-_chunks_under_way(parallel, stage) // parallel.virtual_pipeline)
+    return held + last + gathered + under_way * rotations
 
 
 def _chunks_under_way(parallel: Parallel, stage: int) -> int:
@@ -198,8 +201,7 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
     q = spec.size("q") // parallel.tensor
     kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
-    # cosines and sines, of queries and keys
-    attention = 4 * tokens * spec.head_dim * width
+    attention = 0
     if parallel.context > 1 and q != kv:
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
