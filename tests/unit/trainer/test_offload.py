@@ -141,16 +141,15 @@ def test_what_cannot_be_written_stays_in_memory(make_engine: Make, monkeypatch: 
     assert held(engine)["optimizer"] == 0
 
 
-@pytest.fixture
-def numbers(one_rank: None, tmp_path: Path) -> tuple[Offload, torch.Tensor]:
-    """A state of two views of one memory, and one of them."""
-    offload, memory = Offload(CPU, tmp_path), torch.arange(6.0)
+def numbers(folder: Path) -> tuple[Offload, torch.Tensor]:
+    """A state of two views of one memory, and one of them. No fixture: pytest would print what has no memory."""
+    offload, memory = Offload(CPU, folder), torch.arange(6.0)
     offload.add(EngineState.PARAMETERS, [memory[:2], memory[2:]])
     return offload, memory[2:]
 
 
-def test_a_block_within_a_block_frees_nothing(numbers: tuple[Offload, torch.Tensor]) -> None:
-    offload, view = numbers
+def test_a_block_within_a_block_frees_nothing(one_rank: None, tmp_path: Path) -> None:
+    offload, view = numbers(tmp_path)
     with offload.use(EngineState.PARAMETERS):
         with offload.use(EngineState.PARAMETERS, changes=False):
             view += 1
@@ -161,9 +160,9 @@ def test_a_block_within_a_block_frees_nothing(numbers: tuple[Offload, torch.Tens
 
 
 def test_a_block_that_only_reads_writes_nothing(
-    numbers: tuple[Offload, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, _ = numbers
+    offload, _ = numbers(tmp_path)
     memory = offload._memory[EngineState.PARAMETERS]
     stored: list[int] = []
     monkeypatch.setattr(memory.copies, "store", lambda number, storage: stored.append(number))
@@ -173,8 +172,8 @@ def test_a_block_that_only_reads_writes_nothing(
     assert stored == [0]
 
 
-def test_a_block_that_fails_frees_too(numbers: tuple[Offload, torch.Tensor]) -> None:
-    offload, view = numbers
+def test_a_block_that_fails_frees_too(one_rank: None, tmp_path: Path) -> None:
+    offload, view = numbers(tmp_path)
     with pytest.raises(RuntimeError, match="in between"), offload.use(EngineState.PARAMETERS):
         raise RuntimeError("in between")
     assert view.untyped_storage().nbytes() == 0
