@@ -23,10 +23,6 @@ _NOT_SUPPORTED: dict[str, str] = {
         "a KL term is there if grpo.kl_coefficient is more than 0: set that, with grpo.kl_in: loss or reward",
     ),
     **dict.fromkeys(
-        ("recompute", "activation_recompute", "recompute_granularity", "gradient_checkpointing"),
-        "activations are not recomputed: leave it out; trainer.max_tokens_per_micro_batch bounds their memory",
-    ),
-    **dict.fromkeys(
         ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         "not for training: the trainer's log-probs would not be those of the distribution that was sampled "
         "(docs/numerics.md); leave it out, see grpo.temperature",
@@ -62,6 +58,8 @@ _OTHER_NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(("max_prompt_length", "prompt_length"), "data.max_prompt_tokens"),
     **dict.fromkeys(("lr",), "trainer.learning_rate"),
+    **dict.fromkeys(("activation_recompute", "recompute_granularity", "gradient_checkpointing"), "trainer.recompute"),
+    "recompute_num_layers": "trainer.recompute_layers",
     **dict.fromkeys(("loss_agg_mode",), "grpo.aggregation"),
     **dict.fromkeys(("loss_type",), "grpo.objective, grpo.aggregation or grpo.preset"),
     **dict.fromkeys(("loss_mode", "policy_loss", "policy_loss_fn", "importance_sampling_level"), "grpo.objective"),

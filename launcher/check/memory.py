@@ -132,6 +132,8 @@ def _trainer_problems(
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     tokens = fitting_tokens(config, spec, NEAR * memory)
     fits = f"set trainer.max_tokens_per_micro_batch: {tokens}, or " if tokens >= longest else ""
+    if _with_recompute(config, spec) <= NEAR * memory:
+        fits += "trainer.recompute: full, or "
     yield ConfigProblem(
         key="trainer.max_tokens_per_micro_batch",
         value=str(config.trainer.max_tokens_per_micro_batch),
@@ -139,6 +141,14 @@ def _trainer_problems(
         suggestion=f"{fits}{split}",
         severity=_severity(over),
     )
+
+
+def _with_recompute(config: RunConfig, spec: ModelSpec) -> float:
+    """Return the peak with trainer.recompute: full; infinite if that is set."""
+    if config.trainer.recompute == "full":
+        return float("inf")
+    trainer = config.trainer.model_copy(update={"recompute": "full", "recompute_layers": None})
+    return max(stage.peak for stage in trainer_memory(config.model_copy(update={"trainer": trainer}), spec))
 
 
 def _rollout_problems(config: RunConfig, rollout: RolloutMemory, gib: float) -> Iterator[ConfigProblem]:

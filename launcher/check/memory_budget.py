@@ -1,9 +1,10 @@
 """GPU memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
 
-The trainer is counted as trainer_service.megatron_engine builds it: no recomputation, no distributed optimizer, flash
-attention. The micro-batch is taken as full, and all of its tokens as completion tokens. Memory peaks either at the
-output layer, with every layer's activations (forward, or as the backward pass begins), or in the optimizer (AdamW
-updates all parameters in one call). The tokens of a mixture of experts are taken as evenly spread over the experts.
+The trainer is counted as trainer_service.megatron_engine builds it, with flash attention. The micro-batch is taken as
+full, and all of its tokens as completion tokens. Memory peaks either at the output layer, with the activations that
+every layer keeps (forward, or as the backward pass begins), where a layer's activations are computed again
+(trainer.recompute), or in the optimizer (AdamW updates all parameters in one call). The tokens of a mixture of experts
+are taken as evenly spread over the experts.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
 estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); temporary tensors inside a
@@ -40,6 +41,7 @@ class TrainerMemory:
     Attributes:
         resident: parameters, float32 gradients, AdamW's state and, for bfloat16, its float32 parameters.
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
+        recomputed: what the backward pass computes again and holds at a time: of one layer.
         logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
         head_backward: the same in the output layer's backward pass, with the gradients of its weight and of its input.
         optimizer: temporary memory of AdamW's step.
@@ -52,6 +54,7 @@ class TrainerMemory:
     stage: int
     resident: int
     activations: int
+    recomputed: int
     logits: int
     head_backward: int
     optimizer: int
@@ -81,6 +84,7 @@ class TrainerMemory:
         return {
             "at the forward's peak": self.activations + self.logits,
             "in the output layer's backward pass": self.activations + self.head_backward,
+            "where a layer is computed again": self.activations + self.recomputed if self.recomputed > 0 else 0,
             "in the optimizer": self.optimizer,
             "while the reference policy is measured": self.reference + self.logits if self.reference > 0 else 0,
             "in a weight sync": self.buffers,
@@ -133,6 +137,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
         elements = _elements(spec, cut, stage)
         last = stage == parallel.pipeline - 1
         logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
+        activations, recomputed = _activations(config, spec, parallel, chunks, stage)
         masters = _FLOAT if width < _FLOAT else 0
         reference = width if config.grpo.kl_coefficient != 0 else 0
         kept, dropped = _offloaded(config, width, masters)
@@ -140,7 +145,8 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
             TrainerMemory(
                 stage=stage,
                 resident=elements * (width + masters + 3 * _FLOAT),
-                activations=_activations(config, spec, parallel, chunks, stage),
+                activations=activations,
+                recomputed=recomputed,
                 logits=logits,
                 head_backward=head_backward,
                 optimizer=elements * _FLOAT,
@@ -173,11 +179,17 @@ def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[ModelChunk], stage: int) -> int:
+def _activations(
+    config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks: list[ModelChunk], stage: int
+) -> tuple[int, int]:
+    """Return the bytes that a stage keeps for its backward pass, and the most that this computes again at a time."""
     mine = [chunk for chunk in chunks if chunk.stage == stage]
-    layers = [layer for chunk in mine for layer in range(chunk.first_layer, chunk.first_layer + chunk.num_layers)]
-    one = sum(_layer(config, spec, parallel, layer) for layer in layers)
-    held = one * _chunks_under_way(parallel, stage) // parallel.virtual_pipeline
+    layers = [
+        _kept(config, spec, parallel, layer, index)
+        for chunk in mine
+        for index, layer in enumerate(range(chunk.first_layer, chunk.first_layer + chunk.num_layers))
+    ]
+    held = sum(kept for kept, _ in layers) * _chunks_under_way(parallel, stage) // parallel.virtual_pipeline
     row = spec.hidden_size * _width(config)
     split = _split_tokens(config, parallel)
     # the final norm's input and output; mcore's buffer for what sequence parallelism gathers
@@ -186,7 +198,26 @@ def _activations(config: RunConfig, spec: ModelSpec, parallel: Parallel, chunks:
     # cosines and half as many sines of each micro-batch under way, for all layers (megatron_engine/attention/rotary.py)
     rotations = 3 * _tokens(config, parallel) * spec.head_dim * _width(config) // 2
     under_way = -(-_chunks_under_way(parallel, stage) // parallel.virtual_pipeline)
-    return held + last + gathered + under_way * rotations
+    return held + last + gathered + under_way * rotations, max((again for _, again in layers), default=0)
+
+
+def _kept(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int, index: int) -> tuple[int, int]:
+    """Return the bytes that a layer keeps of one micro-batch, and those that it computes again (trainer.recompute).
+
+    Args:
+        index: of the layer in its chunk.
+    """
+    trainer = config.trainer
+    if trainer.recompute == "full" and (trainer.recompute_layers is None or index < trainer.recompute_layers):
+        return _split_tokens(config, parallel) * spec.hidden_size * _width(config), _layer(
+            config, spec, parallel, layer
+        )
+    core, mlp = _core_attention(config, spec, parallel), _mlp(config, spec, parallel, layer)
+    modules = trainer.recompute_modules if trainer.recompute == "selective" else ()
+    name = "moe" if spec.has_experts(layer) else "mlp"
+    again = (core if "core_attn" in modules else 0) + (mlp if name in modules else 0)
+    inputs = _unkept_inputs(config, spec, parallel) if "core_attn" in modules else 0
+    return _layer(config, spec, parallel, layer) + inputs - again, again
 
 
 def _chunks_under_way(parallel: Parallel, stage: int) -> int:
@@ -196,22 +227,44 @@ def _chunks_under_way(parallel: Parallel, stage: int) -> int:
 
 
 def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:
-    """Return the bytes that one layer keeps of one micro-batch."""
+    """Return the bytes that one layer keeps of one micro-batch without any recompute."""
     tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
-    q = spec.size("q") // parallel.tensor
-    kv = max(spec.head_dim, spec.size("kv") // parallel.tensor)
+    q, kv = _projected(spec, parallel)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
     attention = 0
     if parallel.context > 1 and q != kv:
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
-        attention += _scores(config, parallel, tokens, q, q // spec.head_dim)
     else:
-        # Projected q, k, v (v is read from there), rotated q and k, the output; a log-sum per head.
-        attention += tokens * ((q + 2 * kv) + (q + kv) + q) * width + tokens * (q // spec.head_dim) * _FLOAT
+        # Projected q, k, v (v is read from there), and the output.
+        attention += tokens * ((q + 2 * kv) + q) * width
         attention += tokens * (q + kv) * width if spec.qk_norm else 0
-        attention += 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
-    return norms + attention + _mlp(spec, parallel, layer, tokens, split, width)
+    core, mlp = _core_attention(config, spec, parallel), _mlp(config, spec, parallel, layer)
+    return norms + attention + core + mlp
+
+
+def _projected(spec: ModelSpec, parallel: Parallel) -> tuple[int, int]:
+    """Return the width of a rank's queries, and of its keys."""
+    return spec.size("q") // parallel.tensor, max(spec.head_dim, spec.size("kv") // parallel.tensor)
+
+
+def _core_attention(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
+    """Return the bytes that the core attention of a layer keeps, beside its inputs and its output."""
+    tokens, width = _tokens(config, parallel), _width(config)
+    q, kv = _projected(spec, parallel)
+    if parallel.context > 1 and q != kv:
+        return _scores(config, parallel, tokens, q, q // spec.head_dim)
+    gathered = 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
+    # rotated q and k; a log-sum per head
+    return gathered + tokens * (q + kv) * width + tokens * (q // spec.head_dim) * _FLOAT
+
+
+def _unkept_inputs(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
+    """Return the bytes of queries, keys and values that only a core attention that is computed again keeps."""
+    q, kv = _projected(spec, parallel)
+    if parallel.context == 1 or q == kv or spec.qk_norm:
+        return 0
+    return _tokens(config, parallel) * (q + 2 * kv) * _width(config)
 
 
 def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
@@ -223,7 +276,9 @@ def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: i
     return tokens * ((1 + 2 * parallel.context) * q + heads * columns) * _FLOAT
 
 
-def _mlp(spec: ModelSpec, parallel: Parallel, layer: int, tokens: int, split: int, width: int) -> int:
+def _mlp(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:
+    """Return the bytes that the MLP of a layer keeps, or its experts, beside its input."""
+    tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
     if not spec.has_experts(layer):
         # gate and up, the activated gate, mcore's up + 0, their product
         return 5 * tokens * (spec.ffn_size // parallel.tensor) * width

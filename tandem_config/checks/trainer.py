@@ -1,4 +1,4 @@
-"""Checks of the trainer's parallel sizes."""
+"""Checks of the trainer's parallel sizes and of Megatron's options."""
 
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
@@ -83,3 +83,26 @@ def _experts_divide_a_stage(config: RunConfig) -> ConfigProblem | None:
         if fits
         else "lower trainer.expert_tensor_parallel",
     )
+
+
+@check("trainer.recompute", "trainer.recompute_modules", "trainer.recompute_layers")
+def _recompute_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
+    trainer = config.trainer
+    if trainer.recompute == "selective" and not trainer.recompute_modules:
+        return ConfigProblem(
+            key="trainer.recompute_modules",
+            value="[]",
+            message="names nothing for trainer.recompute: selective to compute again",
+            suggestion="core_attn, mlp, moe, or trainer.recompute: none",
+        )
+    readers = {"recompute_modules": "selective", "recompute_layers": "full"}
+    for name, mode in readers.items():
+        value = getattr(trainer, name)
+        if trainer.recompute != mode and value != type(trainer).model_fields[name].default:
+            return ConfigProblem(
+                key=f"trainer.{name}",
+                value=str(value) if isinstance(value, int) else f"[{', '.join(value)}]",
+                message=f"counts with trainer.recompute: {mode}, and that is {trainer.recompute}",
+                suggestion=f"set trainer.recompute: {mode}, or leave trainer.{name} out",
+            )
+    return None

@@ -1,10 +1,11 @@
 """The trainer: parallel sizes, optimizer, micro-batches."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
 
 
 class OffloadSection(Section):
@@ -136,6 +137,27 @@ class TrainerSection(Section):
         description="Tokens of one micro-batch, packed into one row; bounds activation memory.",
         json_schema_extra=about("several long samples; raise it as far as memory allows", unit="tokens"),
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description=(
+            "Activations that the backward pass computes again instead of keeping them. selective: those of "
+            "recompute_modules in every layer; full: whole layers, of which only the input is kept."
+        ),
+        json_schema_extra=about("costs nothing; full costs a forward pass more, a third of the time of an update"),
+    )
+    recompute_modules: ListOf[Literal["core_attn", "mlp", "moe"]] = Field(
+        ("core_attn",),
+        description=(
+            "What selective recompute leaves out, by Megatron's names: core_attn, mlp (of dense layers), moe (experts "
+            "and router). Its layernorm needs TransformerEngine, and is not offered."
+        ),
+        json_schema_extra=about("as Megatron's; a fused attention kernel keeps little, mlp or moe the most of a layer"),
+    )
+    recompute_layers: PositiveInt | None = Field(
+        None,
+        description="Layers of each stage (or of each of its virtual chunks) that full recompute covers; null: all.",
+        json_schema_extra=about("least memory; fewer where there is memory left", unit="layers"),
+    )
     share_prompts: bool = Field(
         False,
         description=(
@@ -156,6 +178,15 @@ class TrainerSection(Section):
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",
         json_schema_extra=about("longer than any work between two collectives", unit="s"),
+    )
+    initial_checkpoint: Path | None = Field(
+        None,
+        description=(
+            "Trainer checkpoint whose weights a new run starts from, instead of those of model.path: a folder of "
+            "`tandem import`, or trainer/ in a checkpoint of a run of the same model, of any parallel sizes. A "
+            "reference policy is still model.path's (grpo.reference_path). null: those of model.path."
+        ),
+        json_schema_extra=about("model.path has the weights"),
     )
     checkpoint_optimizer: bool = Field(
         True,

@@ -70,9 +70,13 @@ def _finalize_without_scaling(model: list[Any], num_tokens: torch.Tensor | None 
 
 
 def transformer_config(
-    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool
+    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, sequence_parallel: bool, **options: Any
 ) -> TransformerConfig:
-    """Make megatron-core's description of the model; no option needs TransformerEngine or Apex."""
+    """Make megatron-core's description of the model; nothing here needs TransformerEngine or Apex.
+
+    Args:
+        options: further arguments, of megatron_engine/options.
+    """
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -90,13 +94,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers if parallel.first_stage_layers > 0 else None,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers if parallel.last_stage_layers > 0 else None,
-        account_for_embedding_in_pipeline_split=parallel.embedding_counts,
-        account_for_loss_in_pipeline_split=parallel.loss_counts,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -110,21 +108,35 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        # With virtual stages, mcore's batched sends and receives between two stages pair up wrongly, without an error:
-        # the previous and the next rank are the same one.
-        batch_p2p_comm=parallel.virtual_pipeline == 1,
-        overlap_p2p_comm=parallel.virtual_pipeline > 1,
-        batch_p2p_sync=False,
         variable_seq_lengths=True,
         # mcore refuses variable_seq_lengths with the default dispatcher, even for a dense model
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
+        **_pipeline(parallel),
         **(_mixture(spec, parallel) if spec.num_experts > 0 else {}),
+        **options,
     )
     for name, value in _yarn(spec.rope_scaling).items():
         setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _pipeline(parallel: Parallel) -> dict[str, Any]:
+    """Make the options of the pipeline: how layers are divided among stages, and how these pass activations on."""
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": _virtual(parallel),
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers if parallel.first_stage_layers > 0 else None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers if parallel.last_stage_layers > 0 else None,
+        "account_for_embedding_in_pipeline_split": parallel.embedding_counts,
+        "account_for_loss_in_pipeline_split": parallel.loss_counts,
+        # With virtual stages, mcore's batched sends and receives between two stages pair up wrongly, without an error:
+        # the previous and the next rank are the same one.
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
+        "overlap_p2p_comm": parallel.virtual_pipeline > 1,
+        "batch_p2p_sync": False,
+    }
 
 
 def _yarn(scaling: RopeScaling | None) -> dict[str, Any]:

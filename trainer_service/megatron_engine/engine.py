@@ -18,7 +18,7 @@ from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
-from trainer_service.engine import StepResult
+from trainer_service.engine import Saving, StepResult
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
@@ -27,7 +27,8 @@ from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState, masters_from_weights
 from trainer_service.megatron_engine.agree import together
 from trainer_service.megatron_engine.offload.build import build_offload
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, State
+from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
+from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
@@ -69,8 +70,11 @@ class MegatronEngine:
             meta=identity(config, self._spec),
             device=device,
         )
+        self._saver = checkpoint.BackgroundSaver()
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
-        mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel)
+        recompute = recompute_arguments(trainer, self._spec.num_layers)
+        sizes = (self._spec, self._parallel, self._dtype, sequence_parallel)
+        mcore_config = build.transformer_config(*sizes, **recompute)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device)
         self._parameters = build.named_parameters(chunks)
         wrapped = [build.wrap(chunk, mcore_config) for chunk in chunks]
@@ -131,16 +135,20 @@ class MegatronEngine:
 
     def load(self, folder: Path) -> None:
         """Load this rank's slices of a Hugging Face folder's weights."""
+        initial = self._config.trainer.initial_checkpoint
         with self._offload.use(*CHECKPOINT):
             with torch.no_grad():
                 for parameter in self._parameters.values():
                     # padding of the vocabulary is in no file; it stays zero
                     parameter.zero_()
-            load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+            if initial is None or folder != self._config.model.path:
+                load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+            else:
+                self._reader.load(initial, weights_only(self._adam.tensors()))
             masters_from_weights(self._parameters)
             self._adam.forget()
             self._version = self._steps_done = self._skipped_updates = 0
-            self._load_reference(present=folder)
+            self._load_reference(present=folder if initial is None else None)
 
     def _load_reference(self, present: Path | None = None) -> None:
         """Load the reference policy that a run starts with.
@@ -172,7 +180,7 @@ class MegatronEngine:
             try:
                 result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
             finally:
-                if State.OPTIMIZER in self._offload and self._device.type == "cpu":
+                if EngineState.OPTIMIZER in self._offload and self._device.type == "cpu":
                     self._adam.release_copies()
             self._version += 1
             self._steps_done += 1
@@ -209,12 +217,27 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Save weights, AdamW's state, random states, and a reference policy that is not as it began."""
+        meta = self._meta()
+        with self._offload.use(*CHECKPOINT, changes=False):
+            return checkpoint.save(folder, self._tensors_in(meta), meta, self._device)
+
+    def begin_save(self, folder: Path) -> int:
+        """Begin to save the same, from a copy in host memory."""
+        meta = self._meta()
+        with self._offload.use(*CHECKPOINT, changes=False):
+            return self._saver.begin(folder, self._tensors_in(meta), meta, self._device)
+
+    @property
+    def saving(self) -> Saving | None:
+        """On rank 0: what `begin_save` began last."""
+        return self._saver.saving
+
+    def _meta(self) -> dict[str, Any]:
+        """Return the entries of the meta.json of a checkpoint."""
         about = {"policy_version": self._version, "steps_done": self._steps_done}
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
-        meta = {**self._reader.meta, "parallel": asdict(self._parallel), **about}
-        with self._offload.use(*CHECKPOINT, changes=False):
-            return checkpoint.save(folder, self._tensors_in(about), meta, self._device)
+        return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
@@ -258,7 +281,7 @@ class MegatronEngine:
 
     def weights(self) -> AbstractContextManager[Mapping[str, float]]:
         """Have the parameters in memory inside of a `with` block, which does not change them."""
-        return self._offload.use(State.PARAMETERS, changes=False)
+        return self._offload.use(EngineState.PARAMETERS, changes=False)
 
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""

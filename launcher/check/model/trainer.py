@@ -27,6 +27,10 @@ def check_trainer_sizes(
         yield from _check_experts(spec, trainer)
     if usable("trainer.tensor_parallel", "trainer.sequence_parallel"):
         yield from _check_sequence(spec, trainer)
+    if usable(
+        "trainer.recompute", "trainer.recompute_modules", "trainer.recompute_layers", "trainer.pipeline_parallel"
+    ):
+        yield from _check_recompute(spec, trainer)
     if usable("trainer.context_parallel"):
         yield from _check_context(spec, trainer.context_parallel)
 
@@ -146,3 +150,33 @@ def _check_context(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
             message=f"two chunks per rank do not divide YaRN's original_max_position_embeddings ({scaling.original})",
             suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or '1'}",
         )
+
+
+def _check_recompute(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:
+    """Check that there is what trainer.recompute is to compute again."""
+    dense = [layer for layer in range(spec.num_layers) if not spec.has_experts(layer)]
+    held = {"core_attn": True, "mlp": bool(dense), "moe": len(dense) < spec.num_layers}
+    lacking = [name for name in trainer.recompute_modules if not held[name]]
+    if trainer.recompute == "selective" and lacking:
+        yield ConfigProblem(
+            key="trainer.recompute_modules",
+            value=f"[{', '.join(trainer.recompute_modules)}]",
+            message=f"no layer of the model has {lacking[0]}",
+            suggestion=f"modules of this model: {', '.join(name for name, has in held.items() if has)}",
+        )
+    most = _most_layers(spec, trainer)
+    if trainer.recompute == "full" and trainer.recompute_layers is not None and trainer.recompute_layers > most > 0:
+        yield ConfigProblem(
+            key="trainer.recompute_layers",
+            value=str(trainer.recompute_layers),
+            message=f"is more than the {most} layers of a pipeline stage (or of its virtual chunk)",
+            suggestion=f"1 to {most}, or null for all of them",
+        )
+
+
+def _most_layers(spec: ModelSpec, trainer: TrainerSection) -> int:
+    """Return the layers of the largest chunk; 0: they do not divide, which is reported elsewhere."""
+    try:
+        return max(chunk.num_layers for chunk in chunks_of(spec.num_layers, Parallel(**trainer.parallel_sizes)))
+    except ConfigError:
+        return 0

@@ -64,9 +64,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decoupled": {"correction": "importance", "correction_high": None},
     "kl": {"kl_coefficient": 0.05, "kl_estimator": "k3"},
     "epochs": {"kl_coefficient": 0.05, "kl_estimator": "k2", "epochs": 2},
+    "recompute": {},
+    "recompute-one": {},
+    "recompute-parts": {},
 }
 # What of "trainer" differs.
-TRAINER_VARIANTS: dict[str, dict[str, Any]] = {"decay": {"weight_decay": 0.1}, "shared": {"share_prompts": True}}
+TRAINER_VARIANTS: dict[str, dict[str, Any]] = {
+    "decay": {"weight_decay": 0.1},
+    "shared": {"share_prompts": True},
+    "recompute": {"recompute": "full"},
+    "recompute-one": {"recompute": "full", "recompute_layers": 1},
+    "recompute-parts": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
+}
 # Bytes of a chunk of logits, for several in each micro-batch: of two tokens, and of five under TP 2.
 CHUNK_VARIANTS = {"chunks": 4 * 64 * 5}
 

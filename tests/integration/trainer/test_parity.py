@@ -119,6 +119,11 @@ EXACT = [
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
     Case(kind="qwen3-moe", layout="ep2", variant="shared"),
     *(Case(kind=kind, layout="tp1", variant="decay") for kind in ("qwen2", "qwen3")),
+    *(Case(kind="qwen3", layout=layout, variant="recompute") for layout in ("tp2-sequence", "dp2", "tp2-pp2")),
+    *(Case(kind="qwen3", layout=layout, variant="recompute-parts") for layout in ("tp2-sequence", "cp2")),
+    Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
+    Case(kind="qwen3-moe", layout="ep2", variant="recompute-parts"),
+    Case(kind="qwen3-moe", layout="ep2", variant="recompute"),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "tp2-ep2", "ep2-pp2", "etp2")),
     Case(kind="qwen3-moe-mixed", layout="ep2"),
     *(Case(kind=kind, layout="pp2-virtual") for kind in ("qwen3", "qwen2-tied")),
@@ -153,6 +158,7 @@ BFLOAT16 = [
     Case(kind="qwen3", layout="tp2", dtype="bfloat16"),
     Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
     Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
+    Case(kind="qwen3", layout="tp2", variant="recompute", dtype="bfloat16"),
 ]
 
 

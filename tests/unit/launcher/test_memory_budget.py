@@ -157,6 +157,33 @@ def test_what_does_not_fit_is_named_with_what_to_change(
     assert advice in problem.suggestion
 
 
+def test_recompute_leaves_the_inputs_of_layers() -> None:
+    spec, config = preset("qwen2.5-7b"), overlay("cluster")
+    (kept,) = trainer_memory(config, spec)
+    (full,) = trainer_memory(overlay("cluster", "trainer.recompute=full"), spec)
+    (half,) = trainer_memory(overlay("cluster", "trainer.recompute=full", "trainer.recompute_layers=14"), spec)
+    modules = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn, mlp]")
+    (parts,) = trainer_memory(overlay("cluster", *modules), spec)
+    tokens, hidden, ffn = 16384, 3584, 18944
+    # tensor_parallel: 4; rotated queries and keys, and a log-sum per head
+    of_mlp, of_core = 5 * tokens * ffn // 4 * 2, tokens * ((28 + 4) // 4 * 128 * 2 + 28 // 4 * 4)
+    assert kept.activations - parts.activations == 28 * parts.recomputed == 28 * (of_mlp + of_core)
+    shared = tokens * hidden * 2 + 2 * tokens // 4 * hidden * 2  # beside the layers: gathered, and the final norm's
+    assert full.activations - shared == 28 * tokens // 4 * hidden * 2  # sequence_parallel
+    assert half.activations - full.activations == (kept.activations - full.activations) // 2
+    assert full.recomputed == (kept.activations - shared) // 28
+    assert kept.recomputed == 0
+    assert full.peak < kept.peak
+
+
+def test_recompute_is_the_advice_where_activations_do_not_fit() -> None:
+    config = overlay("cluster", "trainer.max_tokens_per_micro_batch=49152")
+    (problem,) = check_memory(config, preset("qwen2.5-7b"), 80).problems
+    assert "trainer.recompute: full" in problem.suggestion
+    recomputing = overlay("cluster", "trainer.max_tokens_per_micro_batch=49152", "trainer.recompute=full")
+    assert check_memory(recomputing, preset("qwen2.5-7b"), 80).problems == ()
+
+
 def test_pipeline_stages_hold_their_share() -> None:
     config = overlay("cluster", "trainer.pipeline_parallel=4", "trainer.tensor_parallel=2")
     stages = trainer_memory(config, preset("qwen2.5-7b"))
@@ -249,4 +276,4 @@ def test_the_check_says_what_is_left_and_what_the_host_holds() -> None:
         for offload in ("{}", "{optimizer: true}")
     ]
     assert "between uses" not in lines[0]
-    assert re.search(r"; between uses 8\.\d GiB, and 3\d\.\d GiB of page-locked host memory", lines[1])
+    assert re.search(r"; between uses 4\.3 GiB, and 17\.3 GiB of page-locked host memory for each of 2 ranks", lines[1])

@@ -30,6 +30,9 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE | {"rope_scaling": YARN}, {"context_parallel": 4}),
     (EXPERTS, {"data_parallel": 4, "expert_parallel": 4}),
     (EXPERTS, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
+    (DENSE, {"recompute": "selective", "recompute_modules": ["mlp"]}),
+    (EXPERTS | {"mlp_only_layers": [0]}, {"recompute": "selective", "recompute_modules": ["mlp", "moe"]}),
+    (DENSE, {"recompute": "full", "pipeline_parallel": 2, "recompute_layers": 3}),
     # all layers have experts, so nothing divides the dense FFN size
     (EXPERTS | {"intermediate_size": 13}, {"tensor_parallel": 2, "sequence_parallel": True}),
 ]
@@ -48,6 +51,9 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (EXPERTS, {"data_parallel": 3, "expert_parallel": 3}, "expert_parallel", "number of experts (4)"),
     (EXPERTS, {"data_parallel": 4, "expert_tensor_parallel": 4}, "expert_tensor_parallel", "expert FFN size (6)"),
     (EXPERTS, {"tensor_parallel": 2}, "sequence_parallel", "mixture of experts"),
+    (DENSE, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, "recompute_modules", "has moe"),
+    (EXPERTS, {"recompute": "selective", "recompute_modules": ["mlp"]}, "recompute_modules", "has mlp"),
+    (DENSE, {"recompute": "full", "pipeline_parallel": 2, "recompute_layers": 4}, "recompute_layers", "the 3 layers"),
     (DENSE | {"rope_scaling": YARN | {"original_max_position_embeddings": 20}}, {"context_parallel": 3},
      "context_parallel", "YaRN's original_max_position_embeddings (20)"),
     (EXPERTS | {"mlp_only_layers": [0], "intermediate_size": 13}, {"tensor_parallel": 2, "sequence_parallel": True},

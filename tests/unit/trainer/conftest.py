@@ -1,8 +1,9 @@
 """A real engine of one rank, for tests of whole steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -41,14 +42,20 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
     with ExitStack() as stack:
 
         def engine(
-            dtype: str = "float32", *, optimizer: bool = True, offload: Sequence[str] = (), **grpo: Any
+            dtype: str = "float32",
+            *,
+            optimizer: bool = True,
+            offload: Sequence[str] = (),
+            trainer: Mapping[str, Any] = MappingProxyType({}),
+            **grpo: Any,
         ) -> MegatronEngine:
             stack.close()
             paths = {name: models / value for name, value in grpo.items() if name == "reference_path"}
             sections = {
                 "model": {"path": models / "policy", "dtype": dtype},
                 "trainer": CONFIG["trainer"]
-                | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)},
+                | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)}
+                | trainer,
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
             }
             made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""Megatron's own options of speed and memory, from the configuration's keys to megatron-core's arguments."""
