@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tandem_files.profiles.folder import RankProfile, trace_path
 
-_OPERATOR_CHARACTERS = 60
+_OPERATOR_CHARACTERS = 48
 
 
 def draw(console: Console, run_dir: Path, ranks: Sequence[RankProfile], listed: RankProfile, top: int) -> None:

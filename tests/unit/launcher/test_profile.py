@@ -49,7 +49,7 @@ def test_the_last_step_and_its_busiest_rank_are_shown(tmp_path: Path) -> None:
     assert "part of rank 1's step seconds share" in lines
     assert "forward_backward 1.500 75.0%" in lines
     assert "gemm 7 0.7500 37.5%" in lines
-    assert f"{'x' * 59}\N{HORIZONTAL ELLIPSIS} 1 0.5000 25.0%" in lines
+    assert f"{'x' * 47}\N{HORIZONTAL ELLIPSIS} 1 0.5000 25.0%" in lines
     assert "rank-001.trace.json.gz" in lines[-1]
     assert shown(str(tmp_path), "--rank", "0", "--top", "1")[1][-2] == "gemm 7 0.7500 37.5%"
     assert shown(str(tmp_path), "--step", "2")[1][0].endswith("step 2, 1 of 4 ranks, the GPU's kernels")
