@@ -15,7 +15,7 @@ from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
-from tests.kit.disks import fill, small_disk
+from tests.kit.folders import fill, small_disk
 from tests.kit.waiting import until
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_of
-from tests.kit.disks import fill, small_disk
+from tests.kit.folders import fill, small_disk
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 

@@ -53,9 +53,8 @@ class MegatronEngine:
         self._run_dir = run_dir
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._version = 0
-        self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
-        self._skipped_updates = 0  # over the run: grpo.non_finite_budget
+        # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
+        self._version = self._steps_done = self._skipped_updates = 0
         self._spec = ModelSpec.from_folder(config.model.path)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built

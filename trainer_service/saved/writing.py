@@ -60,8 +60,8 @@ class HostCopies:
         self._copies = {name: self._copies[name] for name in tensors}
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return [
             SavedFile(name=file.name, tensors={name: self._copies[name] for name in file.tensors}) for file in files
         ]

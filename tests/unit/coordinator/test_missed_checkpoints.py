@@ -16,7 +16,7 @@ from coordinator.watch.events import EventLog
 from servicekit.errors import Internal, TandemError, Unavailable
 from tandem_files.checkpoints import list_all, newest_sound
 from tandem_files.room import SPARE_BYTES, check_room
-from tests.kit.disks import fill, small_disk
+from tests.kit.folders import fill, small_disk
 from tests.unit.coordinator.test_state import state_at
 
 

@@ -169,6 +169,7 @@ def test_recompute_leaves_the_inputs_of_layers() -> None:
     of_mlp, of_core = 5 * tokens * ffn // 4 * 2, tokens * ((28 + 4) // 4 * 128 * 2 + 28 // 4 * 4)
     assert kept.activations - parts.activations == 28 * parts.recomputed == 28 * (of_mlp + of_core)
     shared = tokens * hidden * 2 + 2 * tokens // 4 * hidden * 2  # beside the layers: gathered, and the final norm's
+    shared += 3 * tokens * 128 * 2 // 2  # cosines, and half as many sines
     assert full.activations - shared == 28 * tokens // 4 * hidden * 2  # sequence_parallel
     assert half.activations - full.activations == (kept.activations - full.activations) // 2
     assert full.recomputed == (kept.activations - shared) // 28

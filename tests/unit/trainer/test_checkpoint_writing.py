@@ -7,7 +7,7 @@ import torch
 
 from servicekit.errors import Internal
 from tandem_files.digests import damages, read_manifest
-from tests.kit.disks import small_disk
+from tests.kit.folders import small_disk
 from trainer_service.saved.writing import HostCopies, SavedFile, publish, wait_for_files, write_files
 
 

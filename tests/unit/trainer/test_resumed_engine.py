@@ -15,7 +15,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.digests import damages, file_digest, read_manifest, write_manifest
 from tandem_files.room import SPARE_BYTES
 from tests.kit.checkpoints import read_rank, unread
-from tests.kit.disks import small_disk
+from tests.kit.folders import small_disk
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples

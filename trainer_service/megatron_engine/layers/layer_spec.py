@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from trainer_service.megatron_engine.attention.core import PackedAttention
-from trainer_service.megatron_engine.norm import TorchRMSNorm
+from trainer_service.megatron_engine.layers.norm import TorchRMSNorm
 
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
