@@ -10,7 +10,7 @@ from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.lead import check_lease, may_write
 from coordinator.leaving import exit_code_of, message_of
-from coordinator.record.checkpoint import marks
+from coordinator.record.checkpoints.loading import marks
 from coordinator.record.reserve import release_reserve, take_reserve
 from coordinator.record.summary import build_summary
 from coordinator.watch.control import State

@@ -21,7 +21,8 @@ from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoint import Checkpointer
+from coordinator.record.checkpoints.missed import Missed
+from coordinator.record.checkpoints.writing import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.progress import Progress
@@ -89,6 +90,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = Scorer(parts=app.rewards, codec=inputs.codec)
+    progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
     loop = GrpoLoop(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
@@ -113,7 +115,9 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             model=str(config.model.path),
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
+            background=config.run.checkpoint_async,
         ),
+        missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
         exporter=Exporter(
             run_dir=app.environment.run_dir,
             trainer=services.trainer,
@@ -126,7 +130,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         reward_facts=app.reward_facts,
         leaving=app.leaving,
         state=inputs.state,
-        progress=Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit),
+        progress=progress,
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
         lead=lead,

@@ -11,7 +11,7 @@ from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scan
 from coordinator.flow import DataKey
-from coordinator.record.checkpoint import Newest, load_newest, marks
+from coordinator.record.checkpoints.loading import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError

@@ -20,7 +20,9 @@ from coordinator.lead import Lead, check_lead, check_lease
 from coordinator.learn.evaluation import Evaluated
 from coordinator.leaving import Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoint import Checkpointer, set_damaged_aside
+from coordinator.record.checkpoints.loading import set_damaged_aside
+from coordinator.record.checkpoints.missed import Missed
+from coordinator.record.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.progress import Progress
@@ -31,7 +33,7 @@ from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch.control import RunControl
-from servicekit.errors import WrongVersion
+from servicekit.errors import TandemError, WrongVersion
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
@@ -54,6 +56,7 @@ class Run:
         logprob_diff_stop: grpo.logprob_diff_stop.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
+        missed: counts checkpoints that could not be written.
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
@@ -70,6 +73,7 @@ class Run:
     loop: GrpoLoop
     evaluations: Evaluations
     checkpointer: Checkpointer
+    missed: Missed
     exporter: Exporter
     control: RunControl
     state: RunState
@@ -83,7 +87,6 @@ class Run:
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
-    _checkpointed: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -91,7 +94,7 @@ class Run:
         # Seconds of work of earlier processes on this run.
         self._earlier_s = self.state.wall_s
         self._start_s = time.monotonic()
-        self._checkpointed = self.state.iteration if self.state.iteration else -1
+        self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
         """Execute the whole run; when asked to end early, do what leaving.py says.
@@ -107,8 +110,12 @@ class Run:
             await cancel(working)
             await self._save()
             self.leaving.left = True
+        except TandemError:
+            await self.checkpointer.linger(self.settings.stop_timeout_s)
+            raise
         finally:
             await cancel(working)
+            await self.checkpointer.close()
             await self._sinks.close()
 
     async def _work(self) -> None:
@@ -137,6 +144,7 @@ class Run:
         # On a resume too: replicas start without weights, and no other process would send them.
         self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
         self.progress.start()
+        self.missed.none()
         await self._evaluate_at_the_start()
         await self._check_lead()
         self._save_state("running")
@@ -210,8 +218,7 @@ class Run:
         checkpoint = self._has_checkpoint(number) or self.evaluations.wants_checkpoint(number, improved=improved)
         if checkpoint:
             with watch.part("checkpoint"):
-                await self._check_lead()
-                await self.checkpointer.save_trainer(number)
+                checkpoint = await self._save_trainer(number)
         if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
             with watch.part("export"):
                 await self._check_lead()
@@ -219,16 +226,29 @@ class Run:
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
+    async def _save_trainer(self, number: int) -> bool:
+        """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
+        await self._settle_checkpoint()
+        await self._check_lead()
+        try:
+            await self.checkpointer.save_trainer(number)
+        except NotWritten as error:
+            self.missed.note(number, error)
+            return False
+        return True
+
     def _has_checkpoint(self, number: int) -> bool:
         """Whether iteration `number` ends with a checkpoint, or has ended with one."""
         every, over = self.settings.checkpoint_every, self._is_over(number)
-        return number % every == 0 or over or number == self._checkpointed
+        return number % every == 0 or over or number == self.checkpointer.newest
 
     async def _report(
         self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool
     ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
+        if self.checkpointer.has_ended:
+            await self._settle_checkpoint()
         await self._check_lead()
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self.state.cursor, self.state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
@@ -238,9 +258,7 @@ class Run:
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:
-            self._rows.sync()
-            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-            self._checkpointed = record.iteration
+            await self._complete_checkpoint()
         if evaluated:
             await self.checkpointer.mark_best(self.state.best, self._check_lease)
         self.progress.report(row, {**timing.parts, "total": timing.total_s})
@@ -248,6 +266,30 @@ class Run:
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         self.progress.check_not_stuck()
+
+    async def _complete_checkpoint(self) -> None:
+        """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
+        self._rows.sync()
+        try:
+            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
+        except NotWritten as error:
+            self.missed.note(self.state.iteration, error)
+        if not self.settings.checkpoint_async:
+            await self._settle_checkpoint()
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being finished, if there is one, and note how it ended."""
+        running = self.checkpointer.running
+        if running is None:
+            return
+        try:
+            await self.checkpointer.settle()
+        except NotWritten as error:
+            self.missed.note(running.iteration, error)
+        else:
+            self.missed.none()
+            # One that was being written when it became the best could not be marked then.
+            await self.checkpointer.mark_best(self.state.best, self._check_lease)
 
     def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
@@ -257,13 +299,15 @@ class Run:
 
     async def _save(self) -> None:
         """Write a checkpoint of the last iteration, if there is one and it has none yet."""
-        if self.state.iteration in (0, self._checkpointed):
+        await self._settle_checkpoint()
+        if self.state.iteration in (0, self.checkpointer.newest):
             return
         await self._check_lead()
         await self.checkpointer.save_trainer(self.state.iteration)
         self._rows.sync()
         await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-        self._checkpointed = self.state.iteration
+        await self.checkpointer.settle()
+        self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
 
     async def _finish(self) -> None:

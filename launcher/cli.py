@@ -4,7 +4,7 @@ import io
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -13,6 +13,7 @@ from launcher.plan.cli import plan
 from launcher.view.compare.cli import compare
 from launcher.view.logs.cli import logs
 from launcher.view.page import page
+from launcher.view.profile.cli import profile
 from launcher.view.samples.cli import samples
 
 app = typer.Typer(
@@ -34,8 +35,10 @@ app = typer.Typer(
     tandem logs                      the logs of all services of a run
     tandem compare runs/a runs/b     curves, times and settings of several runs
     tandem export runs/<name> --out my-model    a Hugging Face folder from a checkpoint
+    tandem import my.yaml --out start    a trainer checkpoint from the model, at the run's parallel sizes
     tandem checkpoints runs/<name>   what its checkpoints hold, and whether they are undamaged
     tandem samples                   prompts, completions and rewards of a run
+    tandem profile                   where the time of a profiled train step went
     tandem page                      the page of a run, also when it is over
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
@@ -166,6 +169,7 @@ def check(
 app.command()(init)
 app.command()(plan)
 app.command()(samples)
+app.command()(profile)
 app.command()(logs)
 app.command()(compare)
 app.command()(page)
@@ -249,6 +253,32 @@ def top(
     raise typer.Exit(top_command(run_dir, once=once))
 
 
+@app.command("import")
+def import_(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier import is replaced.")],
+    file: _File = None,
+    config: Annotated[Path | None, _CONFIG] = None,
+    overrides: _Set = None,
+) -> None:
+    """Write model.path as a checkpoint of the trainer at the configuration's parallel sizes; starts nothing.
+
+    trainer.initial_checkpoint lets a run start from it: each rank then reads its own file. It holds weights only, in
+    model.dtype, and needs memory for one tensor at a time.
+
+    \b
+    Examples:
+        tandem import my.yaml --out start
+        tandem import my.yaml --out tp8 --set trainer.tensor_parallel=8
+        tandem run my.yaml --set trainer.initial_checkpoint=tp8 --set trainer.tensor_parallel=8
+    """
+    from launcher.importing import import_command
+
+    given = _given_once(file, config)
+    if given is None:
+        raise typer.BadParameter("give a configuration: tandem import my.yaml --out DIR")
+    raise typer.Exit(import_command(given, overrides or [], out))
+
+
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
@@ -267,6 +297,10 @@ def export(
             "--checkpoint", metavar="last|best|N", help="The newest checkpoint, the best one, or that of iteration N."
         ),
     ] = "last",
+    form: Annotated[
+        Literal["hf", "dist"],
+        typer.Option("--format", help="hf: a Hugging Face folder. dist: megatron-core's dist_checkpointing."),
+    ] = "hf",
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
 ) -> None:
@@ -280,11 +314,12 @@ def export(
         tandem export runs/my-run --out my-model
         tandem export runs/my-run --checkpoint 40 --out at-40
         tandem export runs/my-run --test my-model
+        tandem export runs/my-run --out for-megatron --format dist
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
     from launcher.export import export_command
 
-    raise typer.Exit(export_command(run_dir, checkpoint, out, test, config, overrides or []))
+    raise typer.Exit(export_command(run_dir, checkpoint, out, test, config, overrides or [], form=form))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.text import Text
 
@@ -11,12 +12,20 @@ from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.problems import ConfigErrors
 
+Form = Literal["hf", "dist"]
 # What the coordinator's image lacks.
 _ELSEWHERE = "run this where Tandem is installed whole, or in the trainer's image: python -m trainer_service.export"
 
 
 def export_command(
-    run_dir: Path, which: str, out: Path | None, test: Path | None, config: Path | None, overrides: Sequence[str]
+    run_dir: Path,
+    which: str,
+    out: Path | None,
+    test: Path | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    form: Form = "hf",
 ) -> int:
     """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
@@ -35,7 +44,7 @@ def export_command(
             console.print(Text(text, style="bold green" if same else "bold red"))
             return EXIT_OK if same else EXIT_FAILED
         if out is not None:
-            console.print(Text(export(run_dir, which, out, config, overrides, warn), style="bold green"))
+            console.print(Text(export(run_dir, which, out, config, overrides, warn, form=form), style="bold green"))
     except ConfigErrors as errors:
         print_problems(complaints, errors.problems)
         return EXIT_BAD_CONFIG

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from tandem_config.checks import data, evaluation, fleet, grpo, objective, reward, rollout, trackers, trainer
+from tandem_config.checks import data, evaluation, fleet, grpo, objective, profile, reward, rollout, trackers, trainer
 from tandem_config.checks.registry import CHECKS
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 
 # Imported for their checks, which they register.
-_PARTS = (data, evaluation, fleet, grpo, objective, reward, rollout, trackers, trainer)
+_PARTS = (data, evaluation, fleet, grpo, objective, profile, reward, rollout, trackers, trainer)
 
 
 def cross_check(config: RunConfig, usable: Callable[..., bool]) -> Iterator[ConfigProblem]:

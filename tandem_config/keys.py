@@ -106,6 +106,7 @@ _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("system_message", "system"), "data.system_prompt"),
     **dict.fromkeys(("tool_key", "tools"), "data.tools_key"),
     **dict.fromkeys(("filter_overlong_prompts", "truncation"), "data.overlong_prompts"),
+    **dict.fromkeys(("profiler", "use_pytorch_profiler", "profile_steps", "profile_step_start"), "profile.steps"),
     **dict.fromkeys(("rollout_shuffle",), "data.shuffle"),
     **dict.fromkeys(("reward_function", "reward_fn", "reward_funcs", "custom_reward_function", "custom_rm_path"),
                     "reward.function"),

@@ -12,6 +12,7 @@ from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
+from tandem_config.sections.profile import ProfileSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
@@ -39,6 +40,7 @@ __all__ = [
     "EvaluationSection",
     "EvaluationSet",
     "SamplesSection",
+    "ProfileSection",
 ]
 
 
@@ -62,6 +64,7 @@ class RunConfig(Section):
         return sets if self.data.heldout is None else (EvaluationSet(name=HELDOUT, data=self.data.heldout), *sets)
 
     samples: SamplesSection = Field(default_factory=SamplesSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
     trackers: Trackers = Field(default_factory=tuple)
 
 

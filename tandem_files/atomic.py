@@ -75,6 +75,12 @@ def replace_folder(finished: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def sync_file(path: Path) -> None:
+    """Force the content of a file to disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Force names that were just created, renamed or removed in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -8,7 +8,6 @@ also hold old weights in other formats (*.gguf, *.bin, original/), which are not
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import write_bytes_atomic
+from tandem_files.atomic import sync_file, write_bytes_atomic
 from tandem_files.run_paths import FolderKind
 
 FINAL = "hf"
@@ -175,5 +174,4 @@ def settle(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)

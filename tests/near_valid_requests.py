@@ -156,7 +156,7 @@ class Near:
                 ]
             case "RunPhase":
                 right["phase"], right["round"] = self._rounds.next(max(version, self._published.policy_version), chance)
-            case "SaveCheckpoint" | "ExportModel":
+            case "SaveCheckpoint" | "FinishCheckpoint" | "ExportModel":
                 right["path"] = str(self._run_dir / f"near-{method.name}-{chance.randrange(2)}")
             case "RestorePolicy":
                 saved = self._run_dir / "near-SaveCheckpoint-0"

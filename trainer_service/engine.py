@@ -1,6 +1,7 @@
 """The interface of a training engine. Every method is called on all ranks together, with equal arguments."""
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ class StepResult:
     metrics: Mapping[str, float]
     performance: Mapping[str, float]
     seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A checkpoint that is written beside the training. done: its bytes; Internal: it was not written."""
+
+    folder: Path
+    done: Future[int]
 
 
 class TrainerEngine(Protocol):
@@ -65,6 +74,16 @@ class TrainerEngine(Protocol):
 
     def save(self, folder: Path) -> int:
         """Write everything that a restart needs, atomically. Returns: bytes written by all ranks."""
+
+    def begin_save(self, folder: Path) -> int:
+        """Begin to write what `save` writes, as it is now, while training continues; waits for the one before.
+
+        Returns: bytes of the tensors.
+        """
+
+    @property
+    def saving(self) -> Saving | None:
+        """On rank 0: what `begin_save` began last, for all ranks; None: nothing yet."""
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint, changing nothing. Raises: ConfigError: load_checkpoint would fail on this rank."""

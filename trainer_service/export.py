@@ -4,11 +4,13 @@ This is `tandem export` where the launcher is not installed: in the trainer's im
 """
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
@@ -18,29 +20,51 @@ from tandem_config.sections.run import ModelSection
 from tandem_files.checkpoints import TRAINER_FOLDER, Sound, choose
 from tandem_files.exports import EXPORT, noted_template
 from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_paths import FolderKind
 from weightsync.model.spec import ModelSpec
 
+Form = Literal["hf", "dist"]
+# What dist_checkpointing and we write; RELEASE and TRACKER of megatron_engine/dist_export.py.
+_DIST = FolderKind(
+    name="an export in the format dist",
+    mark="latest_checkpointed_iteration.txt",
+    entry=re.compile(r"latest_checkpointed_iteration\.txt|common\.pt|metadata\.json|\.metadata|__\d+_\d+\.distcp"),
+    folders=frozenset({"release"}),
+)
 _GIB, _MIB = 2**30, 2**20
 
 
 def export(
-    run_dir: Path, which: str, out: Path, config: Path | None, overrides: Sequence[str], warn: Callable[[str], None]
+    run_dir: Path,
+    which: str,
+    out: Path,
+    config: Path | None,
+    overrides: Sequence[str],
+    warn: Callable[[str], None],
+    *,
+    form: Form = "hf",
 ) -> str:
-    """Write a checkpoint of a run as a Hugging Face folder.
+    """Write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM.
 
     Args:
         which: the checkpoint, as `choose` takes it.
+        form: hf, or dist: megatron-core's dist_checkpointing.
         config: the run's configuration; None: the one in its folder.
         warn: called with each newer checkpoint that is damaged.
     Returns: what was written, as a sentence.
     Raises: ConfigErrors, ConfigError: something given is wrong; OSError: the folder cannot be written.
     """
     model = load_config(_config_of(run_dir) if config is None else config, overrides).model
-    _check_out(out)
+    _check_out(out, EXPORT if form == "hf" else _DIST)
     checkpoint = choose(run_dir, which)
     for damage in checkpoint.skipped:
         warn(f"warning: {damage}")
-    written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
+    if form == "dist":
+        from trainer_service.megatron_engine.dist_export import write_dist
+
+        written = write_dist(checkpoint.folder / TRAINER_FOLDER, _spec_of(model), out.absolute())
+    else:
+        written = _write(checkpoint, model, out.absolute(), noted_template(run_dir))
     return f"iteration {checkpoint.iteration} of {run_dir} is in {out} ({_size(written)} of weights)"
 
 
@@ -79,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="folder to write; an earlier export is replaced")
     what.add_argument("--test", type=Path, metavar="DIR", help="write nothing, compare with this Hugging Face folder")
+    parser.add_argument("--format", choices=("hf", "dist"), default="hf", help="dist: for Megatron-LM")
     parser.add_argument("--checkpoint", default="last", help="last (default), best, or the number of an iteration")
     parser.add_argument("--config", "-c", type=Path, help="the run's configuration; default: the one in its folder")
     parser.add_argument("--set", "-s", action="append", default=[], metavar="KEY=VALUE", help="override one key")
@@ -94,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(text)
             return EXIT_OK if same else EXIT_FAILED
-        print(export(options.run_dir, options.checkpoint, options.out, options.config, options.set, warn))
+        chosen = (options.run_dir, options.checkpoint, options.out, options.config, options.set)
+        print(export(*chosen, warn, form=options.format))
     except (ConfigErrors, ConfigError) as error:
         warn(f"not exported: {error}")
         return EXIT_BAD_CONFIG
@@ -115,14 +141,14 @@ def _config_of(run_dir: Path) -> Path:
     return path
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, kind: FolderKind) -> None:
     """Check that a folder may be written or replaced. Raises: ConfigError: it holds something else than an export."""
     try:
-        free = not (out.exists() or out.is_symlink()) or EXPORT.is_in(out)
+        free = not (out.exists() or out.is_symlink()) or kind.is_in(out)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be listed: {error}") from None
     if not free:
-        raise ConfigError(f"--out {out} holds something else than {EXPORT.name}: choose a new folder")
+        raise ConfigError(f"--out {out} holds something else than {kind.name}: choose a new folder")
 
 
 def _write(checkpoint: Sound, model: ModelSection, out: Path, template: str | None) -> int:

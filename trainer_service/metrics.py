@@ -62,6 +62,11 @@ STAGING_BYTES = Gauge(
 CHECKPOINT_SECONDS = Histogram(
     "tandem_checkpoint_seconds", "Wall seconds to write a checkpoint.", buckets=(0.01, 0.1, 1, 10, 100, 1000)
 )
+CHECKPOINT_BLOCKING_SECONDS = Histogram(
+    "tandem_checkpoint_blocking_seconds",
+    "Wall seconds for which a checkpoint kept the trainer from its work: with run.checkpoint_async those of the copy.",
+    buckets=(0.01, 0.1, 1, 10, 100, 1000),
+)
 
 for _result in ("ok", "not_finite", "failed"):
     # Start at 0: a counter that appears with its first event shows no increase to an alert.

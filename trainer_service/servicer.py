@@ -4,10 +4,12 @@ A wrong request is refused before any collective, so the trainer keeps serving.
 """
 
 import asyncio
-import re
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,20 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_files.exports import EXPORT
-from tandem_files.run_paths import FolderKind, inside, replaceable
+from tandem_files.run_paths import inside, replaceable
 from trainer_service import metrics
 from trainer_service.batch.checks import check_updates
 from trainer_service.batch.merge import merge
 from trainer_service.batch.receive import ReceivedStep, receive_chunks, receive_header
-from trainer_service.engine import TrainerEngine
+from trainer_service.engine import Saving, TrainerEngine
 from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
+from trainer_service.saved.files import CHECKPOINT
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, RULES, name_of
 
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)
@@ -86,6 +88,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         engine = self._ready()
         self._fence.admit(request.fence)
         await self._command(Command.NOOP, b"")  # commands run one at a time: this one waits for theirs
+        await self._settled(engine)
         return pb.TakeOverResponse(policy_version=engine.policy_version)
 
     async def TrainStep(
@@ -162,15 +165,34 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         return weights_pb2.RunPhaseResponse(reports=reports)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Write weights, optimizer and random states to a folder."""
-        self._ready()
+        """Write weights, optimizer and random states to a folder, or begin to."""
+        engine = self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", CHECKPOINT)
         self._fence.admit(request.fence)
-        with metrics.CHECKPOINT_SECONDS.time():
+        await self._settled(engine)
+        begun_s = time.perf_counter()
+        with metrics.CHECKPOINT_BLOCKING_SECONDS.time():
             replies = await self._command(Command.SAVE, request.SerializeToString())
         response = pb.SaveCheckpointResponse.FromString(replies[0])
-        log.info("checkpoint saved", path=request.path, policy_version=response.policy_version, bytes=response.bytes)
+        if request.background and engine.saving is not None:
+            engine.saving.done.add_done_callback(partial(_note_saved, request.path, response, begun_s))
+        else:
+            _note_saved(request.path, response, begun_s)
         return response
+
+    async def FinishCheckpoint(self, request: pb.FinishCheckpointRequest, context: Any) -> pb.FinishCheckpointResponse:
+        """Wait for the checkpoint that SaveCheckpoint began."""
+        saving = self._ready().saving
+        self._fence.admit(request.fence)
+        if saving is None or saving.folder != Path(request.path):
+            raise NotReady(f"checkpoint {request.path} is not being written by this trainer")
+        return pb.FinishCheckpointResponse(bytes=await _end_of(saving))
+
+    async def _settled(self, engine: TrainerEngine) -> None:
+        """Wait until no checkpoint is being written; FinishCheckpoint says how that ended."""
+        if engine.saving is not None:
+            with contextlib.suppress(TandemError):
+                await _end_of(engine.saving)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """Write the policy as a Hugging Face folder."""
@@ -217,6 +239,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         # Retrieve the error: without a caller that awaits it, asyncio would log it once more.
         replies.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(replies)
+
+
+async def _end_of(saving: Saving) -> int:
+    """Wait for a checkpoint. Returns: its bytes. Raises: Internal: it was not written."""
+    return await asyncio.shield(asyncio.wrap_future(saving.done))
+
+
+def _note_saved(
+    path: str, response: pb.SaveCheckpointResponse, begun_s: float, done: "Future[int] | None" = None
+) -> None:
+    """Record a checkpoint; `done`: one that was written beside the training, which may have failed."""
+    if done is not None and (error := done.exception()) is not None:
+        log.error("checkpoint not saved", path=path, error=str(error))
+        return
+    metrics.CHECKPOINT_SECONDS.observe(time.perf_counter() - begun_s)
+    log.info("checkpoint saved", path=path, policy_version=response.policy_version, bytes=response.bytes)
 
 
 def _step_parts(step: ReceivedStep, engine: TrainerEngine) -> list[bytes]:

@@ -131,12 +131,23 @@ class Trainer:
             call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
             return np.concatenate([np.array(reply.logprobs, np.float32) async for reply in call])
 
-    async def save_checkpoint(self, folder: Path) -> int:
-        """Write weights, optimizer and RNG state into a folder. Returns: bytes written."""
-        request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence)
+    async def save_checkpoint(self, folder: Path, *, background: bool = False) -> int:
+        """Write weights, optimizer and RNG state into a folder.
+
+        Args:
+            background: return when a copy is taken; finish_checkpoint waits until it is written.
+        Returns: bytes written.
+        """
+        request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence, background=background)
         with rpc_errors(self.name):
             response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
         return int(response.bytes)
+
+    async def finish_checkpoint(self, folder: Path) -> None:
+        """Wait until what save_checkpoint began is written. Raises: Internal: it was not written."""
+        request = trainer_pb2.FinishCheckpointRequest(path=str(folder), fence=self._fence)
+        with rpc_errors(self.name):
+            await self._stub.FinishCheckpoint(request, timeout=SAVE_TIMEOUT_S)
 
     async def restore(self, folder: Path | None, policy_version: int) -> None:
         """Go back to the state in `folder`.

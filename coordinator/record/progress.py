@@ -148,7 +148,7 @@ class Progress:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
         now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
-        self.state.troubles = [trouble.text for trouble in now]
+        self.state.troubles = [*self.state.missed_checkpoints[-1:], *(trouble.text for trouble in now)]
         for trouble in self._watch.begun(now):
             if trouble.kind != "mismatch":  # a remark of each iteration
                 self.warn("training", f"iteration {self.state.iteration}: {trouble.text}")

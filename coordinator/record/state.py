@@ -131,6 +131,8 @@ class RunState(BaseModel):
     best: BestPolicy | None = None
     # Descriptions of checkpoints that were found damaged and skipped.
     damaged_checkpoints: list[str] = Field(default_factory=list)
+    # Why the checkpoints since the newest written one were not written, as sentences.
+    missed_checkpoints: list[str] = Field(default_factory=list)
     # Troubles of the training after the last iteration, as sentences (health.py).
     troubles: list[str] = Field(default_factory=list)
     # Consecutive iterations without anything to train on.

@@ -162,6 +162,9 @@ UNREADABLE_ANSWERS = Counter(
     "Completions that scored 0 because their reference answer cannot be read.",
     ["data"],
 )
+MISSED_CHECKPOINTS = Gauge(
+    "tandem_missed_checkpoints", "Checkpoints in a row that were not written; 0 after one that was."
+)
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
 # Row field of metrics.jsonl to its gauge.
@@ -216,6 +219,7 @@ for _kind in (
     "replicas",
     "kubernetes",
     "dropped_prompts",
+    "missed_checkpoint",
 ):
     WARNINGS.labels(kind=_kind)
 

@@ -37,6 +37,7 @@ class Conditions:
         poisoned: names of replicas that their last round poisoned.
         failed_rounds: number of failed ones among the last rounds.
         disk_free: free share of the run folder's disk.
+        missed_checkpoints: why those since the newest written one were not written.
         initial_accuracy: on held-out prompts, before the first iteration.
     """
 
@@ -50,6 +51,7 @@ class Conditions:
     poisoned: Sequence[str]
     failed_rounds: int
     disk_free: float
+    missed_checkpoints: Sequence[str] = ()
     initial_accuracy: float | None = None
 
 
@@ -64,6 +66,8 @@ def _of_the_run(now: Conditions) -> Iterator[Alert]:
     usual_s = _mean(now.rows, "iteration_s") or 0.0
     if now.state == "running" and now.standstill_s > max(NO_PROGRESS_S, NO_PROGRESS_ITERATIONS * usual_s):
         yield Alert(name="TandemNoProgress", text=f"No progress for {now.standstill_s / 60:.0f} minutes.")
+    for text in now.missed_checkpoints[-1:]:
+        yield Alert(name="TandemCheckpointsMissed", text=text)
     if now.disk_free < DISK_FULL:
         yield Alert(name="TandemDiskFull", text=f"{now.disk_free:.1%} of the run folder's disk is free.")
 

@@ -78,6 +78,7 @@ class Source:
             poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             disk_free=disk_free(self.run_dir),
+            missed_checkpoints=list(self.state.missed_checkpoints),
             initial_accuracy=self.state.initial_accuracy,
         )
         return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]

@@ -208,7 +208,10 @@ def _activations(
     # the final norm's input and output; mcore's buffer for what sequence parallelism gathers
     last = 2 * split * row if stage == parallel.pipeline - 1 else 0
     gathered = _tokens(config, parallel) * row if split < _tokens(config, parallel) else 0
-    return held + last + gathered, max((again for _, again in layers), default=0)
+    # cosines and half as many sines of each micro-batch under way, for all layers (megatron_engine/attention/rotary.py)
+    rotations = 3 * _tokens(config, parallel) * spec.head_dim * _width(config) // 2
+    under_way = -(-_chunks_under_way(parallel, stage) // parallel.virtual_pipeline)
+    return held + last + gathered + under_way * rotations, max((again for _, again in layers), default=0)
 
 
 def _kept(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int, index: int) -> tuple[int, int]:
@@ -241,8 +244,7 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
     tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
     q, kv = _projected(spec, parallel)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
-    # cosines and sines, of queries and keys
-    attention = 4 * tokens * spec.head_dim * width
+    attention = 0
     if parallel.context > 1 and q != kv:
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width

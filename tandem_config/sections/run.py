@@ -46,6 +46,24 @@ class RunSection(Section):
         description="Newest checkpoints kept, at least two: if the newest is damaged, the one before is used.",
         json_schema_extra=about("the newest, and one in case it is damaged", unit="checkpoints"),
     )
+    checkpoint_async: bool = Field(
+        False,
+        description=(
+            "Write checkpoints while training continues, from a copy in the trainer's host memory (as large as the "
+            "checkpoint, kept for the next). The last one, of the final iteration or a stop, is waited for."
+        ),
+        json_schema_extra=about(
+            "the copy doubles what a rank holds, and on CPUs the writer takes the training's cores"
+        ),
+    )
+    missed_checkpoint_budget: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description=(
+            "Checkpoints in a row that may fail (no disk space, a failed write) before the run ends; each is warned "
+            "of. The last one, of the final iteration or a stop, must not fail. 0: the first failure ends the run."
+        ),
+        json_schema_extra=about("time to make room, while at most 30 iterations are at stake", unit="checkpoints"),
+    )
     export_every: PositiveInt | None = Field(
         None,
         description=(

@@ -1,5 +1,6 @@
 """The trainer: parallel sizes, optimizer, micro-batches."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -216,6 +217,15 @@ class TrainerSection(Section):
         300.0,
         description="Seconds until a trainer collective fails because a peer does not take part.",
         json_schema_extra=about("longer than any work between two collectives", unit="s"),
+    )
+    initial_checkpoint: Path | None = Field(
+        None,
+        description=(
+            "Trainer checkpoint whose weights a new run starts from, instead of those of model.path: a folder of "
+            "`tandem import`, or trainer/ in a checkpoint of a run of the same model, of any parallel sizes. A "
+            "reference policy is still model.path's (grpo.reference_path). null: those of model.path."
+        ),
+        json_schema_extra=about("model.path has the weights"),
     )
     checkpoint_optimizer: bool = Field(
         True,

@@ -1,7 +1,6 @@
 """How the coordinator ends before its time: a stop that saves, a full disk, a trainer that does not answer."""
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
+from tests.kit.folders import fill, small_disk
 from tests.kit.waiting import until
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
 
@@ -142,38 +142,21 @@ async def test_a_stop_has_its_time(config: RunConfig, environment: ServiceEnviro
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def fill(folder: Path) -> None:
-    """Take every byte that is left."""
-    with (folder / "filler").open("wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "4m") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("every", [100, 3], ids=["in a row", "in a checkpoint"])
 async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
-    config: RunConfig, environment: ServiceEnvironment, small_disk: Path, every: int
+    config: RunConfig, environment: ServiceEnvironment, disk: Path, every: int
 ) -> None:
     async def full(step: int) -> None:
         if step == 3:
-            fill(small_disk)
+            fill(disk)
 
     config = with_settings(config, run={"checkpoint_every": every, "evaluate_every": 100})
-    environment = environment.model_copy(update={"run_dir": small_disk / "run"})
+    environment = environment.model_copy(update={"run_dir": disk / "run"})
     environment.run_dir.mkdir()
     async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=full)):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
@@ -183,7 +166,7 @@ async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
     assert str(environment.run_dir) in state["error"]
     # whole rows only; where a row fits into the last block of its file, it is the state that does not
     assert [row["iteration"] for row in rows(environment)] in ([1, 2], [1, 2, 3])
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     again = environment.model_copy(update={"run_id": "again"})
     async with announced_fleet(again.redis_url, again.run_id):
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0

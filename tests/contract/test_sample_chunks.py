@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.flow import Completion, Prompt, TrainBatch
 from coordinator.learn.batches import Sample, make_batch
+from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_config.schema import GrpoSection
 from trainer_service.batch.checks import Limits, check_updates
 from trainer_service.batch.merge import merge
@@ -65,11 +66,12 @@ def test_chunks_of_any_size_give_the_same_samples_and_micro_batches(
 ) -> None:
     samples = random_samples(np.random.default_rng(seed))
 
-    def sent(**size: int) -> tuple[Samples, int]:
+    def sent(size: int) -> tuple[Samples, int]:
         rng = np.random.default_rng(seed)
-        return received(make_batch(samples, step_id="s", policy_version=0, num_updates=num_updates, rng=rng, **size))
+        batch = make_batch(samples, step_id="s", policy_version=0, num_updates=num_updates, rng=rng, chunk_bytes=size)
+        return received(batch)
 
-    (whole, messages), (cut, cut_messages) = sent(), sent(chunk_bytes=chunk_bytes)
+    (whole, messages), (cut, cut_messages) = sent(SAMPLE_CHUNK_BYTES), sent(chunk_bytes)
     assert messages == min(num_updates, len(samples)) <= cut_messages
     assert same(whole, cut)
     for rank in RANKS:

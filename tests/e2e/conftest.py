@@ -116,6 +116,18 @@ class Tandem:
         assert not (survivors := self.processes()), f"still running: {survivors}"
 
 
+def pid_of(run: Tandem, module: str) -> int:
+    """The process of a service of this run: the one whose command runs the module and that has no guard's options."""
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if b"--parent" not in command and module.encode() in command and str(run.folder).encode() in b" ".join(command):
+            return int(entry.name)
+    raise AssertionError(f"no process of {module}; output:\n" + run.output())
+
+
 @pytest.fixture
 def tandem(tmp_path: Path) -> Iterator[Callable[..., Tandem]]:
     """Starts `tandem` in the test's folder; whatever a failed test leaves is ended."""

@@ -1,32 +1,19 @@
 """The whole system from the command line: it trains, it stops when told to, it fails clearly, it goes on."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Tandem, rows_of, run_arguments, summary_of
+from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_of
+from tests.kit.folders import fill, small_disk
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 Start = Callable[..., Tandem]
-
-
-def pid_of(run: Tandem, module: str) -> int:
-    """The process of a service of this run: the one whose command runs the module and that has no guard's options."""
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if b"--parent" not in command and module.encode() in command and str(run.folder).encode() in b" ".join(command):
-            return int(entry.name)
-    raise AssertionError(f"no process of {module}; output:\n" + run.output())
 
 
 def weights(folder: Path) -> bytes:
@@ -204,33 +191,25 @@ def test_a_frozen_trainer_is_started_again(tandem: Start, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 60 MiB: room for some checkpoints of the demo's model."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
-    yield folder
-    # Lazily: a test that failed may have left processes in it for a moment.
-    subprocess.run(["umount", "--lazy", folder], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Room for some checkpoints of the demo's model."""
+    with small_disk(tmp_path / "runs", "60m") as folder:
+        yield folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, small_disk: Path) -> None:
+def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, disk: Path) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__checkpoint_every=4, run__evaluate_every=1000))
     run.wait_iteration(5)
-    with (small_disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
+    fill(disk)
     assert run.wait_end(120) == 1, run.output()
     last = run.lines[-1]
     assert last.startswith("failed: coordinator exited with code 1: "), run.output()
     assert "No space left on device" in last
-    assert str(small_disk / "small") in last
+    assert str(disk / "small") in last
     assert last.endswith("with: tandem run --resume runs/small"), last
-    folder = small_disk / "small"
+    folder = disk / "small"
     state = json.loads((folder / "state.json").read_text())
     assert state["status"] == "failed"
     assert "No space left on device" in state["error"]
@@ -240,7 +219,7 @@ def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, small
     assert status.wait_end() == 0
     assert any("failed: " in line and "No space left on device" in line for line in status.lines), status.lines
 
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     again = tandem("run", "--resume", "runs/small", "--set", f"run.iterations={done + 2}")
     assert again.wait_end(300) == 0, again.output()
     assert [row["iteration"] for row in rows_of(folder)] == list(range(1, done + 3))

@@ -59,6 +59,16 @@ class Run(Services):
                 return address
         raise AssertionError(f"the run of {name} has ended:\n{self.tail(name)}")
 
+    def advances(self, name: str, rows: int) -> None:
+        """Wait until the run has as many rows; what the coordinator `name` says if it ends before, or is too slow."""
+        try:
+            until(lambda: len(self.rows()) >= rows or self.processes[name].poll() is not None, START_S)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{name} has not come to {rows} rows, but to {len(self.rows())}:\n{self.tail(name)}"
+            ) from error
+        assert self.processes[name].poll() is None, self.tail(name)
+
     def ends_fenced(self, name: str) -> None:
         process = self.processes[name]
         process.send_signal(signal.SIGCONT)
@@ -89,11 +99,10 @@ def test_a_coordinator_that_wakes_beside_its_successor_leaves_no_trace(run: Run,
     if part == "generate":  # as early as can be: it would train its samples under the successor's hands
         until(lambda: "claimed slot" in run.tail("b"), START_S)
     else:
-        until(lambda: len(run.rows()) >= done + 3, START_S)
+        run.advances("b", done + 3)
     run.ends_fenced("a")
     done = len(run.rows())
-    until(lambda: len(run.rows()) >= done + 3, START_S)
-    assert run.processes["b"].poll() is None, run.tail("b")
+    run.advances("b", done + 3)
     assert run.stop(["b"]) == [0]
     rows = run.rows()
     assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))

@@ -34,7 +34,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         logprob_diff: what it reports as logprob_abs_diff_max.
         reference_logprob: of each token under the reference policy, whose own is -1; None: there is no reference.
         measured: of each message of ComputeLogprobs, the number of its samples, and whether it is of the reference.
-        saving, hold: set by SaveCheckpoint, which waits while the other is cleared.
+        saving, hold: set by SaveCheckpoint, which waits while the other is cleared; in the background it is
+            FinishCheckpoint that waits.
+        save_faults: one per SaveCheckpoint call, None for a good one.
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
         export_faults: the same of ExportModel.
     """
@@ -47,6 +49,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     measured: list[tuple[int, bool]] = field(default_factory=list)
     faults: deque[TandemError | None] = field(default_factory=deque)
     export_faults: deque[TandemError | None] = field(default_factory=deque)
+    save_faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
     # Called by each train step before it is done.
     before_step: Callable[[int], Awaitable[None]] | None = None
@@ -108,16 +111,30 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         self.fence.admit(request.fence)
+        fault = self.save_faults.popleft() if self.save_faults else None
+        if request.background:
+            self._background = (Path(request.path), self.policy_version, fault)
+        else:
+            await self._save(Path(request.path), self.policy_version, fault)
+        return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
+
+    async def FinishCheckpoint(self, request: pb.FinishCheckpointRequest, context: Any) -> pb.FinishCheckpointResponse:
+        self.fence.admit(request.fence)
+        assert self._background[0] == Path(request.path)
+        await self._save(*self._background)
+        return pb.FinishCheckpointResponse(bytes=1)
+
+    async def _save(self, folder: Path, policy_version: int, fault: TandemError | None) -> None:
         self.saving.set()
         await self.hold.wait()
-        folder = Path(request.path)
+        if fault is not None:
+            raise fault
         try:
             folder.mkdir()
-            (folder / "version").write_text(str(self.policy_version))
+            (folder / "version").write_text(str(policy_version))
         except OSError as error:  # as the real one says it
             raise Internal(f"cannot write checkpoint {folder}: {error}") from error
         self.saved.append(folder)
-        return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
 
     async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
         self.fence.admit(request.fence)

@@ -1,11 +1,17 @@
-"""Model folders, data and configurations without an engine's weights (numpy only, no torch); the task is addition."""
+"""Model folders, data and configurations without an engine's weights (numpy only, no torch); the task is addition.
 
+And small file systems, to fill them.
+"""
+
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders
@@ -143,3 +149,28 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     file = folder / "tiny.yaml"
     file.write_text(yaml.safe_dump(data), encoding="utf-8")
     return file
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Make a folder a file system of a size that mount knows ("4m"); skip the test where that is not allowed."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        # Lazily: a test that failed may have left processes in it for a moment.
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Take every byte that is left."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))

@@ -263,9 +263,15 @@ _TIME = Row(
         ),
         panel(
             "Checkpoints",
-            "Seconds to write one, on the trainer.",
-            mean("tandem_checkpoint_seconds", "mean", TRAINER),
+            "Seconds to write one, and of these for which the trainer waited.",
+            mean("tandem_checkpoint_seconds", "write", TRAINER),
+            mean("tandem_checkpoint_blocking_seconds", "wait", TRAINER),
             unit="s",
+        ),
+        panel(
+            "Missed checkpoints",
+            "In a row; 0 after one that was written.",
+            gauge("tandem_missed_checkpoints", "missed"),
         ),
         panel(
             "Overhead",

@@ -37,8 +37,8 @@ class _Sequences:
     sources: IntArray  # [s] index of the first token in the step's token ids
     lengths: IntArray  # [s] without padding
     prefixes: IntArray  # [s] the sequence that is its prefix; -1: none
-    first: IntArray  # [B] the sequence that ends with the sample's prompt, or goes on with the completion
-    own: IntArray  # [B] the sequence with the completion's tokens; any, for a completion of one token
+    first: IntArray  # [B] the sequence of the sample's prompt, alone or with the completion
+    own: IntArray  # [B] the sequence of the completion's tokens; if they are one, which no sequence has, as `first`
 
 
 def inputs(samples: Samples, rows: IntArray, multiple: int = 1) -> IntArray:

@@ -113,8 +113,8 @@ def plan_step(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: Rank
         measured = ~(active & (samples.update_index == 0))
     first = _cut(samples, measured, _owner(samples, active, ranks), ranks)
     others = _cut_updates(samples, num_updates, grpo, ranks)
-    spared = (first.spared, np.concatenate([first.spared[:0], *(each.spared for each in others)]))
-    whole, computed = (sum(getattr(each, name) for each in (first, *others)) for name in ("whole", "computed"))
+    spared = (first.spared, np.concatenate([first.spared[:0], *(update.spared for update in others)]))
+    whole, computed = (sum(getattr(cut_pass, name) for cut_pass in (first, *others)) for name in ("whole", "computed"))
     shared = whole - int(spared[0].sum() + spared[1].sum())
     return StepPlan(
         measured=_micro_batches(samples, first, ranks),
@@ -182,10 +182,12 @@ def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare)
         pipeline_parallel=ranks.pipeline_parallel,
         count_multiple=ranks.count_multiple,
     )
-    of_ranks = [[np.concatenate([members[group] for group in part] or [rows[:0]]) for part in each] for each in parts]
+    of_ranks = [
+        [np.concatenate([members[group] for group in part] or [rows[:0]]) for part in of_rank] for of_rank in parts
+    ]
     stand_in = rows[[np.argmin(samples.lengths[rows])]] if rows.size else rows
-    sizes = [_tokens(samples, part if part.size else stand_in, ranks) for each in of_ranks for part in each]
-    spared = [repeated(samples, part) for each in of_ranks for part in each] if ranks.share_prompts else []
+    sizes = [_tokens(samples, part if part.size else stand_in, ranks) for of_rank in of_ranks for part in of_rank]
+    spared = [repeated(samples, part) for of_rank in of_ranks for part in of_rank] if ranks.share_prompts else []
     return _Pass(
         mine=of_ranks[ranks.data_rank],
         stand_in=stand_in,

@@ -5,12 +5,10 @@ read. The reading trainer may have any other layout: a rank reads the blocks tha
 them (trainer_service/saved/states.py). All files are compared with their digests before any rank changes anything.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from servicekit.errors import ConfigError, Internal, TandemError
 from servicekit.logs import get_logger
-from tandem_files.atomic import replace_folder, write_json_atomic
 from tandem_files.checkpoints import DamagedCheckpoint
-from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, write_manifest
+from tandem_files.digests import MANIFEST, damages, read_manifest
+from tandem_files.room import check_room
+from trainer_service.engine import Saving
 from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import first_text, together
 from trainer_service.saved.files import (
     EXPERTS,
-    FORMAT,
-    META,
     experts_file,
     has_optimizer,
     parallel_of,
@@ -42,44 +38,40 @@ from trainer_service.saved.files import (
 from trainer_service.saved.parts import Held
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
+from trainer_service.saved.writing import (
+    HostCopies,
+    SavedFile,
+    discard,
+    partial_of,
+    publish,
+    wait_for_files,
+    write_file,
+    write_files,
+)
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.model.spec import ModelSpec
-from weightsync.transfer.tensors import tensor_checksums
 
-_NOTE = ".digest"
+# As the longest deadline of FinishCheckpoint (protos/tandem_api/trainer/v1/trainer.proto).
+WRITE_TIMEOUT_S = 1800.0
 
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    """The tensors of this rank that belong to one file, and whether this rank writes it."""
-
-    name: str
-    tensors: dict[str, Tensor]
-    writes: bool
-
-
-def _files(tensors: Mapping[str, Tensor]) -> list[_File]:
-    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+def _files(tensors: Mapping[str, Tensor], device: torch.device) -> list[SavedFile]:
+    """Return the files that this rank writes: of ranks with equal state, the first one does."""
     experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
-    shard = _File(
-        name=_own_shard(),
-        tensors={name: tensor for name, tensor in tensors.items() if name not in experts},
-        writes=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-    )
-    if not experts:
-        return [shard]
-    tensor, expert = (
-        parallel_state.get_expert_tensor_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    own = _File(
-        name=experts_file(tensor, expert, pipeline),
-        tensors=experts,
-        writes=parallel_state.get_expert_data_parallel_rank() == 0,
-    )
-    return [shard, own]
+    mine = []
+    if experts and parallel_state.get_expert_data_parallel_rank() == 0:
+        name = experts_file(
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        mine.append(SavedFile(name=name, tensors=experts))
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        shard = {name: tensor for name, tensor in tensors.items() if name not in experts}
+        mine.append(SavedFile(name=_own_shard(), tensors=shard | _rng_state(device)))
+    return mine
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
@@ -88,57 +80,82 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     Args:
         meta: entries that must be equal when the folder is loaded, parallel sizes, policy_version and steps_done.
     Returns: bytes of all shards, on every rank.
-    Raises: Internal: on every rank, if any of them could not write.
+    Raises: Internal: on every rank, if any of them could not write, e.g. since the disk has no room.
     """
-    what = f"write checkpoint {folder}"
-    partial = folder.with_name(f".{folder.name}.partial")
-    leads = dist.get_rank() == 0
-    shard, *experts = _files(tensors)
-    mine = [file for file in experts if file.writes]
-    if shard.writes:
-        mine.append(replace(shard, tensors=shard.tensors | _rng_state(device)))
+    what, partial, leads = f"write checkpoint {folder}", partial_of(folder), dist.get_rank() == 0
+    mine = _files(tensors, device)
     try:
-        together(what, device, (lambda: _prepare(partial)) if leads else None)
-        size = together(what, device, lambda: sum(_write(partial / file.name, file.tensors) for file in mine))
-        together(what, device, (lambda: _publish(partial, folder, meta)) if leads else None)
+        _make_room(what, partial, mine, device)
+        size = together(what, device, lambda: sum(write_file(partial, file) for file in mine))
+        together(what, device, (lambda: publish(partial, folder, meta)) if leads else None)
     except Internal:
-        if leads:  # a partial checkpoint is useless, and may have filled the disk
-            shutil.rmtree(partial, ignore_errors=True)
+        if leads:
+            discard(partial)
         raise
     return size
 
 
-def _prepare(partial: Path) -> int:
-    """Make an empty folder; files that a crashed save left there are removed."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return 0
+def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torch.device) -> int:
+    """Make an empty folder, where the disk has room for the files of all ranks. Returns: their bytes."""
+    needed = together(what, device, lambda: sum(file.num_bytes for file in mine))
+
+    def prepare() -> int:
+        discard(partial)
+        check_room(partial.parent, needed)
+        partial.mkdir(parents=True)
+        return 0
+
+    together(what, device, prepare if dist.get_rank() == 0 else None)
+    return needed
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, path, metadata=tensor_checksums(held))  # by which a damaged tensor is found
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    digest = file_digest(path)
-    _note_of(path).write_text(json.dumps(digest), encoding="utf-8")
-    return int(digest["bytes"])
+class BackgroundSaver:
+    """Writes checkpoints in a thread of this rank, from copies of its tensors in host memory."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._mine: Future[Any] | None = None
+        self.saving: Saving | None = None
+
+    def begin(self, folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
+        """Copy the tensors as they are now and begin to write them; every rank must call this.
+
+        Returns: bytes of all tensors, on every rank. On rank 0, `saving` then says how it ends.
+        Raises: Internal: on every rank, if there is no room for the files.
+        """
+        what, partial = f"write checkpoint {folder}", partial_of(folder)
+        together(what, device, self._wait)
+        mine = _files(tensors, device)
+        size = _make_room(what, partial, mine, device)
+        count = together(what, device, lambda: len(mine))
+        copies = self._copies.take(mine)
+        if dist.get_rank() == 0:
+            self._mine = self._thread.submit(_write_and_publish, partial, copies, count, folder, meta)
+            self.saving = Saving(folder=folder, done=self._mine)
+        else:
+            self._mine = self._thread.submit(write_files, partial, copies)
+        return size
+
+    def _wait(self) -> int:
+        """Wait until this rank has written the files of the checkpoint before, whose copies are overwritten next."""
+        if self._mine is not None and wait([self._mine], WRITE_TIMEOUT_S).not_done:
+            raise TimeoutError(f"the checkpoint before was not written within {WRITE_TIMEOUT_S:g} s")
+        return 0
 
 
-def _note_of(path: Path) -> Path:
-    """Return the path at which a rank leaves a file's digest for rank 0, which writes the manifest."""
-    return path.with_name(f"{path.name}{_NOTE}")
-
-
-def _publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
-    write_json_atomic(partial / META, dict(meta) | {"format": FORMAT})
-    digests = {META: file_digest(partial / META)}
-    for note in sorted(partial.glob(f"*{_NOTE}")):
-        digests[note.name.removesuffix(_NOTE)] = json.loads(note.read_text(encoding="utf-8"))
-        note.unlink()
-    write_manifest(partial, digests)
-    replace_folder(partial, folder)
-    return 0
+def _write_and_publish(
+    partial: Path, mine: Sequence[SavedFile], count: int, folder: Path, meta: Mapping[str, Any]
+) -> int:
+    """On rank 0, in the thread: write its files, wait for those of the others, publish. Returns: bytes."""
+    try:
+        write_files(partial, mine)
+        wait_for_files(partial, count, WRITE_TIMEOUT_S)
+        return publish(partial, folder, meta)
+    except (OSError, Internal) as error:
+        raise Internal(f"cannot write checkpoint {folder}: {error}") from error
+    finally:
+        discard(partial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +257,8 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 def _restore_rng(path: Path, device: torch.device) -> None:
     with safe_open(path, framework="pt") as file:
         states = {name: file.get_tensor(name) for name in set(file.keys()) if name.startswith("rng/")}
+    if not states:  # an imported policy (saved/importing.py) has none
+        return
     torch.set_rng_state(states["rng/cpu"])
     if device.type == "cuda" and "rng/device" in states:
         torch.cuda.set_rng_state(states["rng/device"], device)

@@ -18,16 +18,17 @@ from tandem_files.exports import noted_template
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
-from trainer_service.engine import StepResult
+from trainer_service.engine import Saving, StepResult
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
+from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.agree import together
-from trainer_service.megatron_engine.layer_spec import chosen_modules
+from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.build import build_offload
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, State
+from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
 from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
@@ -55,9 +56,8 @@ class MegatronEngine:
         self._run_dir = run_dir
         self._device = device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._version = 0
-        self._steps_done = 0  # fewer than the version if a restarted run has skipped numbers
-        self._skipped_updates = 0  # over the run: grpo.non_finite_budget
+        # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
+        self._version = self._steps_done = self._skipped_updates = 0
         self._spec = ModelSpec.from_folder(config.model.path)
         self._parallel = Parallel(**trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built
@@ -73,6 +73,7 @@ class MegatronEngine:
             meta=identity(config, self._spec),
             device=device,
         )
+        self._saver = checkpoint.BackgroundSaver()
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
         sizes = (self._spec, self._parallel, self._dtype, sequence_parallel)
@@ -92,6 +93,7 @@ class MegatronEngine:
             share_prompts=trainer.share_prompts,
         )
         self._schedule = Schedule(wrapped)
+        self._profiler = StepProfiler(config.profile, run_dir, device)
         self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
@@ -136,16 +138,20 @@ class MegatronEngine:
 
     def load(self, folder: Path) -> None:
         """Load this rank's slices of a Hugging Face folder's weights."""
+        initial = self._config.trainer.initial_checkpoint
         with self._offload.use(*CHECKPOINT):
             with torch.no_grad():
                 for parameter in self._parameters.values():
                     # padding of the vocabulary is in no file; it stays zero
                     parameter.zero_()
-            load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+            if initial is None or folder != self._config.model.path:
+                load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+            else:
+                self._reader.load(initial, weights_only(self._adam.tensors()))
             self._adam.masters_from_weights()
             self._adam.forget()
             self._version = self._steps_done = self._skipped_updates = 0
-            self._load_reference(present=folder)
+            self._load_reference(present=folder if initial is None else None)
 
     def _load_reference(self, present: Path | None = None) -> None:
         """Load the reference policy that a run starts with.
@@ -164,6 +170,12 @@ class MegatronEngine:
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """Run one GRPO step."""
+        with self._profiler.around(self._steps_done + 1) as parts:
+            result = self._step(samples, num_updates)
+            parts |= result.seconds
+        return result
+
+    def _step(self, samples: Samples, num_updates: int) -> StepResult:
         config = self._config
         left = config.grpo.non_finite_budget - self._skipped_updates if config.grpo.on_non_finite == "skip" else 0
         key = (config.run.seed, self._steps_done)
@@ -171,7 +183,7 @@ class MegatronEngine:
             try:
                 result = self._runner.run(samples, num_updates, self._learning_rate(), order_key=key, skips_left=left)
             finally:
-                if State.OPTIMIZER in self._offload and self._device.type == "cpu":
+                if EngineState.OPTIMIZER in self._offload and self._device.type == "cpu":
                     self._adam.release_copies()
             self._version += 1
             self._steps_done += 1
@@ -208,12 +220,27 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> int:
         """Save weights, AdamW's state, random states, and a reference policy that is not as it began."""
+        meta = self._meta()
+        with self._offload.use(*CHECKPOINT, changes=False):
+            return checkpoint.save(folder, gathered(self._tensors_in(meta)), meta, self._device)
+
+    def begin_save(self, folder: Path) -> int:
+        """Begin to save the same, from a copy in host memory."""
+        meta = self._meta()
+        with self._offload.use(*CHECKPOINT, changes=False):
+            return self._saver.begin(folder, gathered(self._tensors_in(meta)), meta, self._device)
+
+    @property
+    def saving(self) -> Saving | None:
+        """On rank 0: what `begin_save` began last."""
+        return self._saver.saving
+
+    def _meta(self) -> dict[str, Any]:
+        """Return the entries of the meta.json of a checkpoint."""
         about = {"policy_version": self._version, "steps_done": self._steps_done}
         about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
         about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
-        meta = {**self._reader.meta, "parallel": asdict(self._parallel), **about}
-        with self._offload.use(*CHECKPOINT, changes=False):
-            return checkpoint.save(folder, gathered(self._tensors_in(about)), meta, self._device)
+        return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
@@ -257,7 +284,7 @@ class MegatronEngine:
 
     def weights(self) -> AbstractContextManager[Mapping[str, float]]:
         """Have the parameters in memory inside of a `with` block, which does not change them."""
-        return self._offload.use(State.PARAMETERS, changes=False)
+        return self._offload.use(EngineState.PARAMETERS, changes=False)
 
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""

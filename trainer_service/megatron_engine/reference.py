@@ -15,7 +15,7 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
-from trainer_service.megatron_engine.offload.states import Offload, State
+from trainer_service.megatron_engine.offload.states import EngineState, Offload
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import load_shards
@@ -40,29 +40,29 @@ class ReferencePolicy:
             for name, parameter in parameters.items()
         }
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
-        if State.PARAMETERS in offload and on_host:
-            offload.add(State.REFERENCE, self._values.values())
+        if EngineState.PARAMETERS in offload and on_host:
+            offload.add(EngineState.REFERENCE, self._values.values())
 
     def load(self, folder: Path, spec: ModelSpec, layout: Layout) -> None:
         """Load this rank's slices of a Hugging Face folder. Raises: ConfigError: as load_shards."""
-        with self._offload.use(State.REFERENCE):
+        with self._offload.use(EngineState.REFERENCE):
             load_shards(folder, spec, layout, dist.get_rank(), self._values)
 
     def take(self) -> None:
         """Make the present policy the reference; its parameters must be in memory."""
-        with self._offload.use(State.REFERENCE), torch.no_grad():
+        with self._offload.use(EngineState.REFERENCE), torch.no_grad():
             for name, value in self._values.items():
                 value.copy_(self._parameters[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live values by their names in a checkpoint (of State.REFERENCE)."""
+        """Return the live values by their names in a checkpoint (of EngineState.REFERENCE)."""
         return {f"{REFERENCE}{name}": value for name, value in self._values.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the model compute the reference policy inside of a `with` block; the policy may be offloaded."""
         own = {name: parameter.data for name, parameter in self._parameters.items()}
-        with self._offload.use(State.REFERENCE, changes=False):
+        with self._offload.use(EngineState.REFERENCE, changes=False):
             try:
                 for name, parameter in self._parameters.items():
                     # no copy where the host is the device

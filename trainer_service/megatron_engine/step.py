@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.profiler import record_function
 
 from servicekit.errors import NotFinite
 from servicekit.logs import get_logger
@@ -72,7 +73,7 @@ class StepRunner:
         Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
         self.meter.begin()
-        watch, grpo = Stopwatch(), self.grpo
+        watch, grpo = Stopwatch(record_function), self.grpo
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with watch.part("pack"):

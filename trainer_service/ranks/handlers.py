@@ -60,8 +60,10 @@ class CommandHandlers:
         return self._publisher.run(request.phase, request.round, self._engine.policy_version).SerializeToString()
 
     def save(self, parts: Sequence[bytes]) -> bytes:
-        """Write a checkpoint. `parts`: SaveCheckpointRequest."""
-        size = self._engine.save(Path(pb.SaveCheckpointRequest.FromString(parts[0]).path))
+        """Write a checkpoint, or begin to. `parts`: SaveCheckpointRequest."""
+        request = pb.SaveCheckpointRequest.FromString(parts[0])
+        save = self._engine.begin_save if request.background else self._engine.save
+        size = save(Path(request.path))
         return pb.SaveCheckpointResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
 
     def export(self, parts: Sequence[bytes]) -> bytes:

@@ -9,14 +9,18 @@ digests.json                     of all of these (tandem_files/digests.py)
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from servicekit.errors import ConfigError
+from tandem_files.run_paths import FolderKind
 from weightsync.layouts.layout import Parallel
 
 Value = TypeVar("Value")
+
+CHECKPOINT = FolderKind(name="a trainer checkpoint", mark="meta.json", entry=re.compile(r"[\w.-]+\.(json|safetensors)"))
 
 FORMAT = 1
 META = "meta.json"

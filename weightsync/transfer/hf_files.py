@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -25,7 +26,7 @@ from weightsync.model.mapping import EMBEDDING, LM_HEAD
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Message, cut_messages
-from weightsync.plans.plan import make_plan
+from weightsync.plans.plan import TransferPlan, make_plan
 from weightsync.transfer.coverage import check_coverage, zero_padding
 from weightsync.transfer.transports.packing import Packer
 
@@ -50,20 +51,45 @@ def load_shards(
     with ExitStack() as stack:
         reader = CheckpointReader(Path(folder), stack)
         for op in plan.ops[plan.ops["dst"] == rank]:
-            name = layout.params[op["dst_param"]]
-            canonical = plan.source.tensors[op["tensor"]]
-            rows = slice(int(op["src_row"]), int(op["src_row"] + op["rows"]))
-            cols = slice(int(op["src_col"]), int(op["src_col"] + op["cols"]))
-            shape = tuple(plan.source.param_shapes[op["src_param"]])
-            block = reader.read(canonical, shape, rows, cols)
-            target = tensors[name].detach()
-            if spec.tied and canonical == EMBEDDING and LM_HEAD in reader:
-                _check_tied(block, reader.read(LM_HEAD, shape, rows, cols), target.dtype)
-            # a stack of experts' matrices is one tall matrix
-            matrix = target.view(-1, 1) if target.dim() == 1 else target.view(-1, target.shape[-1])
-            row, col = int(op["dst_row"]), int(op["dst_col"])
-            matrix[row : row + block.shape[0], col : col + block.shape[1]].copy_(block)
+            _fill(reader, spec, plan, op, tensors[layout.params[op["dst_param"]]].detach())
     zero_padding(layout, rank, tensors)
+
+
+def stream_shards(
+    folder: Path, spec: ModelSpec, layout: Layout, rank: int, names: Iterable[str], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Make parameters of a rank from a Hugging Face folder, one after the other; padding of the vocabulary is zero.
+
+    Args:
+        names: of the parameters, as the layout has them.
+    Yields: name and parameter, which the generator does not keep.
+    Raises: ConfigError: as load_shards.
+    """
+    plan, places = make_plan(hf_layout(spec), layout.only(rank)), {name: i for i, name in enumerate(layout.params)}
+    shapes = layout.parameters_of(rank)
+    with ExitStack() as stack:
+        reader = CheckpointReader(folder, stack)
+        for name in names:
+            target = torch.zeros(shapes[name], dtype=dtype)
+            for op in plan.ops[(plan.ops["dst"] == rank) & (plan.ops["dst_param"] == places[name])]:
+                _fill(reader, spec, plan, op, target)
+            yield name, target
+            del target
+
+
+def _fill(reader: "CheckpointReader", spec: ModelSpec, plan: TransferPlan, op: np.void, target: torch.Tensor) -> None:
+    """Write the block of an op into the parameter that it belongs to."""
+    canonical = plan.source.tensors[op["tensor"]]
+    rows = slice(int(op["src_row"]), int(op["src_row"] + op["rows"]))
+    cols = slice(int(op["src_col"]), int(op["src_col"] + op["cols"]))
+    shape = tuple(plan.source.param_shapes[op["src_param"]])
+    block = reader.read(canonical, shape, rows, cols)
+    if spec.tied and canonical == EMBEDDING and LM_HEAD in reader:
+        _check_tied(block, reader.read(LM_HEAD, shape, rows, cols), target.dtype)
+    # a stack of experts' matrices is one tall matrix
+    matrix = target.view(-1, 1) if target.dim() == 1 else target.view(-1, target.shape[-1])
+    row, col = int(op["dst_row"]), int(op["dst_col"])
+    matrix[row : row + block.shape[0], col : col + block.shape[1]].copy_(block)
 
 
 def _check_tied(embedding: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> None:

@@ -316,8 +316,11 @@ class SaveCheckpointRequest(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path of the folder, below the run's (TANDEM_RUN_DIR); it appears when it is complete."""
+    background: _builtins.bool
+    """Answer when a copy is taken; FinishCheckpoint says how the writing of it ends."""
     @_builtins.property
     def fence(self) -> _common_pb2.CoordinatorFence: ...
     def __init__(
@@ -325,10 +328,11 @@ class SaveCheckpointRequest(_message.Message):
         *,
         path: _builtins.str = ...,
         fence: _common_pb2.CoordinatorFence | None = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "fence", b"fence", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +359,49 @@ class SaveCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class FinishCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """As SaveCheckpointRequest.path."""
+    @_builtins.property
+    def fence(self) -> _common_pb2.CoordinatorFence: ...
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        fence: _common_pb2.CoordinatorFence | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishCheckpointRequest: _TypeAlias = FinishCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class FinishCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishCheckpointResponse: _TypeAlias = FinishCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class RestorePolicyRequest(_message.Message):

@@ -55,6 +55,11 @@ class TrainerServiceStub:
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.FinishCheckpoint = channel.unary_unary(
+                '/tandem_api.trainer.v1.TrainerService/FinishCheckpoint',
+                request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointResponse.FromString,
+                _registered_method=True)
         self.RestorePolicy = channel.unary_unary(
                 '/tandem_api.trainer.v1.TrainerService/RestorePolicy',
                 request_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.RestorePolicyRequest.SerializeToString,
@@ -105,8 +110,18 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
-        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+        """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
+        the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
+        written, e.g. since the disk has no room; what the folder held is unchanged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishCheckpoint(self, request, context):
+        """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+        FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +174,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'FinishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishCheckpoint,
+                    request_deserializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointRequest.FromString,
+                    response_serializer=tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointResponse.SerializeToString,
             ),
             'RestorePolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.RestorePolicy,
@@ -285,6 +305,33 @@ class TrainerService:
             '/tandem_api.trainer.v1.TrainerService/SaveCheckpoint',
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem_api.trainer.v1.TrainerService/FinishCheckpoint',
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointRequest.SerializeToString,
+            tandem__api_dot_trainer_dot_v1_dot_trainer__pb2.FinishCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,8 +50,14 @@ class TrainerServiceStub:
     Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
-    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+    """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
+    the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
+    written, e.g. since the disk has no room; what the folder held is unchanged.
+    """
+    FinishCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.FinishCheckpointRequest, _trainer_pb2.FinishCheckpointResponse]
+    """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+    FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
     """
     RestorePolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]
     """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
@@ -88,8 +94,14 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
-    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+    """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
+    the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+    INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
+    written, e.g. since the disk has no room; what the folder held is unchanged.
+    """
+    FinishCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.FinishCheckpointRequest, _trainer_pb2.FinishCheckpointResponse]  # type: ignore[assignment]
+    """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+    FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
     """
     RestorePolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]  # type: ignore[assignment]
     """Goes back to a checkpoint or to the initial model, under a version that no service has had: a run that is
@@ -147,8 +159,20 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes weights, optimizer and RNG into a folder, atomically. Longest deadline: 1800 s. Idempotent.
-        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint.
+        """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
+        the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+        INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
+        written, e.g. since the disk has no room; what the folder held is unchanged.
+        """
+
+    @_abc_1.abstractmethod
+    def FinishCheckpoint(
+        self,
+        request: _trainer_pb2.FinishCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.FinishCheckpointResponse, _abc.Awaitable[_trainer_pb2.FinishCheckpointResponse]]:
+        """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+        FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
         """
 
     @_abc_1.abstractmethod

@@ -12,6 +12,7 @@ from tests.integration.trainer.parity_worker import run_all
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP
+from trainer_service.saved.parts import values_of
 from weightsync.transfer.tensors import tensor_checksums
 
 ALL = {"parameters": True, "gradients": True, "optimizer": True}
@@ -54,7 +55,7 @@ def work(engine: MegatronEngine, model: Path, folder: Path) -> dict[str, Any]:
     engine.export(folder / "hf")
     held = held_bytes(engine)
     with engine._offload.use(*CHECKPOINT, changes=False):
-        checksums = tensor_checksums(engine._adam.tensors())
+        checksums = tensor_checksums({name: values_of(state) for name, state in engine._adam.tensors().items()})
     with engine._offload.use(*STEP):
         for parameter in engine._parameters.values():
             parameter.main_grad.zero_()  # memory counts when it is written
@@ -78,7 +79,7 @@ def without_timings(given: Any) -> Any:
 
 def held_bytes(engine: MegatronEngine) -> int:
     """Bytes of weights, gradients and AdamW's moments and masters."""
-    tensors = [tensor for tensor in engine._adam.tensors().values() if tensor.dim() > 0]
+    tensors = [tensor for tensor in map(values_of, engine._adam.tensors().values()) if tensor.dim() > 0]
     tensors += [parameter.main_grad for parameter in engine._parameters.values()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coordinator.data.cursor import CursorState, SourcePosition
-from coordinator.record.checkpoint import load_newest
+from coordinator.record.checkpoints.loading import load_newest
 from coordinator.record.resuming import order_differences
 from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError

@@ -64,6 +64,7 @@ def calm(**changes: Any) -> Conditions:
         ({"standstill_s": 1000.0, "rows": [row(i, iteration_s=600.0) for i in range(30)]}, []),
         ({"state": "failed", "error": "no"}, ["TandemServiceDown"]),
         ({"disk_free": 0.01}, ["TandemDiskFull"]),
+        ({"missed_checkpoints": ["of 4", "of 6"]}, ["TandemCheckpointsMissed"]),
         ({"serving": ["rollout-0"]}, ["TandemReplicaNotServing"]),
         ({"serving": ["rollout-0"], "poisoned": ["rollout-1"]}, ["TandemReplicaPoisoned"]),
         ({"failed_rounds": 2}, ["TandemWeightSyncFailing"]),

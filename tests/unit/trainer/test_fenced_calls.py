@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from servicekit.errors import Fenced
+from servicekit.errors import Fenced, Internal, NotReady
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
 from tests.unit.trainer.batches import LIMITS, message
+from trainer_service.engine import Saving
 from trainer_service.ranks.commands import Command, Commander
 
 OLD, NEW = CoordinatorFence(worker_id="a", token=7), CoordinatorFence(worker_id="b", token=8)
@@ -25,6 +26,7 @@ DEADLINE_S = 10.0
 class FakeEngine:
     policy_version = 0
     limits = LIMITS
+    saving: Saving | None = None
 
 
 class FakeCommander(Commander):
@@ -80,6 +82,7 @@ CALLS: dict[str, Any] = {
     "TakeOver": pb.TakeOverRequest(fence=OLD),
     "RunPhase": weights_pb2.RunPhaseRequest(phase=ABORT, round=weights_pb2.Round(round_id="r", fence=OLD)),
     "SaveCheckpoint": pb.SaveCheckpointRequest(path="/run/x", fence=OLD),
+    "FinishCheckpoint": pb.FinishCheckpointRequest(path="/run/x", fence=OLD),
     "ExportModel": pb.ExportModelRequest(path="/run/x", fence=OLD),
     "RestorePolicy": pb.RestorePolicyRequest(path="", policy_version=1, fence=OLD),
 }
@@ -137,3 +140,25 @@ async def test_a_step_that_had_begun_is_done_before_the_successor_goes_on(
     done = pb.TrainStepResponse(policy_version=1, metrics={"loss": 0.0, "grad_norm": 0.0})
     commander.replies[0].set_result([done.SerializeToString()])
     assert (await training).policy_version == 1
+
+
+async def test_a_checkpoint_beside_the_training_is_done_before_the_next_coordinator_begins(
+    servicer: TrainerServicer, commander: FakeCommander, tmp_path: Path
+) -> None:
+    folder, written = tmp_path / "step", Future[int]()
+    servicer._ready().saving = Saving(folder=folder, done=written)  # type: ignore[misc]
+    asked = asyncio.create_task(servicer.TakeOver(pb.TakeOverRequest(fence=NEW), None))
+    await commander.submitted.get()
+    commander.replies[-1].set_result([b""])
+    request = pb.FinishCheckpointRequest(path=str(folder), fence=NEW)
+    finishing = asyncio.create_task(servicer.FinishCheckpoint(request, None))
+    await asyncio.sleep(0.05)
+    assert not asked.done()
+    assert not finishing.done()
+    written.set_exception(Internal("the disk is full"))
+    await asyncio.wait_for(asked, DEADLINE_S)
+    with pytest.raises(Internal, match="the disk is full"):
+        await asyncio.wait_for(finishing, DEADLINE_S)
+    other = pb.FinishCheckpointRequest(path=str(tmp_path / "other"), fence=NEW)
+    with pytest.raises(NotReady, match=r"other is not being written"):
+        await servicer.FinishCheckpoint(other, None)

@@ -7,8 +7,8 @@ import pytest
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
-from trainer_service.megatron_engine import layer_spec
 from trainer_service.megatron_engine.attention.core import PackedAttention
+from trainer_service.megatron_engine.layers import layer_spec
 
 
 @pytest.mark.parametrize(

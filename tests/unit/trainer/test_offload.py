@@ -15,7 +15,8 @@ from tests.unit.trainer.test_reference_policy import same, state_of
 from tests.unit.trainer.test_steps import overflowing
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.offload import copies
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, Offload, State
+from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState, Offload
+from trainer_service.saved.parts import values_of
 
 SAMPLES = make_samples(16)
 ALL = ("parameters", "gradients", "optimizer")
@@ -33,7 +34,7 @@ def all_state(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 def held(engine: MegatronEngine) -> dict[str, int]:
     """Bytes that the engine's tensors hold now, by what they are."""
     assert engine._reference is not None
-    tensors = engine._adam.tensors()
+    tensors = {name: values_of(state) for name, state in engine._adam.tensors().items()}
     groups = {
         "parameters": list(engine.tensors().values()),
         "gradients": [parameter.main_grad for parameter in engine._parameters.values()],
@@ -103,10 +104,10 @@ def test_what_is_offloaded_holds_no_byte_between_uses(make_engine: Make, dtype: 
 
 def test_nothing_is_moved_by_default(make_engine: Make) -> None:
     engine = make_engine()
-    before = {name: tensor.data_ptr() for name, tensor in engine._adam.tensors().items()}
+    before = {name: values_of(state).data_ptr() for name, state in engine._adam.tensors().items()}
     seconds = engine.train_step(SAMPLES, NUM_UPDATES).seconds
     assert not {"onload", "offload"} & set(seconds)
-    assert {name: tensor.data_ptr() for name, tensor in engine._adam.tensors().items()} == before
+    assert {name: values_of(state).data_ptr() for name, state in engine._adam.tensors().items()} == before
 
 
 def test_no_memory_for_them_is_an_error_that_can_be_repeated(
@@ -114,7 +115,7 @@ def test_no_memory_for_them_is_an_error_that_can_be_repeated(
 ) -> None:
     expected = make_engine().train_step(SAMPLES, NUM_UPDATES).metrics
     engine = make_engine(offload=ALL)
-    memory = engine._offload._memory[State.OPTIMIZER]
+    memory = engine._offload._memory[EngineState.OPTIMIZER]
     with monkeypatch.context() as patch:
         patch.setattr(memory, "sizes", [*memory.sizes[:-1], 2**60])
         says = r"cannot bring parameters, gradients, optimizer back to cpu: they take \d+\.\d\d GiB, and so much is not"
@@ -133,7 +134,7 @@ def test_what_cannot_be_written_stays_in_memory(make_engine: Make, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._offload._memory[State.OPTIMIZER].copies, "store", fail)
+        patch.setattr(engine._offload._memory[EngineState.OPTIMIZER].copies, "store", fail)
         first = engine.train_step(SAMPLES, NUM_UPDATES)
         assert held(engine)["optimizer"] > 0
     second = engine.train_step(SAMPLES, NUM_UPDATES)
@@ -141,41 +142,40 @@ def test_what_cannot_be_written_stays_in_memory(make_engine: Make, monkeypatch: 
     assert held(engine)["optimizer"] == 0
 
 
-@pytest.fixture
-def numbers(one_rank: None, tmp_path: Path) -> tuple[Offload, torch.Tensor]:
-    """A state of two views of one memory, and one of them."""
-    offload, memory = Offload(CPU, tmp_path), torch.arange(6.0)
-    offload.add(State.PARAMETERS, [memory[:2], memory[2:]])
+def numbers(folder: Path) -> tuple[Offload, torch.Tensor]:
+    """A state of two views of one memory, and one of them. No fixture: pytest would print what has no memory."""
+    offload, memory = Offload(CPU, folder), torch.arange(6.0)
+    offload.add(EngineState.PARAMETERS, [memory[:2], memory[2:]])
     return offload, memory[2:]
 
 
-def test_a_block_within_a_block_frees_nothing(numbers: tuple[Offload, torch.Tensor]) -> None:
-    offload, view = numbers
-    with offload.use(State.PARAMETERS):
-        with offload.use(State.PARAMETERS, changes=False):
+def test_a_block_within_a_block_frees_nothing(one_rank: None, tmp_path: Path) -> None:
+    offload, view = numbers(tmp_path)
+    with offload.use(EngineState.PARAMETERS):
+        with offload.use(EngineState.PARAMETERS, changes=False):
             view += 1
         assert view.untyped_storage().nbytes() == 24
     assert view.untyped_storage().nbytes() == 0
-    with offload.use(State.PARAMETERS, changes=False):
+    with offload.use(EngineState.PARAMETERS, changes=False):
         assert view.tolist() == [3, 4, 5, 6]
 
 
 def test_a_block_that_only_reads_writes_nothing(
-    numbers: tuple[Offload, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, _ = numbers
-    memory = offload._memory[State.PARAMETERS]
+    offload, _ = numbers(tmp_path)
+    memory = offload._memory[EngineState.PARAMETERS]
     stored: list[int] = []
     monkeypatch.setattr(memory.copies, "store", lambda number, storage: stored.append(number))
     for changes in (True, False, False):
-        with offload.use(State.PARAMETERS, changes=changes):
+        with offload.use(EngineState.PARAMETERS, changes=changes):
             pass
     assert stored == [0]
 
 
-def test_a_block_that_fails_frees_too(numbers: tuple[Offload, torch.Tensor]) -> None:
-    offload, view = numbers
-    with pytest.raises(RuntimeError, match="in between"), offload.use(State.PARAMETERS):
+def test_a_block_that_fails_frees_too(one_rank: None, tmp_path: Path) -> None:
+    offload, view = numbers(tmp_path)
+    with pytest.raises(RuntimeError, match="in between"), offload.use(EngineState.PARAMETERS):
         raise RuntimeError("in between")
     assert view.untyped_storage().nbytes() == 0
 

@@ -8,20 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Internal
 from tandem_config.schema import RunConfig
-from tandem_files.digests import file_digest, write_manifest
+from tandem_files.digests import damages, file_digest, read_manifest, write_manifest
+from tandem_files.room import SPARE_BYTES
 from tests.kit.checkpoints import read_rank, unread
+from tests.kit.folders import small_disk
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
+from trainer_service.engine import Saving
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.saved.files import META, file_of, read_meta
+from trainer_service.saved.importing import import_policy
 from trainer_service.saved.parts import values_of
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
+from weightsync.transfer.tensors import poison_tensors
 
 # it builds real engines
 pytestmark = pytest.mark.timeout(120)
@@ -122,3 +127,55 @@ def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
     assert engine.policy_version == 1
     state = {name: held for name, held in engine._adam.tensors().items() if not name.startswith("weights/")}
     assert not any(values_of(held).any() for held in state.values())
+
+
+def test_without_room_nothing_is_written_and_the_one_before_stays(engine: MegatronEngine, tmp_path: Path) -> None:
+    size = engine.save(tmp_path / "size")
+    with small_disk(tmp_path / "small", str(SPARE_BYTES + size * 3 // 2)) as disk:
+        engine.save(disk / "one")
+        with pytest.raises(Internal, match=r"cannot write checkpoint .*No space left on device: \d+ MiB are needed"):
+            engine.save(disk / "two")
+        assert [path.name for path in disk.iterdir()] == ["one"]
+        step(engine)
+        engine.load_checkpoint(disk / "one")
+        assert engine.policy_version == 1
+
+
+def held(folder: Path) -> Tensors:
+    """The tensors of a checkpoint of one rank, whose files are as they were written."""
+    assert damages(folder, read_manifest(folder)) == []
+    return load_file(folder / "shard-tp00-pp00.safetensors")
+
+
+def test_a_checkpoint_beside_the_training_has_the_bytes_of_its_moment(engine: MegatronEngine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "now")
+    written = [engine.begin_save(tmp_path / "beside"), step(engine), engine.saving][-1]
+    assert isinstance(written, Saving)
+    assert written.done.result(60) > 0
+    now = held(tmp_path / "now")
+    assert same(held(tmp_path / "beside"), now) == []
+    expected = step(engine)
+    engine.begin_save(tmp_path / "later")
+    engine.begin_save(tmp_path / "beside")  # waits for the other, and replaces
+    last = engine.saving
+    assert last is not None
+    assert last.done.result(60) > 0
+    assert same(held(tmp_path / "later"), held(tmp_path / "beside")) == []
+    assert same(held(tmp_path / "later"), now) != []
+    engine.load_checkpoint(tmp_path / "now")
+    step(engine)
+    assert step(engine) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "later", "now"]
+
+
+def test_a_run_starts_from_an_imported_checkpoint_as_from_its_model(
+    engine: MegatronEngine, model: Path, tmp_path: Path
+) -> None:
+    engine.load(model)
+    expected = step(engine)
+    import_policy(model, engine.spec, FOUR, torch.float32, tmp_path / "imported")
+    engine._config = run_config(model, initial_checkpoint=tmp_path / "imported")
+    poison_tensors(engine.tensors())
+    engine.load(model)
+    assert engine.policy_version == 0
+    assert step(engine) == expected

@@ -160,8 +160,8 @@ def test_a_plan_with_shared_prompts_has_every_sample_and_says_what_it_saves(data
         plan.flops(samples, costs, epochs=1, reference=reference) for plan in plans for reference in (False, True)
     ]
     assert len(set(passes)) == 2
-    trained = max(passes) - min(passes)
-    assert (min(passes) - 3 * trained) + trained == pytest.approx(tokens)
+    once = max(passes) - min(passes)  # a pass over what is trained on; without the reference there are three
+    assert (min(passes) - 3 * once) + once == pytest.approx(tokens)
     assert FlopCosts(token=1.0, pair=2.0, completion=9.0).prompts(np.array([4, 1])) == 5 + 2 * (10 + 1)
     measured = [measure_all(samples, of) for of in each]
     assert set.union(*(rows_of(batches) for batches in measured)) == set(range(40))

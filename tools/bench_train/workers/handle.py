@@ -1,4 +1,4 @@
-"""The benchmark's end of its workers: they are all open at once, and compute in turns."""
+"""The benchmark's end of its workers: all of them are open together, and compute in turns."""
 
 import asyncio
 import contextlib
@@ -92,9 +92,9 @@ async def running(
 async def _start(handle: Handle, python: Path, options: Sequence[str], threads: int) -> None:
     module, layout = WAYS[handle.name]
     ranks = LAYOUTS[layout].world_size
-    each = str(max(1, threads // ranks))
-    options = [*options, "--threads", each, "--layout", layout, "--meeting", str(handle.log.with_suffix(".meeting"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": each, "HF_HUB_OFFLINE": "1"}
+    of_rank = str(max(1, threads // ranks))
+    options = [*options, "--threads", of_rank, "--layout", layout, "--meeting", str(handle.log.with_suffix(".meeting"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": of_rank, "HF_HUB_OFFLINE": "1"}
     with handle.log.open("wb") as log:
         for rank in range(ranks):
             arguments = ["-W", "ignore", "-m", f"tools.bench_train.workers.{module}", *options, "--rank", str(rank)]

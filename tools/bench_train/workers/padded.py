@@ -80,7 +80,7 @@ class Padded:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss.item()
+        return float(loss)
 
     def _logprobs_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute [B, C] log-probs, and entropies, which both trainers report."""

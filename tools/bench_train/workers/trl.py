@@ -58,7 +58,7 @@ class Steps:
     def rewards(self, completions: list[Any], **_: Any) -> list[float]:
         """Return rewards whose mean within each group is 0: TRL's advantages are these."""
         assert self._samples is not None
-        return self._samples.advantages.tolist()
+        return [float(advantage) for advantage in self._samples.advantages]
 
 
 def configuration(shape: Shape, folder: Path) -> GRPOConfig:

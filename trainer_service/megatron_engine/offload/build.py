@@ -9,7 +9,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from tandem_config.schema import OffloadSection
-from trainer_service.megatron_engine.offload.states import Offload, State
+from trainer_service.megatron_engine.offload.states import EngineState, Offload
 
 
 def build_offload(
@@ -28,14 +28,14 @@ def build_offload(
     offload = Offload(device, folder)
     parameters = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
     if settings.parameters:
-        offload.add(State.PARAMETERS, parameters)
+        offload.add(EngineState.PARAMETERS, parameters)
     if settings.gradients:
         # every update begins with zeros
         buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-        offload.add(State.GRADIENTS, [buffer.grad_data for buffer in buffers], keep=False)
+        offload.add(EngineState.GRADIENTS, [buffer.grad_data for buffer in buffers], keep=False)
     if settings.optimizer:
         # float32 parameters are AdamW's own: they are the state above
-        offload.add(State.OPTIMIZER, _optimizer_tensors(optimizer), beside=parameters)
+        offload.add(EngineState.OPTIMIZER, _optimizer_tensors(optimizer), beside=parameters)
     return offload
 
 

@@ -32,7 +32,7 @@ from trainer_service.megatron_engine.offload.copies import GIB, Copies, copies_f
 log = get_logger(__name__)
 
 
-class State(StrEnum):
+class EngineState(StrEnum):
     """A part of the engine's memory, as trainer.offload names it; `reference` goes with the parameters."""
 
     PARAMETERS = "parameters"
@@ -41,8 +41,8 @@ class State(StrEnum):
     REFERENCE = "reference"
 
 
-STEP = (State.PARAMETERS, State.GRADIENTS, State.OPTIMIZER)
-CHECKPOINT = (State.PARAMETERS, State.OPTIMIZER, State.REFERENCE)
+STEP = (EngineState.PARAMETERS, EngineState.GRADIENTS, EngineState.OPTIMIZER)
+CHECKPOINT = (EngineState.PARAMETERS, EngineState.OPTIMIZER, EngineState.REFERENCE)
 
 
 @dataclass(kw_only=True)
@@ -100,9 +100,11 @@ class Offload:
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self._device, self._folder = device, folder
-        self._memory: dict[State, _Memory] = {}
+        self._memory: dict[EngineState, _Memory] = {}
 
-    def add(self, state: State, tensors: Iterable[Tensor], *, keep: bool = True, beside: Iterable[Tensor] = ()) -> None:
+    def add(
+        self, state: EngineState, tensors: Iterable[Tensor], *, keep: bool = True, beside: Iterable[Tensor] = ()
+    ) -> None:
         """Offload a state from the first use on.
 
         Args:
@@ -123,12 +125,12 @@ class Offload:
         self._memory[state] = _Memory(storages=storages, sizes=sizes, copies=copies)
         log.info("offloaded between uses", state=state, bytes=sum(sizes), kept=keep, device=str(self._device))
 
-    def __contains__(self, state: State) -> bool:
+    def __contains__(self, state: EngineState) -> bool:
         """Whether a state is offloaded."""
         return state in self._memory
 
     @contextmanager
-    def use(self, *states: State, changes: bool = True) -> Iterator[Mapping[str, float]]:
+    def use(self, *states: EngineState, changes: bool = True) -> Iterator[Mapping[str, float]]:
         """Have states in memory inside of a `with` block; every rank must enter it together.
 
         Blocks may be nested: memory is freed at the end of the outermost that needs it.

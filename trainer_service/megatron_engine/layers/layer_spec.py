@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine.attention.core import PackedAttention
-from trainer_service.megatron_engine.norm import TorchRMSNorm
+from trainer_service.megatron_engine.layers.norm import TorchRMSNorm
 
 Modules = Literal["torch", "transformer_engine"]
 

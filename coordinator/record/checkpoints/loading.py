@@ -1,0 +1,73 @@
+"""Finds the checkpoint that a run resumes from, and puts damaged newer ones aside."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.record.state import RunState
+from servicekit.errors import ConfigError
+from servicekit.logs import get_logger
+from tandem_files.checkpoints import (
+    COMPLETE,
+    COORDINATOR_FILE,
+    Sound,
+    list_complete,
+    newest_sound,
+    read_complete,
+    set_aside,
+)
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest:
+    """The checkpoint to resume from: its state, and the damaged ones that were skipped."""
+
+    state: RunState
+    sound: Sound
+
+
+def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None:
+    """Load the newest undamaged checkpoint; None if there is none.
+
+    Args:
+        model: folder of this run's model.
+        fingerprint: fingerprint of this run's model.
+    Raises: ConfigError: the checkpoint is of another model; DamagedCheckpoint: all are damaged.
+    """
+    sound = newest_sound(run_dir)
+    if sound is None:
+        return None
+    mark = read_complete(sound.folder)
+    if mark.get("model_fingerprint") != fingerprint:
+        raise ConfigError(
+            f"checkpoint {sound.folder} is of another model: it was made from {mark.get('model')} "
+            f"(fingerprint {str(mark.get('model_fingerprint'))[:12]}), this run's model.path is {model} "
+            f"(fingerprint {fingerprint[:12]}): resume with the first, or start a new run"
+        )
+    return Newest(state=RunState.load(sound.folder / COORDINATOR_FILE), sound=sound)
+
+
+def marks(run_dir: Path) -> dict[str, int]:
+    """Return when each complete checkpoint was marked (ns), to notice that another process continued the run."""
+    found = {}
+    for _, folder in list_complete(run_dir):
+        with contextlib.suppress(FileNotFoundError):  # pruned just now
+            found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns
+    return found
+
+
+def set_damaged_aside(sound: Sound) -> Iterator[tuple[str, str]]:
+    """Rename newer checkpoints that could not be used, so that later ones can be written.
+
+    Yields: what is wrong with each, and what was done about it.
+    """
+    for damage, complaint in zip(sound.skipped, sound.complaints(), strict=True):
+        try:
+            aside = set_aside(damage)
+        except OSError as error:  # it stays where it is, and the next resume skips it too
+            log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
+            aside = None
+        yield complaint, "" if aside is None else f"; it is kept as {aside.name}"

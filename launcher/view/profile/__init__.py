@@ -1,0 +1,1 @@
+"""`tandem profile`: where the time of a profiled train step went."""

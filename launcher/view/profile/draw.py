@@ -1,0 +1,70 @@
+"""Prints the profile of a train step: a line per rank, its parts, and what took most time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem_files.profiles.folder import RankProfile, trace_path
+
+_OPERATOR_CHARACTERS = 48
+
+
+def draw(console: Console, run_dir: Path, ranks: Sequence[RankProfile], listed: RankProfile, top: int) -> None:
+    """Print it.
+
+    Args:
+        ranks: the profiles of a step.
+        listed: the one whose parts and operators are shown.
+        top: most operators.
+    """
+    of = f"step {listed.step}, {len(ranks)} of {listed.world_size} ranks"
+    console.print(Text(f"{run_dir}: {of}, the {_TIMELINES[listed.timeline]}", style="bold"))
+    console.print(_shares(ranks))
+    console.print()
+    console.print(_parts(listed))
+    console.print()
+    console.print(_operators(listed, top))
+    console.print(Text(f"trace: {trace_path(run_dir, listed.step, listed.rank)} (chrome://tracing, ui.perfetto.dev)"))
+
+
+_TIMELINES = {"cuda": "GPU's kernels", "cpu": "host's operators"}
+
+
+def _shares(ranks: Sequence[RankProfile]) -> Table:
+    table = _table("rank", "seconds", "computing", "communication", "of it alone", "neither")
+    for rank in ranks:
+        parts = (rank.compute_s, rank.communication_s, rank.exposed_s, rank.idle_s)
+        table.add_row(str(rank.rank), f"{rank.seconds:.3f}", *(_share(part, rank.seconds) for part in parts))
+    return table
+
+
+def _parts(rank: RankProfile) -> Table:
+    table = _table(f"part of rank {rank.rank}'s step", "seconds", "share")
+    for name, seconds in rank.parts.items():
+        table.add_row(name, f"{seconds:.3f}", _share(seconds, rank.seconds))
+    return table
+
+
+def _operators(rank: RankProfile, top: int) -> Table:
+    table = _table(f"rank {rank.rank} spent most on", "calls", "seconds", "share")
+    for operator in rank.operators[:top]:
+        name = operator.name
+        short = (
+            name if len(name) <= _OPERATOR_CHARACTERS else f"{name[: _OPERATOR_CHARACTERS - 1]}\N{HORIZONTAL ELLIPSIS}"
+        )
+        table.add_row(short, str(operator.calls), f"{operator.seconds:.4f}", _share(operator.seconds, rank.seconds))
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole > 0 else "-"
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="left" if place == 0 else "right", no_wrap=True)
+    return table

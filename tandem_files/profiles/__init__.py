@@ -1,0 +1,1 @@
+"""Profiles of train steps in the run's folder: the trainer writes them, `tandem profile` reads them."""

@@ -1,0 +1,55 @@
+"""Ranks write their files of a checkpoint, and rank 0 publishes what all of them have written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from servicekit.errors import Internal
+from tandem_files.digests import damages, read_manifest
+from tests.kit.folders import small_disk
+from trainer_service.saved.writing import HostCopies, SavedFile, publish, wait_for_files, write_files
+
+
+def file(name: str, num_floats: int = 64) -> SavedFile:
+    return SavedFile(name=name, tensors={"weights/a": torch.arange(num_floats, dtype=torch.float32)})
+
+
+def test_what_all_ranks_have_written_is_published_with_its_digests(tmp_path: Path) -> None:
+    partial, folder = tmp_path / ".trainer.partial", tmp_path / "trainer"
+    partial.mkdir()
+    for rank in range(2):
+        write_files(partial, [file(f"shard-{rank}.safetensors")])
+        if rank == 0:
+            with pytest.raises(Internal, match=r"1 of 2 files were not written within 0\.1 s"):
+                wait_for_files(partial, 2, 0.1)
+    wait_for_files(partial, 2, 0.0)
+    assert publish(partial, folder, {"dtype": "float32"}) == sum(
+        path.stat().st_size for path in folder.iterdir() if path.name != "digests.json"
+    )
+    names = {"shard-0.safetensors", "shard-1.safetensors", "meta.json"}
+    assert {path.name for path in folder.iterdir()} == names | {"digests.json"}
+    manifest = read_manifest(folder)
+    assert set(manifest) == names
+    assert damages(folder, manifest) == []
+
+
+def test_a_rank_that_cannot_write_says_why_and_leaves_the_disk_to_others(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "1m") as disk:
+        write_files(disk, [file("shard-0.safetensors"), file("shard-1.safetensors", 2**20)])
+        with pytest.raises(Internal, match=r"shard-1\.safetensors was not written: .*No space left"):
+            wait_for_files(disk, 2, 5.0)
+        assert not (disk / "shard-1.safetensors").exists()
+        write_files(disk / "removed meanwhile", [file("shard-0.safetensors")])  # raises nothing
+
+
+def test_copies_are_of_their_moment_and_use_the_same_memory_again() -> None:
+    live, copies = torch.zeros(8), HostCopies()
+    files = [SavedFile(name="shard", tensors={"weights/a": live, "step/a": torch.tensor(3.0)})]
+    first = copies.take(files)[0].tensors
+    live += 1
+    assert not first["weights/a"].any()
+    second = copies.take(files)[0].tensors
+    assert second["weights/a"].data_ptr() == first["weights/a"].data_ptr()
+    assert second["weights/a"].all()
+    assert set(copies.take([SavedFile(name="shard", tensors={"weights/a": torch.ones(4)})])[0].tensors) == {"weights/a"}

@@ -1,0 +1,142 @@
+"""Writes the files of a trainer checkpoint, in a thread too: ranks leave notes for rank 0, which publishes the folder.
+
+A rank leaves `NAME.digest` beside a file that is on disk, or `NAME.failed` with the reason. The notes need no
+collective: the order of these belongs to the thread that trains.
+"""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from servicekit.errors import Internal
+from servicekit.logs import get_logger
+from tandem_files.atomic import replace_folder, sync_file, write_json_atomic
+from tandem_files.digests import file_digest, write_manifest
+from trainer_service.saved.files import FORMAT, META
+from weightsync.transfer.tensors import tensor_checksums
+
+_DIGEST, _FAILED = ".digest", ".failed"
+_POLL_S = 0.05
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFile:
+    """A file of a checkpoint that this rank writes."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class HostCopies:
+    """Copies of tensors in host memory, kept from one checkpoint to the next: new memory is slow to touch."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self, files: Sequence[SavedFile]) -> list[SavedFile]:
+        """Copy the tensors as they are now; copies taken before are overwritten."""
+        tensors = {name: tensor.detach() for file in files for name, tensor in file.tensors.items()}
+        for name, tensor in tensors.items():
+            held = self._copies.get(name)
+            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+                self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copies = {name: self._copies[name] for name in tensors}
+        for name, tensor in tensors.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return [
+            SavedFile(name=file.name, tensors={name: self._copies[name] for name in file.tensors}) for file in files
+        ]
+
+
+def write_file(folder: Path, file: SavedFile) -> int:
+    """Write a file durably, and its note. Returns: its bytes. Raises: OSError, SafetensorError."""
+    path = folder / file.name
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in file.tensors.items()}
+    save_file(held, path, metadata=tensor_checksums(held))  # by which a damaged tensor is found
+    return leave_digest(path)
+
+
+def leave_digest(path: Path) -> int:
+    """Force a file to disk, and leave the note that it is there. Returns: its bytes. Raises: OSError."""
+    sync_file(path)
+    digest = file_digest(path)
+    _leave(path, _DIGEST, json.dumps(digest))
+    return int(digest["bytes"])
+
+
+def write_files(folder: Path, files: Sequence[SavedFile]) -> None:
+    """Write files, without an error: the note of one that cannot be written has the reason."""
+    for file in files:
+        path = folder / file.name
+        try:
+            write_file(folder, file)
+        except (OSError, SafetensorError) as error:
+            log.error("checkpoint file not written", path=str(path), error=str(error))
+            with contextlib.suppress(OSError):  # rank 0 may have removed the folder, since another file failed
+                path.unlink(missing_ok=True)  # it fills the disk, and the note needs some of it
+                _leave(path, _FAILED, str(error))
+
+
+def _leave(path: Path, suffix: str, text: str) -> None:
+    """Leave a note about a file, which appears whole."""
+    note, scratch = path.with_name(f"{path.name}{suffix}"), path.with_name(f".{path.name}{suffix}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(note)
+
+
+def wait_for_files(folder: Path, count: int, timeout_s: float) -> None:
+    """Wait until all ranks have left the notes of `count` files.
+
+    Raises: Internal: a file was not written, or one is missing after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for note in sorted(folder.glob(f"*{_FAILED}")):
+            raise Internal(f"{note.name.removesuffix(_FAILED)} was not written: {note.read_text(encoding='utf-8')}")
+        written = len(list(folder.glob(f"*{_DIGEST}")))
+        if written >= count:
+            return
+        if time.monotonic() > deadline_s:
+            raise Internal(f"{count - written} of {count} files were not written within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:
+    """Add meta.json and the digests of all files, which have notes; then the folder appears. Returns: its bytes."""
+    write_json_atomic(partial / META, dict(meta) | {"format": FORMAT})
+    digests = {META: file_digest(partial / META)}
+    for note in sorted(partial.glob(f"*{_DIGEST}")):
+        digests[note.name.removesuffix(_DIGEST)] = json.loads(note.read_text(encoding="utf-8"))
+        note.unlink()
+    write_manifest(partial, digests)
+    replace_folder(partial, folder)
+    return sum(int(digest["bytes"]) for digest in digests.values())
+
+
+def partial_of(folder: Path) -> Path:
+    """Return where the files of a checkpoint lie until all are written."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def discard(partial: Path) -> None:
+    """Remove a checkpoint that was not finished: it is useless, and may have filled the disk."""
+    shutil.rmtree(partial, ignore_errors=True)
