@@ -76,8 +76,7 @@ class MegatronEngine:
         self._saver = checkpoint.BackgroundSaver()
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
-        sizes = (self._spec, self._parallel, self._dtype, sequence_parallel)
-        mcore_config = build.transformer_config(*sizes, **options)
+        mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
         self._parameters = build.named_parameters(chunks)
         wrapped = build.wrap(chunks, mcore_config, trainer)

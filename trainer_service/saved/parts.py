@@ -5,6 +5,7 @@ The distributed optimizer divides flat buffers, so that a part may begin and end
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class FlatPart:
 
 
 # What a rank holds of a tensor of a checkpoint.
-Held = Tensor | FlatPart
+Held: TypeAlias = Tensor | FlatPart
 
 
 def shapes_of(held: Mapping[str, Held]) -> dict[str, Tensor]:
