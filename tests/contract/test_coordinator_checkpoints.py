@@ -39,7 +39,7 @@ async def test_a_run_continues_without_some_of_its_checkpoints(
     assert complete(environment) == versions(environment) == [1, 4, 5, 6]
     state = saved_state(environment)
     assert (state["status"], state["missed_checkpoints"]) == ("finished", [])
-    assert state["totals"]["warnings"] == 2
+    assert state["totals"]["warnings"] >= 2
 
 
 @pytest.mark.parametrize("background", [False, True])

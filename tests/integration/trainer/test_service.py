@@ -4,7 +4,7 @@ import asyncio
 import math
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -30,6 +30,13 @@ from weightsync.layouts.layout import Parallel
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
+# Metrics of a step that differ from time to time.
+OF_THE_MACHINE = {"train_tokens_per_s", "model_flops_utilization", "train_peak_memory_bytes"}
+
+
+def exact(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics that depend on the samples and the policy alone."""
+    return {name: value for name, value in metrics.items() if name not in OF_THE_MACHINE}
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +291,7 @@ async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
     assert same(before, await shared_trainer.exported(stub, folder / "restored")) == []
     again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [chunk(0)])), timeout=TIMEOUT_S)
     assert again.policy_version == saved_at + 6
-    assert again.metrics == first.metrics  # optimizer and step size too
+    assert exact(again.metrics) == exact(first.metrics)  # optimizer and step size too
     older = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at)
     assert isinstance(await refusal(stub.RestorePolicy(older, timeout=TIMEOUT_S)), InvalidRequest)
 
@@ -298,7 +305,7 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
         for step in range(2):
             requests = step_requests(f"fresh-{attempt}-{step}", at + step, [chunk(0)])
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
-        losses.append(dict(reply.metrics))
+        losses.append(exact(reply.metrics))
     assert losses[0] == losses[1]
 
 
@@ -332,7 +339,7 @@ async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tin
         done.append((dict(reply.metrics), await initial(stub, folder / name)))
     (metrics, weights), (again, other) = done
     assert metrics["samples"] == 16
-    assert metrics == again
+    assert exact(metrics) == exact(again)
     assert same(weights, other) == []
     assert same(load_file(tiny_model / "model.safetensors"), weights) != []
 

@@ -85,8 +85,9 @@ def _share_steps(tensors: Mapping[str, Held]) -> None:
     for name, value in tensors.items():
         if name.startswith(STEP):
             groups.setdefault(_group_of(name), []).append(values_of(value))
+    device = next(value.values.device for value in tensors.values() if isinstance(value, FlatPart))
     for group, counts in groups.items():
-        most = torch.stack(counts).to(torch.device("cuda") if dist.get_backend(group) == "nccl" else "cpu")
+        most = torch.stack(counts).to(device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         for count, number in zip(counts, most, strict=True):
             count.copy_(number)
