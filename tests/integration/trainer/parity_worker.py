@@ -57,7 +57,8 @@ def run_case(case: dict[str, Any], out: Path) -> None:
 def overflow_in_last_update(engine: MegatronEngine, samples: Samples) -> str:
     """A finite advantage whose gradient is not: the first update is done by then, and must be undone."""
     advantages = samples.advantages.copy()
-    advantages[-2] = -3e38  # its ratio has grown: GSPO would clip a positive one, whose gradient is then 0
+    advantages[22] = 3e38
+    advantages[19] = -3e38  # the case of GSPO gives sample 22 no weight, since its correction is out of bounds
     return refusal(lambda: engine.train_step(replace(samples, advantages=advantages), NUM_UPDATES))
 
 
