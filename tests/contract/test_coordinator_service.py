@@ -25,7 +25,7 @@ from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.kit.waiting import until
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Watched:

@@ -1,10 +1,11 @@
-"""Unit tests are quick: each has 5 s of computing, unless it says why it needs more.
+"""Unit tests are quick: one that computes for more than 5 s is named in pytest's warnings, unless it says why it does.
 
-Seconds of the processor, not of the clock: a test that computes for 2 s must not fail because the machine is busy. The
-clock has a limit too, for what waits or blocks.
+Said, not failed: the seconds of the processor that a virtual machine counts vary three-fold with what its host does
+beside it, so a limit on them would fail a run for the machine it is on. The clock has a limit, for what waits or blocks.
 """
 
 import time
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 
@@ -24,11 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Fail a test that has computed for longer than its limit; its fixtures do not count."""
+    """Name a test that has computed for longer than its limit; its fixtures do not count."""
     start_s = time.process_time()
     result = yield
     used_s = time.process_time() - start_s
     marker = pyfuncitem.get_closest_marker("timeout")
     if marker is not None and marker.args[0] == CLOCK_LIMIT_S and used_s > LIMIT_S:
-        pytest.fail(f"computed for {used_s:.1f} s: a unit test has {LIMIT_S:g} s, or a `timeout` marker that says why")
+        warnings.warn(f"computed for {used_s:.1f} s, a unit test has {LIMIT_S:g} s: {pyfuncitem.nodeid}", stacklevel=1)
     return result
