@@ -60,8 +60,8 @@ def page(results: Mapping[str, Any]) -> str:
     runs = len({case["run"] for case in cases.values()})
     head = (
         f"Runs: {runs}, the last begun {results['run']}, commit {results['commit'] or 'unknown'}; {host['cpu']}, "
-        f"{host['cores']} cores, {results['threads']} threads a way, float32. Written by `make bench-train`; what the columns mean "
-        "stands below."
+        f"{host['cores']} cores, {results['threads']} threads a way, float32. Written by `make bench-train`; what the "
+        "columns mean stands below."
     )
     lines = ["# A train step, measured", "", head]
     for title, part in parts.items():
