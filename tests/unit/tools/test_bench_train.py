@@ -12,14 +12,19 @@ from tools.bench_train.report.page import BEGIN, END, page, summary, write
 from tools.bench_train.shapes import (
     DEFAULT_SHAPES,
     GROUP,
+    LAYOUTS,
     LENGTHS,
     SHAPES,
     UPDATES,
+    Shape,
     completion_lengths,
     make_samples,
     step_flops,
 )
 from tools.bench_train.workers.handle import WAYS
+from tools.bench_train.workers.ours import configuration
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.stages import chunks_of
 from weightsync.model.spec import ModelSpec
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -119,3 +124,15 @@ def test_what_is_committed_has_every_case_and_the_ratios_of_the_contract() -> No
     assert (BENCHMARKS / "train.md").read_text(encoding="utf-8") == page(committed)
     assert f"{BEGIN}\n{summary(committed)}{END}" in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     assert "<svg" in (BENCHMARKS / "train.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_model_fits_every_layout(shape: Shape, layout: Parallel, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+    sizes = Parallel(**configuration(tmp_path, layout).trainer.parallel_sizes)
+
+    chunks = chunks_of(shape.layers, sizes)
+
+    assert [chunk.stage for chunk in chunks] == list(range(layout.pipeline))
+    assert sum(chunk.num_layers for chunk in chunks) == shape.layers
