@@ -70,7 +70,7 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy has sampled."""
+        """The number of tokens that the policy has sampled."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 

@@ -209,5 +209,5 @@ def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleCh
         trainable=[sample.trainable for sample in samples],
         token_ids=token_ids,
         rollout_logprobs=logprobs,
-        loss_mask=policy_tokens(samples) if masked else (),
+        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
     )

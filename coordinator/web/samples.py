@@ -6,8 +6,10 @@ Reads the files that the run has written, so that it works the same during a run
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -235,8 +237,9 @@ def _runs(sample: StoredSample) -> Iterator[tuple[int, dict[str, Any]]]:
     versions[-1] = (total, versions[-1][1])
     masked = [(span.text_start, min(span.text_end, total)) for span in sample.masked_spans]
     for end in sorted({end for end, _ in versions}.union(*masked)):
-        version = next((version for until, version in versions if end <= until), versions[-1][1])
-        is_masked = any(start < end <= until for start, until in masked)
+        _, version = versions[min(bisect_left(versions, end, key=itemgetter(0)), len(versions) - 1)]
+        before = bisect_left(masked, end, key=itemgetter(0)) - 1  # the last that starts before
+        is_masked = before >= 0 and end <= masked[before][1]
         yield end, {"version": version} | ({"masked": True} if is_masked else {})
 
 

@@ -6,6 +6,7 @@ Legend: P prompts, G completions per prompt, S = P * G samples.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tandem_files.samples.schema import MASKED_SPAN, SPAN, MaskedSpan, storable,
 from tandem_files.tokenizer import TextCodec
 
 _TEXTS = pa.list_(pa.string())
+_TOKENS_BEFORE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +136,17 @@ def _masked_spans(completions: Sequence[Completion], codec: TextCodec) -> pa.Arr
 
 
 def _masked(completion: Completion, codec: TextCodec) -> Iterator[MaskedSpan]:
-    """Find the runs of masked tokens, and where they are in the text, as in _spans."""
+    """Find the runs of masked tokens, and where they are in the text.
+
+    Each part between their ends is decoded once, behind a few tokens before it, which are decoded without it too: some
+    tokenizers leave out the space at the beginning of a text.
+    """
     if completion.loss_mask is None:
         return
     places = np.flatnonzero(np.diff(np.array([1, *completion.loss_mask, 1], np.int8))).tolist()
-    ends = [len(text) for text in codec.decode_all(completion.token_ids[:place] for place in places)]
+    parts = [(max(0, start - _TOKENS_BEFORE), start, end) for start, end in pairwise([0, *places])]
+    whole = codec.decode_all(completion.token_ids[first:end] for first, _, end in parts)
+    before = codec.decode_all(completion.token_ids[first:start] for first, start, _ in parts)
+    ends = np.cumsum([len(text) - len(left) for text, left in zip(whole, before, strict=True)]).tolist()
     for start, end, text_start, text_end in zip(places[::2], places[1::2], ends[::2], ends[1::2], strict=True):
         yield MaskedSpan(start=start, end=end, text_start=text_start, text_end=text_end)

@@ -84,7 +84,7 @@ class MaskedBatch(Batch):
         weight = np.exp(difference)
         if grpo.correction == "none":
             return np.ones_like(mask)
-        inside = weight.clip(grpo.correction_low, grpo.correction_high)
+        inside = weight.clip(grpo.correction_low or 0.0, grpo.correction_high or np.inf)
         return inside if grpo.correction == "tis" else np.where(weight == inside, weight, 0.0)
 
     def aggregate(self, loss: Array, mask: Array) -> float:
