@@ -93,7 +93,7 @@ class StepPlan:
 
         def forward(chosen: BoolArray, spared: IntArray) -> float:
             lengths = (samples.prompt_lengths, samples.completion_lengths, samples.counted_lengths)
-            whole = costs.forward(*(each[chosen] for each in lengths))
+            whole = costs.forward(*(of_samples[chosen] for of_samples in lengths))
             return whole - costs.prompts(spared)
 
         measured, trained = forward(self.measures, self.spared[0]), forward(self.trains, self.spared[1])
